@@ -1,0 +1,142 @@
+"""Every error that Phalanx raises.
+
+All derive from `DistributedError`, and each also from the built-in that a Python programmer would
+catch. They carry what is known about the failure as attributes, `None` where it has no meaning:
+
+    rank       the rank that raises, in the numbering of the backend that was called
+    peer       the rank that is to blame or was waited for
+    op         the operation, such as "all_reduce"
+    sequence   the number of that operation in its group, counted from 0
+    seconds    how long the rank had waited
+
+    DistributedError
+    ├── InvalidRankError        ValueError         a rank that does not exist
+    ├── InvalidWorldSizeError   ValueError         a world or group that cannot be
+    ├── SelfSendError           ValueError         a message to oneself
+    ├── SizeMismatchError       ValueError         what came is not as long as what was expected
+    ├── DesyncError             RuntimeError       ranks that do different things
+    ├── CollectiveTimeoutError  TimeoutError       a deadline that passed
+    ├── PeerLostError           ConnectionError    a rank that died, left or cannot be reached
+    ├── BackendUnavailableError RuntimeError       a backend that cannot run here
+    ├── UnsupportedOperationError NotImplementedError  something that a backend cannot do
+    ├── AuthenticationError     PermissionError    a peer without the job's token
+    ├── DeadlockError           RuntimeError       every rank waits
+    └── MisuseError             RuntimeError       a call that makes no sense now
+
+`RankStopped` is no error: it ends the other ranks of a run in which one has failed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "BackendUnavailableError",
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "DesyncError",
+    "DistributedError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "MisuseError",
+    "PeerLostError",
+    "RankStopped",
+    "SelfSendError",
+    "SizeMismatchError",
+    "UnsupportedOperationError",
+]
+
+
+class DistributedError(Exception):
+    """What every error of Phalanx is; see the module for its attributes."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        op: str | None = None,
+        sequence: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.sequence = sequence
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default, which calls cls(*args).
+        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+
+    def again(self) -> DistributedError:
+        """An equal error to raise once more: a raised one collects tracebacks of every raise."""
+        return _rebuild(type(self), self.message, self.__dict__)
+
+
+def _rebuild(
+    kind: type[DistributedError], message: str, attributes: dict[str, object]
+) -> DistributedError:
+    error = kind(message)
+    error.__dict__.update(attributes)
+    return error
+
+
+class InvalidRankError(DistributedError, ValueError):
+    """A rank that is not one of the group's, as a peer, a root or a member."""
+
+
+class InvalidWorldSizeError(DistributedError, ValueError):
+    """A world or a group of no rank, or of more than there are."""
+
+
+class SelfSendError(DistributedError, ValueError):
+    """A message from a rank to itself: it would wait for itself."""
+
+
+class SizeMismatchError(DistributedError, ValueError):
+    """Sizes that must agree and do not; the message names both."""
+
+
+class DesyncError(DistributedError, RuntimeError):
+    """Ranks of one group met in different operations, or in one with different arguments."""
+
+
+class CollectiveTimeoutError(DistributedError, TimeoutError):
+    """An operation was not complete when its deadline passed; `peer` is who was waited for."""
+
+
+class PeerLostError(DistributedError, ConnectionError):
+    """A rank (`peer`) died, left, or cannot be reached any more."""
+
+
+class BackendUnavailableError(DistributedError, RuntimeError):
+    """A backend that does not exist or cannot run here; the message says what it needs."""
+
+
+class UnsupportedOperationError(DistributedError, NotImplementedError):
+    """Something that this backend, algorithm or dtype cannot do."""
+
+
+class AuthenticationError(DistributedError, PermissionError):
+    """A peer that does not hold the job's token, or that is not who it must be."""
+
+
+class DeadlockError(DistributedError, RuntimeError):
+    """Every rank waits and nothing is in flight; the message says who waits for whom."""
+
+
+class MisuseError(DistributedError, RuntimeError):
+    """A call that makes no sense in this state; the message says what to call instead."""
+
+
+class RankStopped(BaseException):
+    """Raised in a rank that has to end because another one failed.
+
+    Not an `Exception`, so that `except Exception` in training code lets it pass.
+    """
