@@ -1,0 +1,283 @@
+"""`Backend`: one rank's view of one group of ranks."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.engine import Engine
+from phalanx.backends.group import Group
+from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
+from phalanx.backends.operation import Combine, LocalStep, Operation
+from phalanx.backends.rounds import ReceiveBytes, Round, SendBytes, ring_barrier
+from phalanx.errors import DistributedError, InvalidRankError, SelfSendError
+from phalanx.wire.frame import Channel, Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from phalanx.backends.sub import SubBackend
+
+DEFAULT_TIMEOUT = 60.0
+MAX_TAG = 2**31 - 1
+
+
+class LinkCost(NamedTuple):
+    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
+
+    latency: float  # seconds until the receiver can go on
+    overhead: float  # seconds of work for each message
+    bandwidth: float  # bytes a second
+
+
+class Backend(ABC):
+    """One rank's view of one group of ranks, and the ways to move bytes between them.
+
+    rank         this rank, 0 <= rank < world_size
+    world_size   how many there are
+    timeout      seconds that a call waits at most, unless it is told otherwise
+    topology     for each rank the number of the host that it is on
+
+    Blocking calls block this rank only. After a failure of a collective the group is broken:
+    every later call on it raises the first cause at once. Use it in a `with` statement, or call
+    `close()`. Any thread may call, but the order of collectives is the order of the calls, and
+    has to be the same on every rank.
+    """
+
+    topology: tuple[int, ...]
+    link_cost = LinkCost(latency=40e-6, overhead=15e-6, bandwidth=1.5e9)
+
+    def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        self.engine = engine
+        self.group = group
+        self.timeout = float(timeout)
+        self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
+
+    @property
+    def rank(self) -> int:
+        """This rank in this group."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in this group."""
+        return self.group.size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
+
+    # Point to point -----------------------------------------------------------------------
+
+    def send(
+        self, data: Tensor | Buffer, dst: int, *, tag: int = 0, timeout: float | None = None
+    ) -> None:
+        """Send a tensor or buffer to rank `dst`; returns when its memory may be used again.
+
+        The receiver need not have called `recv` yet. Messages to one rank with one tag arrive in
+        order. Raises `InvalidRankError`, `SelfSendError`, `PeerLostError` and
+        `CollectiveTimeoutError`. Moves the tensor's bytes once.
+        """
+        self.check_peer(dst)
+        view = readable_bytes(data)
+        number = self.group.next_message("send", dst, tag)
+        sends = (SendBytes(dst, 0, len(view)),)
+        operation = self._message("send", number, tag, Round(sends=sends), (view,), timeout)
+        self.wait(operation)
+
+    def recv(
+        self, into: Tensor | Buffer, src: int, *, tag: int = 0, timeout: float | None = None
+    ) -> None:
+        """Receive from rank `src` into a tensor or writable buffer, which is filled whole.
+
+        Raises `SizeMismatchError` if the message has another size than `into`; the message is
+        dropped then. After a `CollectiveTimeoutError` the message is not lost: the next `recv`
+        gets it. Also raises `InvalidRankError`, `SelfSendError` and `PeerLostError`.
+        """
+        self.check_peer(src)
+        view, stand_in = writable_bytes(into)
+        number = self.group.next_message("recv", src, tag)
+        receives = (ReceiveBytes(src, 0, len(view)),)
+        operation = self._message("recv", number, tag, Round(receives=receives), (view,), timeout)
+        self.wait(operation)
+        if stand_in is not None:
+            into.copy_(stand_in)
+
+    def sendrecv(
+        self,
+        data: Tensor | Buffer,
+        dst: int,
+        into: Tensor | Buffer,
+        src: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """`send` to `dst` and `recv` from `src` at the same time."""
+        self.check_peer(dst)
+        self.check_peer(src)
+        outgoing = readable_bytes(data)
+        view, stand_in = writable_bytes(into)
+        number = self.group.next_message("sendrecv", dst, tag)
+        round_ = Round(
+            (SendBytes(dst, 0, len(outgoing)),), (ReceiveBytes(src, 0, len(view), buffer=1),)
+        )
+        operation = self._message("sendrecv", number, tag, round_, (outgoing, view), timeout)
+        self.wait(operation)
+        if stand_in is not None:
+            into.copy_(stand_in)
+
+    # Groups -------------------------------------------------------------------------------
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until every rank of the group has called this. 2p messages of no bytes."""
+        self.wait(self.start("barrier", ring_barrier(self.rank, self.world_size), timeout=timeout))
+
+    def subgroup(self, members: Iterable[int]) -> SubBackend:
+        """A backend for some of this one's ranks. Each of them calls this; no bytes are sent."""
+        from phalanx.backends.sub import SubBackend  # noqa: PLC0415 - it is a Backend itself
+
+        return SubBackend(self, members)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialized tensor in memory that this backend sends without a copy."""
+        return torch.empty(*shape, dtype=dtype)
+
+    # For collectives ----------------------------------------------------------------------
+
+    def start(
+        self,
+        name: str,
+        program: Sequence[Round | LocalStep],
+        buffers: tuple[memoryview, ...] = (),
+        *,
+        combine: Combine | None = None,
+        local: Callable[[LocalStep], None] | None = None,
+        signature: str = "",
+        fingerprint: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> Operation:
+        """Issue a collective: this rank's rounds and local steps. Returns at once.
+
+        Every rank of the group issues its own part, in the same order. `fingerprint` has to be
+        equal on all of them. With `background` it moves on while nobody waits for it.
+        """
+        group = self.group
+        with self.engine.lock:
+            sequence = group.next_sequence()
+            operation = Operation(
+                group,
+                name,
+                Channel(group.id, Kind.COLLECTIVE, sequence),
+                sequence,
+                program,
+                buffers,
+                combine=combine,
+                local=local,
+                signature=signature,
+                fingerprint=fingerprint,
+                timeout=self._timeout(timeout),
+            )
+            self.engine.issue(operation)
+        if background and not operation.done:
+            self.engine.in_background(operation)
+        return operation
+
+    def wait(self, operation: Operation, *, timeout: float | None = None) -> None:
+        """Block until an operation is done. Raises its error, each time it is called."""
+        if not operation.done:
+            if timeout is not None:
+                operation.expect_within(self._timeout(timeout))
+            try:
+                self.engine.progress(operation, operation.deadline)
+            except BaseException as interruption:
+                with self.engine.lock:
+                    self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
+                raise
+        error = operation.error
+        if error is not None:
+            raise error.again() if isinstance(error, DistributedError) else error
+
+    def _message(
+        self,
+        name: str,
+        number: int,
+        tag: int,
+        round_: Round,
+        buffers: tuple[memoryview, ...],
+        timeout: float | None,
+    ) -> Operation:
+        if not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
+        operation = Operation(
+            self.group,
+            name,
+            Channel(self.group.id, Kind.POINT_TO_POINT, tag),
+            number,
+            (round_,),
+            buffers,
+            signature=f"tag {tag}" if tag else "",
+            timeout=self._timeout(timeout),
+        )
+        self.engine.issue(operation)
+        return operation
+
+    def _timeout(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        return float(timeout)
+
+    def check_rank(self, rank: int, what: str = "rank") -> None:
+        """Raise `InvalidRankError` unless `rank` is one of this group's."""
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise InvalidRankError(
+                f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
+                f"0 to {self.world_size - 1}",
+                rank=self.rank,
+                peer=rank if isinstance(rank, int) else None,
+            )
+
+    def check_peer(self, peer: int) -> None:
+        """Raise unless `peer` is another rank of this group."""
+        self.check_rank(peer, "peer")
+        if peer == self.rank:
+            raise SelfSendError(
+                f"rank {self.rank}: a message to or from itself would wait for itself; "
+                "copy the tensor instead",
+                rank=self.rank,
+                peer=peer,
+            )
+
+    # The end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
+        with self.engine.lock:
+            self.group.close()
+
+    def abort(self) -> None:
+        """Leave at once, without a word: to the others this rank is lost."""
+        with self.engine.lock:
+            self.group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(DistributedError):
+            self.close()

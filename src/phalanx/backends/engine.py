@@ -1,0 +1,180 @@
+"""The engine under every backend: it starts rounds, moves bytes, and tells who waits for what.
+
+A backend is `post` and `progress`; the rest is built on them, once, and is the same for all:
+
+    issue(operation)          begin; returns at once
+      post(operation, round)  start one round's sends and receives; returns a ticket
+    progress(until, deadline) move bytes until the operation is done or its deadline has passed
+
+Many operations are open at a time, of many groups. All state is guarded by `lock`; the methods
+that say so are called with it held.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+
+from phalanx.backends.failure import Failure
+from phalanx.backends.group import Group
+from phalanx.backends.mailbox import Mailbox
+from phalanx.backends.operation import Operation
+from phalanx.backends.rounds import Round
+from phalanx.backends.ticket import PostedReceive, PostedSend, Ticket
+from phalanx.errors import PeerLostError
+
+
+class Engine(ABC):
+    """Moves the bytes of one rank; shared by its backend and all sub-groups of it."""
+
+    def __init__(
+        self, rank: int, world_size: int, lock: threading.RLock | None = None
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.lock = lock if lock is not None else threading.RLock()
+        self.mailbox = Mailbox()
+        self.groups: dict[int, Group] = {}
+        self.ready: deque[Operation] = deque()  # operations whose round is complete
+        self.closed = False
+        self.lost: dict[int, Failure] = {}  # peers that are gone, and why
+        self._early_failures: dict[int, Failure] = {}  # of groups that are not made here yet
+        self._advancing = False
+
+    # What a backend implements ------------------------------------------------------------
+
+    @abstractmethod
+    def transmit(self, send: PostedSend) -> None:
+        """Start to send a message; calls `send.complete()` when its memory is free again."""
+
+    @abstractmethod
+    def reach(self, peer: int) -> None:
+        """A receive from this peer was posted: see to it that its messages can come."""
+
+    @abstractmethod
+    def progress(self, until: Operation, deadline: float) -> None:
+        """Move bytes until the operation is done; past the deadline it fails. Lock not held."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Move the bytes that can be moved without waiting. Lock not held."""
+
+    @abstractmethod
+    def tell(self, group: Group, failure: Failure) -> None:
+        """Let the other members of a group know that it is broken."""
+
+    @abstractmethod
+    def retract(self, send: PostedSend) -> None:
+        """A send was given up: its memory must not be read from now on."""
+
+    def in_background(self, operation: Operation) -> None:
+        """See to it that this operation moves on while nobody waits for it."""
+
+    def operation_done(self, operation: Operation) -> None:
+        """An operation has ended: wake whoever waits for it."""
+
+    # What is the same for all -------------------------------------------------------------
+
+    def issue(self, operation: Operation) -> None:
+        """Begin an operation. Raises if its group is broken or closed. Lock not held."""
+        with self.lock:
+            operation.group.issue(operation)
+            self.run_ready()
+
+    def post(self, operation: Operation, round_: Round) -> Ticket:
+        """Start one round. Receives first, so that a message never finds its receive missing."""
+        ticket = Ticket(operation)
+        ranks = operation.group.ranks
+        for peer, start, stop, buffer, combine in round_.receives:
+            posted = PostedReceive(ticket, ranks[peer], buffer, start, stop, combine)
+            ticket.receives.append(posted)
+        for peer, start, stop, buffer in round_.sends:
+            ticket.sends.append(PostedSend(ticket, ranks[peer], buffer, start, stop))
+        operation.ticket = ticket
+        for posted in ticket.receives:
+            self.mailbox.expect(operation.channel, posted)
+        for send in ticket.sends:
+            if operation.done:
+                break
+            self._check_reachable(operation, send.peer)
+            self.transmit(send)
+        for posted in ticket.receives:
+            if not posted.done and not operation.done:
+                self._check_reachable(operation, posted.peer)
+                self.reach(posted.peer)
+        ticket.arm()
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Give up what is left of a round. Lock held."""
+        for posted in ticket.receives:
+            if not posted.done:
+                posted.done = True
+                self.mailbox.withdraw(posted)
+        for send in ticket.sends:
+            if not send.done:
+                send.done = True
+                self.retract(send)
+
+    def run_ready(self) -> None:
+        """Advance the operations whose rounds are complete. Lock held."""
+        if self._advancing:
+            return
+        self._advancing = True
+        try:
+            while self.ready:
+                self.ready.popleft().advance()
+        finally:
+            self._advancing = False
+
+    def add_group(self, group: Group) -> None:
+        """A group was made. It may be broken already: others can be ahead."""
+        with self.lock:
+            self.groups[group.id] = group
+            failure = self._early_failures.pop(group.id, None)
+            if failure is None:
+                failure = next((self.lost[r] for r in group.ranks if r in self.lost), None)
+            if failure is not None:
+                group.failure = failure
+
+    def failure_came(self, group_id: int, failure: Failure) -> None:
+        """Another member says that a group is broken. Lock held."""
+        group = self.groups.get(group_id)
+        if group is None:
+            self._early_failures.setdefault(group_id, failure)
+        else:
+            # Told on: a member that is not connected to the reporter may be to this rank.
+            group.fail(failure)
+
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """A peer is gone without a word: every group that it is in is broken. Lock held."""
+        if peer in self.lost or self.closed:
+            return
+        failure = Failure(PeerLostError, peer, self.rank, reason)
+        self.lost[peer] = failure
+        for group in list(self.groups.values()):
+            if peer in group.to_local:
+                group.fail(failure)
+
+    def peer_left(self, peer: int) -> None:
+        """A peer has closed in good order. Lock held."""
+        for group in list(self.groups.values()):
+            if peer in group.to_local:
+                group.peer_left(peer)
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a peer has closed in good order."""
+        return False
+
+    def _check_reachable(self, operation: Operation, peer: int) -> None:
+        if self.has_left(peer):
+            group = operation.group
+            local = group.to_local[peer]
+            raise PeerLostError(
+                f"rank {group.rank}: {operation.describe()}: rank {group.name_of(local)} left",
+                rank=group.rank,
+                peer=local,
+                op=operation.name,
+                sequence=operation.sequence,
+            )

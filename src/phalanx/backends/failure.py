@@ -1,0 +1,45 @@
+"""Why a group is broken, in a form that can be told to others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx import errors
+from phalanx.wire.messages import FailureNotice
+
+
+class Failure(NamedTuple):
+    """The first thing that went wrong in a group. Ranks are those of the whole job."""
+
+    error: type[errors.DistributedError]
+    culprit: int
+    reporter: int
+    reason: str
+    signature: str = ""
+    sequence: int = -1
+
+    def notice(self) -> FailureNotice:
+        """As it goes to the other members."""
+        return FailureNotice(
+            self.error.__name__,
+            self.culprit,
+            self.reporter,
+            self.reason,
+            self.signature,
+            self.sequence,
+        )
+
+    @classmethod
+    def from_notice(cls, notice: FailureNotice) -> Failure:
+        """As it came from another member."""
+        kind = getattr(errors, notice.error, errors.DistributedError)
+        if not (isinstance(kind, type) and issubclass(kind, errors.DistributedError)):
+            kind = errors.DistributedError
+        return cls(
+            kind,
+            notice.culprit,
+            notice.reporter,
+            notice.reason,
+            notice.signature,
+            notice.sequence,
+        )

@@ -1,0 +1,303 @@
+"""Where messages and receives meet, whichever comes first.
+
+A message is known by who sent it and on which channel; those of one sender and one channel stay
+in order. A message that nobody has asked for yet is kept ("early"), up to a limit for each peer,
+so that ranks may send before the others receive.
+
+              message begins                      receive is posted
+                    |                                    |
+        receive posted? -yes-> into its memory    early message? -yes-> copied from it
+                    |                                    |
+                    no -> kept as early message          no -> waits
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from phalanx.backends.ticket import PostedReceive
+from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
+from phalanx.wire.frame import Channel
+
+EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
+BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
+
+
+class Arrival:
+    """A message that is arriving, and where its bytes go."""
+
+    __slots__ = (
+        "_block",
+        "_early",
+        "_staged",
+        "channel",
+        "filled",
+        "fingerprint",
+        "mailbox",
+        "peer",
+        "posted",
+        "total",
+    )
+
+    def __init__(
+        self, mailbox: Mailbox, channel: Channel, peer: int, total: int, fingerprint: int
+    ) -> None:
+        self.mailbox = mailbox
+        self.channel = channel
+        self.peer = peer
+        self.total = total
+        self.fingerprint = fingerprint
+        self.filled = 0
+        self.posted: PostedReceive | None = None
+        self._early: bytearray | None = None
+        self._block: memoryview | None = None  # where bytes wait to be combined,
+        self._staged = 0  # and how many do
+
+    # As a sink of the frame decoder -------------------------------------------------------
+
+    def space(self) -> memoryview:
+        """Room for the bytes that come next."""
+        posted = self.posted
+        if self._early is not None:
+            return memoryview(self._early)[self.filled :]
+        if posted is None:  # nobody wants it any more
+            return self.mailbox.waste[: self.total - self.filled]
+        if posted.combine:
+            if self._block is None:
+                self._block = self.mailbox.borrow_block()
+            return self._block[self._staged : self._staged + self.total - self.filled]
+        return posted.view[self.filled :]
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes are in `space()`."""
+        self.filled += count
+        posted = self.posted
+        if posted is not None and posted.combine and self._early is None:
+            assert self._block is not None
+            self._staged += count
+            if self._staged == BLOCK or self.filled == self.total:
+                start = posted.start + self.filled - self._staged
+                _combine(posted, start, self._block[: self._staged])
+                self._staged = 0
+        if self.filled == self.total:
+            self.mailbox.arrived(self)
+
+    # For the mailbox ----------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Nobody asked for it yet: keep it."""
+        self._early = bytearray(self.total)
+
+    def hand_over(self, posted: PostedReceive) -> None:
+        """A receive was posted for a message that is here, or partly here, already."""
+        self.posted = posted
+        early = self._early
+        assert early is not None
+        if posted.combine:
+            if self.filled == self.total:
+                _combine(posted, posted.start, memoryview(early))
+            return  # combined when it is whole
+        if self.filled:
+            posted.view[: self.filled] = memoryview(early)[: self.filled]
+        self._early = None
+
+    def whole(self) -> None:
+        """The last byte is here."""
+        self._return_block()
+        posted = self.posted
+        if posted is None:
+            return
+        if posted.combine and self._early is not None:
+            _combine(posted, posted.start, memoryview(self._early))
+        posted.complete()
+
+    def forget(self) -> None:
+        """The receive was given up: what is still to come of the message is dropped."""
+        self.posted = None
+        self._early = None
+        self._return_block()
+
+    def _return_block(self) -> None:
+        self._staged = 0
+        if self._block is not None:
+            self.mailbox.return_block(self._block)
+            self._block = None
+
+    def take_back(self) -> None:
+        """The receive was given up, but the message is not lost: keep it for the next one."""
+        posted = self.posted
+        assert posted is not None
+        if self._early is None:
+            self._early = bytearray(self.total)
+            self._early[: self.filled] = posted.view[: self.filled]
+        self.posted = None
+
+
+def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
+    operation = posted.ticket.operation
+    assert operation.combine is not None
+    if len(block) and not operation.done:
+        try:
+            operation.combine(posted.buffer, start, block)
+        except Exception as error:
+            operation.group.operation_failed(operation, error)
+
+
+class Mailbox:
+    """The messages that came to one rank, and the receives that wait for messages."""
+
+    def __init__(self) -> None:
+        self.waste = memoryview(bytearray(BLOCK))
+        self._blocks: list[memoryview] = []
+        self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
+        self._early: defaultdict[tuple[Channel, int], deque[Arrival]] = defaultdict(deque)
+        self._arriving: dict[PostedReceive, Arrival] = {}
+        self._early_bytes: defaultdict[int, int] = defaultdict(int)
+
+    def expect(self, channel: Channel, posted: PostedReceive) -> None:
+        """A receive was posted. Raises if the message that is already here does not fit it."""
+        key = (channel, posted.peer)
+        early = self._early.get(key)
+        if not early:
+            self._posted[key].append(posted)
+            return
+        arrival = early.popleft()
+        if not early:
+            del self._early[key]
+        self._early_bytes[posted.peer] -= arrival.total
+        problem = _misfit(arrival, posted)
+        if problem is not None:
+            arrival.forget()
+            raise problem
+        arrival.hand_over(posted)
+        if arrival.filled == arrival.total:
+            posted.complete()
+        else:
+            self._arriving[posted] = arrival
+
+    def arriving(
+        self, channel: Channel, peer: int, total: int, fingerprint: int
+    ) -> Arrival | None:
+        """A message begins to arrive: where it goes, or None while there is no room for it."""
+        key = (channel, peer)
+        waiting = self._posted.get(key)
+        arrival = Arrival(self, channel, peer, total, fingerprint)
+        if waiting:
+            posted = waiting.popleft()
+            if not waiting:
+                del self._posted[key]
+            problem = _misfit(arrival, posted)
+            if problem is None:
+                arrival.posted = posted
+                self._arriving[posted] = arrival
+            else:
+                operation = posted.ticket.operation
+                operation.group.operation_failed(operation, problem)
+        else:
+            if total and self._early_bytes[peer] + total > EARLY_LIMIT:
+                return None
+            self._early_bytes[peer] += total
+            arrival.keep()
+            self._early[key].append(arrival)
+        if total == 0:
+            self.arrived(arrival)
+        return arrival
+
+    def arrived(self, arrival: Arrival) -> None:
+        """The last byte of a message is here."""
+        if arrival.posted is not None:
+            self._arriving.pop(arrival.posted, None)
+            arrival.whole()
+
+    def deliver(
+        self, channel: Channel, peer: int, message: memoryview, fingerprint: int
+    ) -> None:
+        """A whole message is here, in memory that may be read now but not later."""
+        arrival = self.arriving(channel, peer, len(message), fingerprint)
+        assert arrival is not None, "the caller keeps within the limit"
+        posted = arrival.posted
+        if posted is not None and posted.combine:
+            _combine(posted, posted.start, message)
+            arrival.filled = arrival.total
+            self.arrived(arrival)
+            return
+        while arrival.filled < arrival.total:
+            room = arrival.space()
+            room[:] = message[arrival.filled : arrival.filled + len(room)]
+            arrival.advance(len(room))
+
+    def borrow_block(self) -> memoryview:
+        """A block to collect bytes in before they are combined."""
+        return self._blocks.pop() if self._blocks else memoryview(bytearray(BLOCK))
+
+    def return_block(self, block: memoryview) -> None:
+        """The block is free again."""
+        self._blocks.append(block)
+
+    def has_room(self, peer: int, total: int) -> bool:
+        """Whether a message that nobody asked for can be kept."""
+        return self._early_bytes[peer] + total <= EARLY_LIMIT
+
+    def withdraw(self, posted: PostedReceive) -> None:
+        """A receive was given up. The rest of its message, if any, does not touch its memory."""
+        operation = posted.ticket.operation
+        key = (operation.channel, posted.peer)
+        arrival = self._arriving.pop(posted, None)
+        if arrival is None:
+            waiting = self._posted.get(key)
+            if waiting and posted in waiting:
+                waiting.remove(posted)
+                if not waiting:
+                    del self._posted[key]
+        elif operation.is_collective:
+            arrival.forget()
+        else:
+            arrival.take_back()
+            self._early[key].appendleft(arrival)
+            self._early_bytes[posted.peer] += arrival.total
+
+    def cancelled(self, arrival: Arrival) -> None:
+        """The sender gave up in the middle of this message: its receive waits for the next one."""
+        key = (arrival.channel, arrival.peer)
+        posted = arrival.posted
+        if posted is not None:
+            del self._arriving[posted]
+            self._posted[key].appendleft(posted)
+        elif arrival in self._early.get(key, ()):
+            self._early[key].remove(arrival)
+            self._early_bytes[arrival.peer] -= arrival.total
+        arrival.forget()
+
+    def forget_group(self, group: int) -> None:
+        """Drop what was kept for a group that is broken or closed."""
+        for key in [key for key in self._early if key[0].group == group]:
+            for arrival in self._early.pop(key):
+                self._early_bytes[key[1]] -= arrival.total
+                arrival.forget()
+
+
+def _misfit(arrival: Arrival, posted: PostedReceive) -> DistributedError | None:
+    """Why this message is not what this receive expects, or None."""
+    operation = posted.ticket.operation
+    group = operation.group
+    expected = posted.stop - posted.start
+    if arrival.fingerprint == operation.fingerprint and arrival.total == expected:
+        return None
+    peer = group.to_local[arrival.peer]
+    known = {
+        "rank": group.rank,
+        "peer": peer,
+        "op": operation.name,
+        "sequence": operation.sequence,
+    }
+    if arrival.fingerprint != operation.fingerprint:
+        return DesyncError(
+            f"rank {group.rank}: {operation.describe()} met another operation, or other "
+            f"arguments, from rank {group.name_of(peer)}",
+            **known,  # type: ignore[arg-type]
+        )
+    return SizeMismatchError(
+        f"rank {group.rank}: {operation.describe()} expected {expected} bytes from rank "
+        f"{group.name_of(peer)}, which sent {arrival.total} bytes",
+        **known,  # type: ignore[arg-type]
+    )

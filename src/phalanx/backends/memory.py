@@ -1,0 +1,51 @@
+"""Tensors and buffers as plain bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import UnsupportedOperationError
+
+Buffer = Any  # bytes, bytearray, memoryview, array: the buffer protocol has no type before 3.12
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
+
+    By way of ctypes, since NumPy knows no bfloat16 and need not be installed.
+    """
+    if tensor.device.type != "cpu":
+        raise UnsupportedOperationError(
+            f"this backend moves CPU memory and was given a tensor on {tensor.device}; "
+            "move it with .cpu(), or use a backend for that device"
+        )
+    count = tensor.nbytes
+    if count == 0:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * count).from_address(tensor.data_ptr())
+    array.owner = tensor
+    return memoryview(array).cast("B")
+
+
+def readable_bytes(data: Tensor | Buffer) -> memoryview:
+    """The bytes to send for `data`: a tensor (copied if it is not contiguous) or a buffer."""
+    if isinstance(data, Tensor):
+        return tensor_bytes(data.detach().contiguous())
+    return memoryview(data).cast("B")
+
+
+def writable_bytes(into: Tensor | Buffer) -> tuple[memoryview, Tensor | None]:
+    """Where to receive, and the contiguous stand-in to copy back from if `into` is strided."""
+    if isinstance(into, Tensor):
+        if into.is_contiguous():
+            return tensor_bytes(into.detach()), None
+        stand_in = torch.empty_like(into, memory_format=torch.contiguous_format)
+        return tensor_bytes(stand_in), stand_in
+    view = memoryview(into)
+    if view.readonly:
+        raise TypeError(f"cannot receive into read-only memory ({type(into).__name__})")
+    return view.cast("B"), None

@@ -1,0 +1,181 @@
+"""`SimulatedBackend`: ranks that are threads of one process.
+
+A message is copied from the sender's memory straight to where the receiver wants it, in the
+sender's thread, which also carries on the receiver's collective from there. So nothing is ever in
+flight, and asynchronous collectives need no thread of their own.
+
+How a rank waits is a `Scheduler`'s business. `FreeThreads` lets the caller's threads run as the
+operating system likes; the `Baton` lets one run at a time (see `phalanx.simulate`).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from time import monotonic
+
+from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
+from phalanx.backends.engine import Engine
+from phalanx.backends.failure import Failure
+from phalanx.backends.group import WORLD_ID, Group
+from phalanx.backends.operation import Operation
+from phalanx.backends.ticket import PostedSend
+from phalanx.errors import InvalidWorldSizeError
+
+LONGEST_WAIT = 3600.0  # a condition variable cannot wait for infinity
+
+
+class Scheduler(ABC):
+    """How the ranks of a hub wait for each other."""
+
+    @abstractmethod
+    def wait(self, engine: SimulatedEngine, until: Operation, deadline: float) -> None:
+        """Return when the operation is done. Lock not held."""
+
+    @abstractmethod
+    def wake(self, rank: int) -> None:
+        """An operation of this rank has ended. Lock held."""
+
+    @abstractmethod
+    def pause(self, engine: SimulatedEngine) -> None:
+        """Let others run, without waiting for anything. Lock not held."""
+
+
+class FreeThreads(Scheduler):
+    """Ranks are threads of the caller's, and run whenever the system lets them."""
+
+    def __init__(self, lock: threading.RLock, size: int) -> None:
+        self._conditions = [threading.Condition(lock) for _ in range(size)]
+
+    def wait(self, engine: SimulatedEngine, until: Operation, deadline: float) -> None:
+        condition = self._conditions[engine.rank]
+        with engine.lock:
+            while not until.done:
+                remaining = until.deadline - monotonic()
+                if remaining <= 0:
+                    until.group.expire(until)
+                    engine.run_ready()
+                else:
+                    condition.wait(min(remaining, LONGEST_WAIT))
+
+    def wake(self, rank: int) -> None:
+        self._conditions[rank].notify_all()
+
+    def pause(self, engine: SimulatedEngine) -> None:
+        pass
+
+
+class Hub:
+    """What the ranks of one simulated group share."""
+
+    def __init__(self, size: int) -> None:
+        self.lock = threading.RLock()
+        self.ready: deque[Operation] = deque()
+        self.scheduler: Scheduler = FreeThreads(self.lock, size)
+        self.engines = [SimulatedEngine(self, rank, size) for rank in range(size)]
+
+
+class SimulatedEngine(Engine):
+    """Delivers by copying, under the hub's lock."""
+
+    def __init__(self, hub: Hub, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size, hub.lock)
+        self.hub = hub
+        self.ready = hub.ready  # whoever delivers last carries the operation on
+        self.left = False
+
+    def transmit(self, send: PostedSend) -> None:
+        operation = send.ticket.operation
+        receiver = self.hub.engines[send.peer]
+        receiver.mailbox.deliver(
+            operation.channel, self.rank, send.view, operation.fingerprint
+        )
+        send.complete()
+
+    def reach(self, peer: int) -> None:
+        pass
+
+    def retract(self, send: PostedSend) -> None:
+        pass
+
+    def progress(self, until: Operation, deadline: float) -> None:
+        self.hub.scheduler.wait(self, until, deadline)
+
+    def poll(self) -> None:
+        self.hub.scheduler.pause(self)
+
+    def operation_done(self, operation: Operation) -> None:
+        self.hub.scheduler.wake(self.rank)
+
+    def tell(self, group: Group, failure: Failure) -> None:
+        for rank in group.ranks:
+            if rank != self.rank:
+                self.hub.engines[rank].failure_came(group.id, failure)
+
+    def has_left(self, peer: int) -> bool:
+        return self.hub.engines[peer].left
+
+    def leave(self, *, lost: bool) -> None:
+        """This rank takes part no more. Lock held."""
+        if self.left:
+            return
+        self.left = self.closed = True
+        for engine in self.hub.engines:
+            if engine is self:
+                continue
+            if lost:
+                engine.peer_lost(self.rank, f"rank {self.rank} was lost: it aborted")
+            else:
+                engine.peer_left(self.rank)
+        self.run_ready()
+
+
+class SimulatedBackend(Backend):
+    """One rank of a group whose ranks are threads of this process.
+
+    Make all of them at once with `create_group(n)` and give one to each thread; or have
+    `phalanx.simulate` do both, which also makes the run deterministic. A send is complete when it
+    returns, whether or not its receiver has come. Messages that nobody has received yet are
+    copied, up to 256 MiB for each pair of ranks.
+    """
+
+    def __init__(self, engine: SimulatedEngine, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
+        super().__init__(engine, group, timeout=timeout)
+        self.topology = (0,) * engine.world_size
+
+    @classmethod
+    def create_group(
+        cls, world_size: int, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> list[SimulatedBackend]:
+        """The backends of a new group, in rank order; each for a thread of its own.
+
+        Raises `InvalidWorldSizeError` if `world_size` is less than 1.
+        """
+        if world_size < 1:
+            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
+        hub = Hub(world_size)
+        return [cls(engine, timeout=timeout) for engine in hub.engines]
+
+    @property
+    def hub(self) -> Hub:
+        """What this group's ranks share."""
+        engine = self.engine
+        assert isinstance(engine, SimulatedEngine)
+        return engine.hub
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank, or will, gets a `PeerLostError` at once."""
+        self._leave(lost=False)
+
+    def abort(self) -> None:
+        """Leave as if this rank had died: the groups that it is in are broken."""
+        self._leave(lost=True)
+
+    def _leave(self, *, lost: bool) -> None:
+        engine = self.hub.engines[self.rank]
+        with engine.lock:
+            for group in engine.groups.values():
+                group.close()
+            engine.leave(lost=lost)

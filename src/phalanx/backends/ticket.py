@@ -1,0 +1,84 @@
+"""A ticket: one posted round, and what of it is still under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.backends.operation import Operation
+
+
+class PostedReceive:
+    """A receive that waits for its message. `peer` is a rank of the whole job."""
+
+    __slots__ = ("buffer", "combine", "done", "peer", "start", "stop", "ticket", "view")
+
+    def __init__(
+        self, ticket: Ticket, peer: int, buffer: int, start: int, stop: int, combine: bool
+    ) -> None:
+        self.ticket = ticket
+        self.peer = peer
+        self.buffer = buffer
+        self.start = start
+        self.stop = stop
+        self.combine = combine
+        self.view = ticket.operation.bytes_of(buffer, start, stop)
+        self.done = False
+
+    def complete(self) -> None:
+        """The message is where it belongs."""
+        if not self.done:
+            self.done = True
+            self.ticket.part_done()
+
+
+class PostedSend:
+    """A message on its way out. `peer` is a rank of the whole job."""
+
+    __slots__ = ("done", "peer", "ticket", "view")
+
+    def __init__(self, ticket: Ticket, peer: int, buffer: int, start: int, stop: int) -> None:
+        self.ticket = ticket
+        self.peer = peer
+        self.view = ticket.operation.bytes_of(buffer, start, stop)
+        self.done = False
+
+    def complete(self) -> None:
+        """The memory may be used again."""
+        if not self.done:
+            self.done = True
+            self.ticket.part_done()
+
+
+class Ticket:
+    """One round under way: done when all its sends and receives are."""
+
+    __slots__ = ("_armed", "_left", "done", "operation", "receives", "sends")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.sends: list[PostedSend] = []
+        self.receives: list[PostedReceive] = []
+        self.done = False
+        self._left = 0
+        self._armed = False
+
+    def arm(self) -> None:
+        """Everything is posted: from now on the last part to finish calls the engine."""
+        self._left += len(self.sends) + len(self.receives)
+        self._armed = True
+        if self._left == 0:
+            self.done = True
+
+    def part_done(self) -> None:
+        """One send or receive is complete."""
+        self._left -= 1
+        if self._armed and self._left == 0:
+            self.done = True
+            self.operation.group.engine.ready.append(self.operation)
+
+    def outstanding_peers(self) -> list[int]:
+        """The peers (ranks of the group) that this round waits for; receives come first."""
+        to_local = self.operation.group.to_local
+        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        return list(dict.fromkeys(to_local[part.peer] for part in parts if not part.done))

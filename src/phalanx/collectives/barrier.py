@@ -1,0 +1,23 @@
+"""barrier: no rank leaves it before every rank has come."""
+
+from __future__ import annotations
+
+from phalanx.backends.base import Backend
+from phalanx.backends.rounds import ring_barrier
+from phalanx.collectives.pending import PendingCollective
+
+
+def barrier(backend: Backend, *, timeout: float | None = None) -> None:
+    """Block until every rank of the group has called this.
+
+    Two waves round a ring, 2p messages of no bytes. Raises `CollectiveTimeoutError` naming a rank
+    that has not come, `PeerLostError`, `DesyncError`.
+    """
+    backend.barrier(timeout=timeout)
+
+
+def async_barrier(backend: Backend, *, timeout: float | None = None) -> PendingCollective[None]:
+    """`barrier` that returns at once; `wait()` returns when every rank has called it."""
+    program = ring_barrier(backend.rank, backend.world_size)
+    operation = backend.start("barrier", program, timeout=timeout, background=True)
+    return PendingCollective(backend, operation, lambda: None)

@@ -1,0 +1,117 @@
+"""broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.collectives.pending import PendingCollective
+from phalanx.collectives.run import check_into, contiguous_copy, finish_into, in_place, start
+
+
+def broadcast(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """The tensor of rank `root`, on every rank.
+
+    tensor      of the same shape and dtype on every rank; only the root's values matter
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    into        where to put the result, of the same shape and dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result (the root: until its sends are done). A binomial tree
+    sends the tensor at most ceil(log2 p) times from any of p ranks, a ring about once. Raises
+    `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
+    """
+    return _start(tensor, backend, root, algorithm, into, timeout, False).wait()
+
+
+def async_broadcast(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`broadcast` that returns at once; `wait()` gives the result."""
+    return _start(tensor, backend, root, algorithm, into, timeout, True)
+
+
+def broadcast_(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Tensor:
+    """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
+    return _start_in_place(tensor, backend, root, algorithm, timeout, False).wait()
+
+
+def async_broadcast_(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
+    return _start_in_place(tensor, backend, root, algorithm, timeout, True)
+
+
+def _start(
+    tensor: Tensor,
+    backend: Backend,
+    root: int,
+    algorithm: str,
+    into: Tensor | None,
+    timeout: float | None,
+    background: bool,
+) -> PendingCollective[Tensor]:
+    backend.check_rank(root, "root")
+    check_into(into, tuple(tensor.shape), tensor.dtype, backend, "broadcast")
+    work = contiguous_copy(tensor, backend, into)
+    return start(
+        "broadcast",
+        work,
+        backend,
+        lambda: finish_into(into, work) if into is not None else work,
+        root=root,
+        algorithm=algorithm,
+        timeout=timeout,
+        background=background,
+    )
+
+
+def _start_in_place(
+    tensor: Tensor,
+    backend: Backend,
+    root: int,
+    algorithm: str,
+    timeout: float | None,
+    background: bool,
+) -> PendingCollective[Tensor]:
+    backend.check_rank(root, "root")
+    work = in_place(tensor)
+    is_root = backend.rank == root
+    return start(
+        "broadcast",
+        work,
+        backend,
+        lambda: tensor if is_root else finish_into(tensor, work),
+        root=root,
+        algorithm=algorithm,
+        timeout=timeout,
+        background=background,
+    )

@@ -1,0 +1,147 @@
+"""The executor: a plan and a tensor become an operation of the backend.
+
+Every collective prepares its work buffer, calls `start`, and says what its result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.backends.memory import tensor_bytes
+from phalanx.backends.operation import LocalStep
+from phalanx.collectives.cost import choose
+from phalanx.collectives.pending import PendingCollective
+from phalanx.collectives.plan import Finish, Fold, Key, Plan, plan_for
+from phalanx.collectives.reduce_op import ReduceOp, divide_, reduction_for
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+
+T = TypeVar("T")
+
+
+def start(
+    collective: str,
+    work: Tensor,
+    backend: Backend,
+    result: Callable[[], T],
+    *,
+    op: ReduceOp | None = None,
+    root: int = 0,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    background: bool = False,
+) -> PendingCollective[T]:
+    """Begin a collective on `work`, a contiguous tensor that it may overwrite."""
+    if algorithm == "auto":
+        algorithm = choose(collective, work.nbytes, backend).algorithm
+    elif algorithm not in COLLECTIVES[collective]:
+        raise UnsupportedOperationError(
+            f"rank {backend.rank}: {collective} has no algorithm {algorithm!r}; it has auto, "
+            f"{', '.join(COLLECTIVES[collective])}",
+            rank=backend.rank,
+            op=collective,
+        )
+    key = Key(collective, algorithm, tuple(work.shape), work.dtype, op, root)
+    plan = plan_for(backend, key)
+    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
+    arithmetic = None
+    if op is not None:
+        stage = torch.empty(plan.stage_size, dtype=torch.uint8)
+        buffers += (tensor_bytes(stage),)
+        arithmetic = _Arithmetic(work, stage, op, backend.world_size)
+    operation = backend.start(
+        collective,
+        plan.program,
+        buffers,
+        combine=arithmetic.combine if arithmetic is not None else None,
+        local=arithmetic.local if arithmetic is not None else None,
+        signature=_details(plan, collective),
+        fingerprint=plan.fingerprint,
+        timeout=timeout,
+        background=background,
+    )
+    return PendingCollective(backend, operation, result)
+
+
+def _details(plan: Plan, collective: str) -> str:
+    return plan.signature.removeprefix(collective + " ")
+
+
+class _Arithmetic:
+    """What a plan's reductions are on these tensors."""
+
+    def __init__(self, work: Tensor, stage: Tensor, op: ReduceOp, size: int) -> None:
+        self._flat = work.view(-1)
+        self._stage = stage
+        self._reduce = reduction_for(op, work.dtype).combine
+        self._size = size
+
+    def combine(self, buffer: int, start: int, block: memoryview) -> None:
+        """Reduce a block that came into the work buffer, from byte `start` on."""
+        incoming = torch.frombuffer(block, dtype=self._flat.dtype)
+        first = start // self._flat.itemsize
+        self._reduce(self._flat[first : first + incoming.numel()], incoming)
+
+    def local(self, step: LocalStep) -> None:
+        """Carry out a step between rounds."""
+        if isinstance(step, Fold):
+            self._fold(step)
+        else:
+            assert isinstance(step, Finish)
+            divide_(self._flat[step.start : step.stop], self._size)
+
+    def _fold(self, step: Fold) -> None:
+        own = self._flat[step.start : step.stop]
+        parts = [own if slot is None else self._staged(slot, own) for slot in step.slots]
+        total = parts[0]
+        for part in parts[1:]:
+            self._reduce(total, part)
+        if total is not own:
+            own.copy_(total)
+
+    def _staged(self, slot: int, like: Tensor) -> Tensor:
+        return self._stage[slot : slot + like.nbytes].view(like.dtype)
+
+
+def contiguous_copy(tensor: Tensor, backend: Backend, into: Tensor | None = None) -> Tensor:
+    """The values of `tensor` in memory that a collective may overwrite: `into`, if it can be."""
+    if into is not None and into.is_contiguous():
+        into.detach().copy_(tensor.detach())
+        return into.detach()
+    work = backend.empty(*tensor.shape, dtype=tensor.dtype)
+    work.copy_(tensor.detach())
+    return work
+
+
+def in_place(tensor: Tensor) -> Tensor:
+    """`tensor` itself as a work buffer, or a contiguous copy to be copied back."""
+    return tensor.detach().contiguous()
+
+
+def finish_into(into: Tensor, work: Tensor) -> Tensor:
+    """`into` with the values of `work`; autograd is told that it changed."""
+    target = into.detach()
+    if target.data_ptr() != work.data_ptr() or not into.is_contiguous():
+        target.copy_(work)
+    torch.autograd.graph.increment_version(into)
+    return into
+
+
+def check_into(
+    into: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, op: str
+) -> None:
+    """Raise `SizeMismatchError` unless `into` can hold the result."""
+    if into is None:
+        return
+    if tuple(into.shape) != shape or into.dtype != dtype:
+        raise SizeMismatchError(
+            f"rank {backend.rank}: {op}: into= is {into.dtype} {list(into.shape)}, the result is "
+            f"{dtype} {list(shape)}",
+            rank=backend.rank,
+            op=op,
+        )

@@ -1,0 +1,85 @@
+"""Every collective algorithm, each written once: as a generator of rounds of messages.
+
+Start with `steps` (what a round is, and what whoever runs it promises), then `ring`, the classic;
+every other file is one more family. `table` says which phases make which collective.
+
+    steps             Send, Recv, Combine, and the rules
+    ring              two neighbours, all links busy     large tensors
+    direct            all pairs at once, in rank order   shared memory; reproducible sums
+    tree              binomial, ceil(log2 p) rounds      small tensors, many ranks
+    halving_doubling  log2 p rounds, the ring's bytes    everything between
+    star              one hub, one round                 a few bytes, a few ranks
+    table             collective -> algorithm -> row
+    picture           the drawings in these docstrings
+
+In the drawings, a line is a round, and `0 -2:4-> 1` a message: rank 0's chunks 2 and 3 go to rank 1
+and overwrite what it has there; in `0 +2:4+> 1` they are reduced into it.
+"""
+
+from __future__ import annotations
+
+from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
+from .halving_doubling import (
+    core_chunks,
+    doubling_all_gather,
+    doubling_collect,
+    halving_doubling_all_gather,
+    halving_doubling_broadcast,
+    halving_reduce,
+    halving_spread,
+)
+from .picture import picture
+from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
+from .star import star_broadcast, star_gather, star_reduce, star_scatter
+from .steps import (
+    Combine,
+    Recv,
+    Round,
+    Schedule,
+    ScheduleFunction,
+    Send,
+    Step,
+    rooted,
+    sparing,
+    then,
+)
+from .table import COLLECTIVES, Algorithm, schedule
+from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
+
+__all__ = [
+    "COLLECTIVES",
+    "Algorithm",
+    "Combine",
+    "Recv",
+    "Round",
+    "Schedule",
+    "ScheduleFunction",
+    "Send",
+    "Step",
+    "core_chunks",
+    "direct_all_gather",
+    "direct_broadcast",
+    "direct_reduce_scatter",
+    "doubling_all_gather",
+    "doubling_collect",
+    "halving_doubling_all_gather",
+    "halving_doubling_broadcast",
+    "halving_reduce",
+    "halving_spread",
+    "picture",
+    "ring_all_gather",
+    "ring_broadcast",
+    "ring_reduce_scatter",
+    "rooted",
+    "schedule",
+    "sparing",
+    "star_broadcast",
+    "star_gather",
+    "star_reduce",
+    "star_scatter",
+    "then",
+    "tree_broadcast",
+    "tree_gather",
+    "tree_reduce",
+    "tree_scatter",
+]

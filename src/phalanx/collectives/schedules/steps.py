@@ -1,0 +1,118 @@
+"""The words in which every algorithm is written: Send, Recv, Combine, and the round.
+
+A schedule is one rank's part of an algorithm: a generator of rounds. A round is a tuple of steps
+that may happen together. A step names a peer and a run of chunks. The tensor is cut into chunks by
+whoever runs the schedule: no schedule ever touches a tensor, a socket, a thread or a clock.
+
+Every executor keeps these rules, and every schedule may count on them:
+
+1. A message sent in a round carries its chunks as they were before that round's receives.
+2. Messages from one rank to another arrive in the order in which they were sent; within a round
+   that is the order of the steps. A Send and the Recv or Combine that it meets name the same
+   chunks: the same `chunk`, the same `count`.
+3. Rounds are not barriers. A rank goes on to its next round when its own sends and receives are
+   done, however far the others are. A round may be empty.
+4. If one round has several Combines into the same chunk, what comes is held aside and then folded
+   together with the rank's own values in rank order: x0 + x1 + x2 + ...
+
+The schedules of this package promise executors three things more, and the tests hold them to it:
+
+5. All ranks yield the same number of rounds (some of them empty), and what a rank sends in its
+   round k its peer receives in its own round k: the number of the round can be a message's tag.
+6. No round receives into a chunk that it also sends, and none receives twice into a chunk unless
+   both are Combines: executors may send from, and receive into, the tensor itself.
+7. A world of one rank has no rounds.
+
+Letters are the papers': p ranks; n bytes in the tensor, hence n/p in each of p chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+__all__ = [
+    "Combine",
+    "Recv",
+    "Round",
+    "Schedule",
+    "ScheduleFunction",
+    "Send",
+    "Step",
+    "rooted",
+    "sparing",
+    "then",
+]
+
+
+class Send(NamedTuple):
+    """The chunks [chunk, chunk + count) go to `peer`, as one message."""
+
+    peer: int
+    chunk: int
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+
+
+class Recv(NamedTuple):
+    """The chunks [chunk, chunk + count) are overwritten by what comes from `peer`."""
+
+    peer: int
+    chunk: int
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+
+
+class Combine(NamedTuple):
+    """What comes from `peer` is reduced into the chunks [chunk, chunk + count)."""
+
+    peer: int
+    chunk: int
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+
+
+# Steps are tuples, so Send(1, 0) == Recv(1, 0): tell them apart by type, never by ==.
+Step: TypeAlias = Send | Recv | Combine
+Round: TypeAlias = tuple[Step, ...]
+Schedule: TypeAlias = Iterator[Round]
+ScheduleFunction: TypeAlias = Callable[[int, int], Schedule]  # (rank, size)
+
+
+def then(first: ScheduleFunction, second: ScheduleFunction) -> ScheduleFunction:
+    """One algorithm after the other."""
+
+    def both(rank: int, size: int) -> Schedule:
+        yield from first(rank, size)
+        yield from second(rank, size)
+
+    return both
+
+
+def rooted(schedule: ScheduleFunction, root: int) -> ScheduleFunction:
+    """The same algorithm with the ranks renumbered, in a circle, so that `root` plays rank 0.
+
+    Chunks keep their numbers: where a schedule leaves chunk c on rank c (a scatter), the rooted one
+    leaves it on the rank that plays c, which is (c + root) % size.
+    """
+
+    def renumbered(rank: int, size: int) -> Schedule:
+        for steps in schedule((rank - root) % size, size):
+            yield tuple(step._replace(peer=(step.peer + root) % size) for step in steps)
+
+    return renumbered
+
+
+def sparing(schedule: ScheduleFunction, spared: int) -> ScheduleFunction:
+    """The same algorithm without the messages to rank `spared`, which has everything already.
+
+    It makes a broadcast of an all-gather: the root need not be told what it has told the others.
+    """
+
+    def without(rank: int, size: int) -> Schedule:
+        for steps in schedule(rank, size):
+            if rank == spared:
+                yield tuple(step for step in steps if isinstance(step, Send))
+            else:
+                yield tuple(
+                    step for step in steps if not (isinstance(step, Send) and step.peer == spared)
+                )
+
+    return without

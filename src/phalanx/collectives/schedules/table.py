@@ -1,0 +1,157 @@
+"""The table of algorithms: for each collective, one row per algorithm.
+
+A row has two phases. In the first, contributions are combined; after it, every chunk is complete
+on exactly one rank, its owner (which divides it, once, if the reduction is a mean). In the second,
+complete chunks are passed on, and nothing is combined any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError
+
+from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
+from .halving_doubling import (
+    core_chunks,
+    doubling_all_gather,
+    halving_doubling_all_gather,
+    halving_doubling_broadcast,
+    halving_reduce,
+    halving_spread,
+)
+from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
+from .star import star_broadcast, star_gather, star_reduce, star_scatter
+from .steps import Schedule, ScheduleFunction, rooted, then
+from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
+
+__all__ = ["COLLECTIVES", "Algorithm", "schedule"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to do one collective. Ranks are as the schedules number them: a root is rank 0."""
+
+    name: str
+    chunks: Callable[[int], int]
+    """size -> the number of chunks into which the tensor is cut."""
+    reduce: ScheduleFunction | None
+    """Phase 1: contributions are combined. None: there is nothing to combine."""
+    owned: Callable[[int, int], range]
+    """(rank, size) -> the chunks that are complete on this rank, and its own, after phase 1."""
+    spread: ScheduleFunction | None
+    """Phase 2: complete chunks are passed on. None: they are where they belong."""
+
+    def schedule(self, rank: int, size: int) -> Schedule:
+        """Both phases, one after the other."""
+        for phase in (self.reduce, self.spread):
+            if phase is not None:
+                yield from phase(rank, size)
+
+
+class _Counted(Protocol):
+    def __call__(self, rank: int, size: int, *, count: int) -> Schedule: ...
+
+
+def _whole(move: _Counted) -> ScheduleFunction:
+    """`move` for all p chunks of a tensor that is cut into p."""
+
+    def moved(rank: int, size: int) -> Schedule:
+        return move(rank, size, count=size)
+
+    return moved
+
+
+def _one(size: int) -> int:
+    return 1
+
+
+def _one_per_rank(size: int) -> int:
+    return size
+
+
+def _own(rank: int, size: int) -> range:
+    return range(rank, rank + 1)
+
+
+def _only_chunk_on_root(rank: int, size: int) -> range:
+    return range(1) if rank == 0 else range(0)
+
+
+def _all_chunks_on_root(rank: int, size: int) -> range:
+    return range(size) if rank == 0 else range(0)
+
+
+_P, _1, _ROOT, _ROOT_1 = _one_per_rank, _one, _all_chunks_on_root, _only_chunk_on_root
+
+
+def _rows(*rows: Algorithm) -> Mapping[str, Algorithm]:
+    return MappingProxyType({row.name: row for row in rows})
+
+
+# fmt: off
+COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
+    #          name                chunks  reduce             owned        spread
+    "all_reduce": _rows(
+        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        ring_all_gather),
+        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        direct_all_gather),
+        Algorithm("tree",             _1,  tree_reduce,           _ROOT_1,     tree_broadcast),
+        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, doubling_all_gather),
+        Algorithm("star",             _1,  star_reduce,           _ROOT_1,     star_broadcast),
+    ),
+    "reduce_scatter": _rows(
+        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        None),
+        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        None),
+        Algorithm("tree",             _P,  _whole(tree_reduce),   _ROOT,       tree_scatter),
+        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, halving_spread),
+        Algorithm("star",             _P,  _whole(star_reduce),   _ROOT,       star_scatter),
+    ),
+    "all_gather": _rows(
+        Algorithm("ring",             _P,  None, _own, ring_all_gather),
+        Algorithm("direct",           _P,  None, _own, direct_all_gather),
+        Algorithm("tree",             _P,  None, _own, then(tree_gather, _whole(tree_broadcast))),
+        Algorithm("halving_doubling", _P,  None, _own, halving_doubling_all_gather),
+        Algorithm("star",             _P,  None, _own, then(star_gather, _whole(star_broadcast))),
+    ),
+    "broadcast": _rows(
+        Algorithm("ring",             _P,  None, _ROOT,   ring_broadcast),
+        Algorithm("direct",           _P,  None, _ROOT,   direct_broadcast),
+        Algorithm("tree",             _1,  None, _ROOT_1, tree_broadcast),
+        Algorithm("halving_doubling", _P,  None, _ROOT,   halving_doubling_broadcast),
+        Algorithm("star",             _1,  None, _ROOT_1, star_broadcast),
+    ),
+})
+"""Collective -> name of the algorithm -> its row."""
+# fmt: on
+
+
+_T = TypeVar("_T")
+
+
+def _lookup(table: Mapping[str, _T], name: str, kind: str) -> _T:
+    if name not in table:
+        raise ValueError(f"there is no {kind} {name!r}: it is one of {', '.join(table)}")
+    return table[name]
+
+
+def schedule(collective: str, algorithm: str, rank: int, size: int, root: int = 0) -> Schedule:
+    """What `rank` of `size` does in a collective, both phases; `root` is for a broadcast.
+
+    Raises ValueError for a name that the table has not, for a rank or root outside 0..size-1, and
+    for a root where the collective has none.
+    """
+    if size < 1:
+        raise InvalidWorldSizeError(f"a world has 1 rank or more, not {size}", op=collective)
+    for which, number in (("rank", rank), ("root", root)):
+        if not 0 <= number < size:
+            message = f"{which} {number} is not one of the {size} ranks 0..{size - 1}"
+            raise InvalidRankError(message, rank=rank, peer=number, op=collective)
+    row = _lookup(_lookup(COLLECTIVES, collective, "collective"), algorithm, "algorithm")
+    if collective == "broadcast":
+        return rooted(row.schedule, root)(rank, size)
+    if root != 0:
+        raise InvalidRankError(f"{collective} has no root, but root={root} was given", rank=rank)
+    return row.schedule(rank, size)

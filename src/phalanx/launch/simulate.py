@@ -1,0 +1,80 @@
+"""`simulate`: run a distributed function on many ranks in this process, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
+from phalanx.backends.baton import Baton
+from phalanx.backends.simulated import SimulatedBackend
+from phalanx.errors import RankStopped
+
+T = TypeVar("T")
+
+
+class Simulation(list[T], Generic[T]):
+    """The results of a simulated run, in rank order, and the `seed` that gives the same run."""
+
+    def __init__(self, results: list[T], seed: int) -> None:
+        super().__init__(results)
+        self.seed = seed
+
+
+def simulate(
+    fn: Callable[[Backend], T], world_size: int, seed: int = 0, *, timeout: float = DEFAULT_TIMEOUT
+) -> Simulation[T]:
+    """Run `fn(backend)` on `world_size` ranks, threads of this process; return their results.
+
+    One rank runs at a time, until it waits for another; the next one is drawn from `seed`. So the
+    run is the same each time, whatever the machine does, and another seed gives another order of
+    events. Each rank has its own random state (torch, numpy, random), which depends on the seed
+    and the rank; the caller's is as before afterwards.
+
+    When all ranks wait and nothing is in flight, each of them gets a `DeadlockError` at once,
+    which says who waits for whom. Timeouts play no part: nothing here takes time.
+
+    If a rank raises, the others are stopped where they wait by a `RankStopped` (which
+    `except Exception` does not catch), and the error is raised here with its own traceback.
+    A rank must wait for others only by way of its backend: one that waits on, say, a queue that
+    another rank fills keeps the baton and waits for ever.
+
+    Raises `InvalidWorldSizeError` if `world_size` is less than 1.
+    """
+    backends = SimulatedBackend.create_group(world_size, timeout=timeout)
+    baton = Baton(backends[0].hub, seed)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            baton.enter(rank)
+            results[rank] = fn(backends[rank])
+        except RankStopped:
+            pass
+        except BaseException as error:
+            failures.append(error)
+            baton.stop()
+        finally:
+            baton.leave(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        baton.start()
+        baton.over.wait()
+        for thread in threads:
+            thread.join()
+    finally:
+        baton.close()
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # the traceback holds this frame, which would hold the traceback
+    return Simulation([results[rank] for rank in range(world_size)], seed)

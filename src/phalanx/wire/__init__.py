@@ -1,0 +1,1 @@
+"""What crosses the wire, and nothing about how: frames, control messages, the handshake."""

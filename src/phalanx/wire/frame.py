@@ -1,0 +1,264 @@
+"""Frames: how messages lie in a stream of bytes. Sans-IO: nothing here reads or writes a socket.
+
+A message is cut into frames of at most `MAX_PAYLOAD` bytes, so that word of a failure need never
+wait behind a large tensor. Every frame is a fixed little-endian header and its payload:
+
+     0      4  5  6   8      12          20          28            36         44          52
+    +------+--+--+---+------+-----------+-----------+-------------+----------+-----------+-------
+    | PHLX |v |k |0 0|length|   group   |  number   | fingerprint |  total   |  offset   | payload
+    +------+--+--+---+------+-----------+-----------+-------------+----------+-----------+-------
+
+    v            version of this layout
+    k            kind of frame, see `Kind`
+    length       bytes of payload in this frame
+    group        which group of ranks
+    number       collective: its sequence number in the group; point-to-point: its tag
+    fingerprint  hash of the operation, the same on every rank that takes part
+    total        bytes of the whole message
+    offset       where in the message this payload belongs
+
+No length is believed: a payload longer than `MAX_PAYLOAD` or one that leaves its message is a
+`FrameError` before a byte of memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+MAGIC = b"PHLX"
+VERSION = 1
+MAX_PAYLOAD = 4 << 20
+MAX_CONTROL = 1 << 20
+STAGING = 64 << 10
+
+_HEADER = struct.Struct("<4sBBHIQqQQQ")
+HEADER_SIZE = _HEADER.size
+
+
+class FrameError(Exception):
+    """The bytes that came are not frames: another program, another version, or damage."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is about. Those from `CANCEL` on are control frames, whole in one frame."""
+
+    COLLECTIVE = 1  # part of a message of a collective
+    POINT_TO_POINT = 2  # part of a message that a user's send() sent
+    CANCEL = 3  # the message that was under way on this connection will not be completed
+    FAILURE = 4  # a group is broken, and why
+    LEAVE = 5  # the sender closes, in good order
+    ADDRESS = 6  # to rank 0: where I listen
+    TABLE = 7  # from rank 0: where everyone listens
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Channel(NamedTuple):
+    """Messages between two ranks on one channel arrive in the order sent; channels never mix."""
+
+    group: int
+    kind: Kind
+    number: int
+
+
+class Header(NamedTuple):
+    """One frame's header, decoded."""
+
+    channel: Channel
+    fingerprint: int
+    length: int
+    total: int
+    offset: int
+
+
+def pack_header(
+    channel: Channel, *, fingerprint: int = 0, length: int = 0, total: int = 0, offset: int = 0
+) -> bytes:
+    """The 52 bytes before a payload of `length` bytes."""
+    group, kind, number = channel
+    return _HEADER.pack(
+        MAGIC, VERSION, kind, 0, length, group, number, fingerprint, total, offset
+    )
+
+
+def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> Header:
+    """The header at `position`. Raises `FrameError` for anything that cannot be one."""
+    magic, version, kind, zero, length, group, number, fingerprint, total, offset = (
+        _HEADER.unpack_from(data, position)
+    )
+    if magic != MAGIC:
+        raise FrameError(f"expected a frame that begins with {MAGIC!r}, got {bytes(magic)!r}")
+    if version != VERSION:
+        raise FrameError(f"the peer speaks frame version {version}, this rank {VERSION}")
+    known = _KINDS.get(kind)
+    if known is None or zero != 0:
+        raise FrameError(f"a frame of unknown kind {kind} (flags {zero})")
+    limit = MAX_CONTROL if known >= Kind.CANCEL else MAX_PAYLOAD
+    if length > limit:
+        raise FrameError(f"a frame announces {length} bytes, more than the limit of {limit}")
+    if offset + length > total:
+        raise FrameError(
+            f"a frame of {length} bytes at {offset} leaves its message of {total} bytes"
+        )
+    return Header(Channel(group, known, number), fingerprint, length, total, offset)
+
+
+def frames(
+    channel: Channel, payload: memoryview, fingerprint: int = 0
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Cut a message into frames: (header, part of the payload). At least one, also if empty."""
+    total = len(payload)
+    offset = 0
+    while True:
+        part = payload[offset : offset + MAX_PAYLOAD]
+        yield (
+            pack_header(
+                channel, fingerprint=fingerprint, length=len(part), total=total, offset=offset
+            ),
+            part,
+        )
+        offset += len(part)
+        if offset >= total:
+            return
+
+
+class Sink(Protocol):
+    """Where the payload of one message goes, piece by piece, in order."""
+
+    def space(self) -> memoryview:
+        """Room for the next bytes; never empty before the message is complete."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """`count` bytes were written at the start of `space()`."""
+        ...
+
+
+class FrameReceiver(Protocol):
+    """Who is told what a `FrameDecoder` finds."""
+
+    def message(self, header: Header) -> Sink | None:
+        """A frame of a message begins: where to put it, or None: not now (`resume()` asks again)."""
+        ...
+
+    def control(self, header: Header, payload: bytes) -> None:
+        """A whole control frame came."""
+        ...
+
+
+class FrameDecoder:
+    """Turns a stream of bytes into frames.
+
+    The driver writes what it reads into `space()` and says how much with `received(n)`. Headers
+    and small messages pass through a small staging buffer, many at a time; the bulk of a large
+    message is offered its sink's own memory, so that it is never copied here.
+    """
+
+    def __init__(self, receiver: FrameReceiver) -> None:
+        self._receiver = receiver
+        self._staging = bytearray(STAGING)
+        self._view = memoryview(self._staging)
+        self._begin = 0  # staged bytes not yet used: [_begin, _end)
+        self._end = 0
+        self._sink: Sink | None = None
+        self._left = 0  # payload bytes of the current frame that are still to come
+        self._direct = False  # the last space() was the sink's memory
+        self._control: tuple[Header, bytearray] | None = None
+        self.paused = False
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the stream may end here without cutting a frame in two."""
+        return self._left == 0 and self._begin == self._end
+
+    def space(self) -> memoryview:
+        """Where to write the next bytes. Empty only while `paused`."""
+        if self._left and self._sink is not None and self._begin == self._end:
+            self._direct = True
+            return self._sink.space()[: self._left]
+        self._direct = False
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._end == STAGING:
+            kept = self._staging[self._begin : self._end]
+            self._begin, self._end = 0, len(kept)
+            self._view[: len(kept)] = kept
+        return self._view[self._end :]
+
+    def received(self, count: int) -> None:
+        """`count` bytes were written at the start of `space()`. Raises `FrameError`."""
+        if self._direct:
+            self._direct = False
+            self._take(count)
+        else:
+            self._end += count
+            self._parse()
+
+    def resume(self) -> None:
+        """Ask again for the message that was refused. Raises `FrameError`."""
+        self.paused = False
+        self._parse()
+
+    def _parse(self) -> None:
+        while True:
+            if self._left:
+                if self._begin == self._end:
+                    return
+                self._copy_staged()
+            elif self._end - self._begin < HEADER_SIZE:
+                return
+            elif not self._begin_frame():
+                self.paused = True
+                return
+
+    def _begin_frame(self) -> bool:
+        header = unpack_header(self._staging, self._begin)
+        if header.channel.kind >= Kind.CANCEL:
+            self._begin += HEADER_SIZE
+            self._left = header.length
+            self._sink = None
+            self._control = (header, bytearray())
+            if not header.length:
+                self._finish_control()
+            return True
+        sink = self._receiver.message(header)
+        if sink is None:
+            return False
+        self._begin += HEADER_SIZE
+        self._sink = sink
+        self._left = header.length
+        return True
+
+    def _copy_staged(self) -> None:
+        available = min(self._left, self._end - self._begin)
+        if self._control is not None:
+            self._control[1].extend(self._view[self._begin : self._begin + available])
+            self._begin += available
+            self._left -= available
+            if not self._left:
+                self._finish_control()
+            return
+        assert self._sink is not None
+        room = self._sink.space()
+        count = min(available, len(room))
+        room[:count] = self._view[self._begin : self._begin + count]
+        self._begin += count
+        self._take(count)
+
+    def _take(self, count: int) -> None:
+        assert self._sink is not None
+        self._left -= count
+        sink = self._sink
+        if not self._left:
+            self._sink = None
+        sink.advance(count)
+
+    def _finish_control(self) -> None:
+        assert self._control is not None
+        header, payload = self._control
+        self._control = None
+        self._receiver.control(header, bytes(payload))

@@ -1,0 +1,223 @@
+"""The handshake by which two ranks prove to each other that they are of one job. Sans-IO.
+
+    dialer                                   acceptor
+      | HELLO     identity, target, nonce  ->  |   who are you: version, job, generation, size
+      | <- CHALLENGE  rank, nonce, proof       |   HMAC(token, "acceptor", all of the above)
+      | PROOF     HMAC(token, "dialer", ...)-> |
+      | <- WELCOME                             |
+
+Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
+the job's token, over both nonces, the role, and both sides' identities, so that a proof can be
+neither replayed nor reflected. A message is a type byte, a 16-bit length of at most `LIMIT`, and
+its content: before it has proved itself a stranger costs no more memory than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+PROTOCOL_VERSION = 1
+NONCE_SIZE = 32
+PROOF_SIZE = 32
+LIMIT = 512
+
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = range(1, 6)
+
+_HEAD = struct.Struct("<4sBH")
+_HELLO = struct.Struct("<H16sIIII32s")
+_CHALLENGE = struct.Struct("<I32s")
+_MAGIC = b"PHX?"
+
+
+class Identity(NamedTuple):
+    """Who a rank says that it is."""
+
+    job: str
+    generation: int
+    rank: int
+    world_size: int
+
+    @property
+    def job_digest(self) -> bytes:
+        """The job's name in 16 bytes."""
+        return hashlib.sha256(self.job.encode()).digest()[:16]
+
+
+class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an error of ours later
+    """The handshake failed; `by_peer` tells whether the other side refused."""
+
+    def __init__(self, reason: str, *, peer: int | None = None, by_peer: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.peer = peer
+        self.by_peer = by_peer
+
+
+class Handshake:
+    """One side of one handshake: feed it what came, send what it returns.
+
+    `receive(data)` returns the bytes to send, and raises `Refused` when it has failed, with the
+    last words for the peer in `farewell`. After it is `complete`, `peer` is the other rank, and
+    `surplus` what came behind the handshake.
+    """
+
+    def __init__(self, identity: Identity, token: bytes) -> None:
+        self.identity = identity
+        self.peer: int | None = None
+        self.complete = False
+        self.farewell = b""
+        self._token = token
+        self._buffer = bytearray()
+        self._nonce = secrets.token_bytes(NONCE_SIZE)
+        self._transcript = b""
+
+    @property
+    def surplus(self) -> bytes:
+        """Bytes that belong to whatever follows the handshake."""
+        return bytes(self._buffer)
+
+    def receive(self, data: bytes) -> bytes:
+        """Take what came; return what to send. Raises `Refused`."""
+        self._buffer += data
+        reply = b""
+        while not self.complete:
+            message = self._next_message()
+            if message is None:
+                break
+            kind, content = message
+            if kind == REFUSE:
+                reason = content.decode("utf-8", "replace")
+                raise Refused(reason, peer=self.peer, by_peer=True)
+            reply += self._answer(kind, content)
+        return reply
+
+    def _answer(self, kind: int, content: bytes) -> bytes:
+        raise AssertionError("a handshake is either a DialerHandshake or an AcceptorHandshake")
+
+    def _next_message(self) -> tuple[int, bytes] | None:
+        buffer = self._buffer
+        if not _MAGIC.startswith(bytes(buffer[: len(_MAGIC)])):
+            raise Refused("what came is not Phalanx's handshake", peer=self.peer)
+        if len(buffer) < _HEAD.size:
+            return None
+        _, kind, length = _HEAD.unpack_from(buffer)
+        if length > LIMIT:
+            raise self._refuse(f"a handshake message of {length} bytes (limit {LIMIT})")
+        end = _HEAD.size + length
+        if len(buffer) < end:
+            return None
+        content = bytes(buffer[_HEAD.size : end])
+        del buffer[:end]
+        return kind, content
+
+    def _refuse(self, reason: str) -> Refused:
+        self.farewell = _message(REFUSE, reason.encode()[:LIMIT])
+        return Refused(reason, peer=self.peer)
+
+    def _expect(self, kind: int, content: bytes, wanted: int, size: int) -> None:
+        if kind != wanted or len(content) != size:
+            raise self._refuse(
+                f"expected handshake message {wanted} of {size} bytes, "
+                f"got {kind} of {len(content)} bytes"
+            )
+
+    def _proof(self, role: bytes) -> bytes:
+        return hmac.new(
+            self._token, b"phalanx " + role + b"\0" + self._transcript, "sha256"
+        ).digest()
+
+
+class DialerHandshake(Handshake):
+    """The side that opened the connection, to reach `target`."""
+
+    def __init__(self, identity: Identity, token: bytes, target: int) -> None:
+        super().__init__(identity, token)
+        self.peer = target
+        self._proved = False
+
+    def start(self) -> bytes:
+        """The first message."""
+        me = self.identity
+        hello = _HELLO.pack(
+            PROTOCOL_VERSION,
+            me.job_digest,
+            me.generation,
+            me.rank,
+            me.world_size,
+            self.peer or 0,
+            self._nonce,
+        )
+        self._transcript = hello
+        return _message(HELLO, hello)
+
+    def _answer(self, kind: int, content: bytes) -> bytes:
+        if self._proved:
+            self._expect(kind, content, WELCOME, 0)
+            self.complete = True
+            return b""
+        self._expect(kind, content, CHALLENGE, _CHALLENGE.size + PROOF_SIZE)
+        challenge, proof = content[: _CHALLENGE.size], content[_CHALLENGE.size :]
+        rank, _ = _CHALLENGE.unpack(challenge)
+        self._transcript += challenge
+        if not hmac.compare_digest(proof, self._proof(b"acceptor")):
+            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
+        if rank != self.peer:
+            raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
+        self._proved = True
+        return _message(PROOF, self._proof(b"dialer"))
+
+
+class AcceptorHandshake(Handshake):
+    """The side that was called. `admit(peer)` gives a reason to turn that rank away, or None."""
+
+    def __init__(
+        self, identity: Identity, token: bytes, admit: Callable[[int], str | None]
+    ) -> None:
+        super().__init__(identity, token)
+        self._admit = admit
+
+    def _answer(self, kind: int, content: bytes) -> bytes:
+        if self.peer is None:
+            return self._challenge(kind, content)
+        self._expect(kind, content, PROOF, PROOF_SIZE)
+        if not hmac.compare_digest(content, self._proof(b"dialer")):
+            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
+        # Asked only now: who has not proved anything learns nothing about the job.
+        reason = self._admit(self.peer)
+        if reason is not None:
+            raise self._refuse(reason)
+        self.complete = True
+        return _message(WELCOME, b"")
+
+    def _challenge(self, kind: int, content: bytes) -> bytes:
+        self._expect(kind, content, HELLO, _HELLO.size)
+        me = self.identity
+        version, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
+        checks = (
+            (version, PROTOCOL_VERSION, "speaks protocol version"),
+            (world_size, me.world_size, "has world size"),
+            (generation, me.generation, "is of generation"),
+            (target, me.rank, "looks for rank"),
+        )
+        for theirs, ours, what in checks:
+            if theirs != ours:
+                raise self._refuse(f"the caller {what} {theirs}, this rank {ours}")
+        if job != me.job_digest:
+            raise self._refuse("the caller is of another job")
+        if rank >= me.world_size or rank == me.rank:
+            raise self._refuse(
+                f"the caller says that it is rank {rank} of {me.world_size}, to rank {me.rank}"
+            )
+        self.peer = rank
+        challenge = _CHALLENGE.pack(me.rank, self._nonce)
+        self._transcript = content + challenge
+        return _message(CHALLENGE, challenge + self._proof(b"acceptor"))
+
+
+def _message(kind: int, content: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, kind, len(content)) + content

@@ -1,0 +1,48 @@
+"""The small messages that ranks send about the job itself, as MessagePack (never pickle)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from phalanx.wire.frame import FrameError
+
+
+class Address(msgspec.Struct, frozen=True):
+    """From each rank to rank 0: where it listens, and which host it is on."""
+
+    host: str
+    port: int
+    host_id: str
+
+
+class Table(msgspec.Struct, frozen=True):
+    """From rank 0 to each rank: every rank's address, in rank order."""
+
+    addresses: list[Address]
+
+
+class FailureNotice(msgspec.Struct, frozen=True):
+    """A group is broken. Ranks are those of the whole job."""
+
+    error: str  # name of the error's class
+    culprit: int
+    reporter: int
+    reason: str
+    # For ranks that disagree: what the reporter was doing, and under which number.
+    signature: str = ""
+    sequence: int = -1
+
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(payload: bytes, kind: type[_T]) -> _T:
+    """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise FrameError(f"a {kind.__name__} message that cannot be read: {error}") from None
