@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.engine import Engine
+from phalanx.backends.failure import Failure
 from phalanx.backends.group import Group
 from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
 from phalanx.backends.operation import Combine, LocalStep, Operation
@@ -205,6 +206,17 @@ class Backend(ABC):
         error = operation.error
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error
+
+    def fail(self, error: DistributedError) -> None:
+        """Break the group on every rank because of an error of this one, which raises it itself.
+
+        For code above the collectives that finds out, between two of them, that this rank cannot
+        go on: the others wait for it, and learn here why it will not come.
+        """
+        with self.engine.lock:
+            whole = self.group.ranks[self.rank]
+            self.group.fail(Failure(type(error), whole, whole, str(error)))
+            self.engine.run_ready()
 
     def _message(
         self,

@@ -5,9 +5,9 @@ up, (0, 1), (2, 3), ...: the even one hands its contribution to the odd one, whi
 The core is numbered anew, 0..q-1, so that the chunks for which a new rank acts are contiguous, and
 so are those of any run of new ranks. With p = 6 ranks, q = 4 and r = 2:
 
-    rank         0   1   2   3   4   5
-    new rank     .   0   .   1   2   3
-    acts for     .  0:2  .  2:4 4:5 5:6      (chunks, as Python writes ranges)
+    rank        0    1    2    3    4    5
+    new rank    .    0    .    1    2    3
+    acts for    .   0:2   .   2:4  4:5  5:6     chunks, as Python writes ranges
 
 Halving: new ranks j and j ^ q/2 exchange halves of the tensor, then j and j ^ q/4 quarters of it,
 and so on, until each holds its own chunks, reduced. Doubling is the same backwards, with chunks

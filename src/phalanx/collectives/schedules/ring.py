@@ -5,7 +5,10 @@ rank to rank and takes up a contribution at every stop, until it is complete on 
 second, the complete chunks go around. With contributions a, b, c of ranks 0, 1, 2, this is what
 stands in the three chunks of each rank, at the start and after each round:
 
-STATES
+             start         round 0       round 1       round 2       round 3
+    rank 0   a   a   a     a   ac  a     abc ac  a     abc ac  abc   abc abc abc
+    rank 1   b   b   b     b   b   ab    b   abc ab    abc abc ab    abc abc abc
+    rank 2   c   c   c     bc  c   c     bc  c   abc   bc  abc abc   abc abc abc
 
 Each rank sends and receives 2(p-1)/p * n bytes, which is the least there is, in 2(p-1) rounds: the
 algorithm for large tensors.

@@ -85,6 +85,7 @@ def _all_chunks_on_root(rank: int, size: int) -> range:
     return range(size) if rank == 0 else range(0)
 
 
+# Short names for the table: cut into p chunks or one; all chunks, or the only one, on the root.
 _P, _1, _ROOT, _ROOT_1 = _one_per_rank, _one, _all_chunks_on_root, _only_chunk_on_root
 
 
@@ -94,7 +95,7 @@ def _rows(*rows: Algorithm) -> Mapping[str, Algorithm]:
 
 # fmt: off
 COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
-    #          name                chunks  reduce             owned        spread
+    #             name                cut  reduce                 owned        spread
     "all_reduce": _rows(
         Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        ring_all_gather),
         Algorithm("direct",           _P,  direct_reduce_scatter, _own,        direct_all_gather),

@@ -1,0 +1,131 @@
+"""`TcpBackend`: ranks are processes, on any hosts."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import weakref
+from contextlib import suppress
+
+from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
+from phalanx.backends.group import WORLD_ID, Group
+from phalanx.backends.tcp.address import listen_as_master, parse_address
+from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.backends.tcp.rendezvous import Rendezvous
+from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError
+from phalanx.wire.handshake import Identity
+
+FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
+
+
+class TcpBackend(Backend):
+    """One rank of a group whose ranks talk over TCP, IPv4 or IPv6.
+
+    rank, world_size  which one this is, of how many
+    master_addr       `"host:port"` (`"[::1]:29500"` for IPv6) where rank 0 listens; the host is one
+                      of its own addresses, and it listens there only
+    token             the job's secret, the same on every rank; by default that of the environment
+                      variable PHALANX_TOKEN. Without one, only ranks on this host are let in
+    timeout           seconds that a call waits at most, the meeting of the ranks included
+    job, generation   ranks of another job, or of an earlier start of it, are turned away
+    listener          for rank 0: a socket that listens at `master_addr` already
+
+    Blocks until all ranks have met; those that start early try again until the others are there.
+    Ranks are connected to each other when they first have something to say. A message is sent when
+    the kernel has taken it; up to 256 MiB that a peer has not asked for are kept by its process
+    whenever it is in a call of this backend.
+
+    Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
+    use, the address is not this host's), `AuthenticationError` (another token, job or world size),
+    `CollectiveTimeoutError` (naming the ranks that did not come).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        *,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        job: str = "",
+        generation: int = 0,
+        listener: socket.socket | None = None,
+    ) -> None:
+        if world_size < 1:
+            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
+        if not 0 <= rank < world_size:
+            raise InvalidRankError(
+                f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
+            )
+        endpoint = parse_address(master_addr)
+        secret = token if token is not None else os.environ.get("PHALANX_TOKEN", "")
+        engine = TcpEngine(
+            Identity(job, generation, rank, world_size),
+            secret.encode(),
+            loopback_only=not secret,
+        )
+        super().__init__(
+            engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout
+        )
+        self._engine = engine
+        self.topology = (0,) * world_size
+        try:
+            if world_size > 1:
+                if rank == 0:
+                    engine.open_door(listener or listen_as_master(endpoint))
+                with engine.lock:
+                    self.topology = Rendezvous(engine, endpoint).run(self.timeout)
+        except BaseException:
+            with engine.lock:
+                engine.shut()
+            raise
+        finally:
+            if listener is not None and (rank != 0 or world_size == 1):
+                listener.close()
+        # A process that ends without close() says goodbye all the same, so that what it has sent
+        # last is not lost with it.
+        self._at_exit = _CloseAtExit(self)
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
+
+        Waits until the bytes of completed sends have reached the peers' hosts, 5 seconds at most.
+        """
+        self._leave(farewell=FAREWELL)
+
+    def abort(self) -> None:
+        """Leave as if this rank had died: the groups that it is in are broken."""
+        self._leave(farewell=0.0)
+
+    def _leave(self, *, farewell: float) -> None:
+        engine = self._engine
+        with engine.lock:
+            if engine.closed:
+                return
+            for group in list(engine.groups.values()):
+                group.close()
+            engine.run_ready()
+            if farewell:
+                engine.say_goodbye(farewell)
+            engine.shut()
+        self._at_exit.cancel()
+
+
+class _CloseAtExit:
+    """Closes a backend when the interpreter ends, without keeping it alive."""
+
+    def __init__(self, backend: TcpBackend) -> None:
+        self._backend = weakref.ref(backend)
+        atexit.register(self)
+
+    def __call__(self) -> None:
+        backend = self._backend()
+        if backend is not None:
+            with suppress(DistributedError, OSError):
+                backend.close()
+
+    def cancel(self) -> None:
+        """There is nothing to close any more."""
+        atexit.unregister(self)

@@ -1,0 +1,239 @@
+"""A link: the open connection to one peer, with the messages that wait to go out on it."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import sys
+import termios
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.backends.mailbox import Arrival
+from phalanx.backends.ticket import PostedSend
+from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, frames, pack_header
+
+if TYPE_CHECKING:
+    from phalanx.backends.tcp.engine import TcpEngine
+
+READS_AT_A_TIME = 8  # then others have their turn
+
+
+class Outgoing:
+    """A message on its way out, cut into frames."""
+
+    __slots__ = ("frames", "send")
+
+    def __init__(self, send: PostedSend | None, parts: Iterator[tuple[bytes, memoryview]]) -> None:
+        self.send = send  # None for control frames, which nobody waits for
+        self.frames = parts
+
+
+class Link:
+    """Frames to and from one peer, over a non-blocking socket.
+
+    Messages go out in the order of `send`; control frames go before them, at the next boundary
+    of a frame. All methods are called with the engine's lock held.
+    """
+
+    def __init__(self, engine: TcpEngine, peer: int, sock: socket.socket) -> None:
+        self.engine = engine
+        self.peer = peer
+        self.sock = sock
+        self.left = False  # the peer has said that it closes
+        self._decoder = FrameDecoder(self)
+        self._arrival: Arrival | None = None
+        self._outbox: deque[Outgoing] = deque()
+        self._control: deque[bytes] = deque()
+        self._pieces: list[memoryview] = []  # what is left of the frame that is being written
+        self._watched = (False, False)  # for reading, for writing
+        self._watch(read=True)
+
+    # Out ------------------------------------------------------------------------------------
+
+    def send(self, send: PostedSend) -> None:
+        """Put a message in the queue, and write what can be written."""
+        operation = send.ticket.operation
+        parts = frames(operation.channel, send.view, operation.fingerprint)
+        self._outbox.append(Outgoing(send, parts))
+        self.flush()
+
+    def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
+        """Put a control frame before the messages that have not begun."""
+        size = len(payload)
+        header = pack_header(Channel(group, kind, 0), length=size, total=size)
+        self._control.append(header + payload)
+        self.flush()
+
+    def retract(self, send: PostedSend) -> None:
+        """Give up a message. If it has begun, finish its frame from a copy and say so."""
+        for place, outgoing in enumerate(self._outbox):
+            if outgoing.send is not send:
+                continue
+            del self._outbox[place]
+            if place == 0 and self._pieces:
+                self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
+                outgoing.send = None
+                outgoing.frames = iter(())
+                self._outbox.appendleft(outgoing)
+            if place == 0:
+                self._cancel(send)
+            return
+
+    def _cancel(self, send: PostedSend) -> None:
+        channel = send.ticket.operation.channel
+        header = pack_header(Channel(channel.group, Kind.CANCEL, channel.number))
+        self._control.append(header)
+        self.flush()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to write."""
+        return not (self._pieces or self._outbox or self._control)
+
+    def all_sent(self) -> bool:
+        """Whether the peer's kernel has acknowledged every byte (where that can be known)."""
+        if not self.idle:
+            return False
+        try:
+            unsent = fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4)
+        except OSError:
+            return True
+        return int.from_bytes(unsent, sys.byteorder) == 0
+
+    def flush(self) -> None:
+        """Write as much as the socket takes."""
+        try:
+            while self._pieces or self._next_frame():
+                written = self.sock.sendmsg(self._pieces)
+                self._written(written)
+        except BlockingIOError:
+            self._watch(write=True)
+        except OSError as error:
+            self.engine.link_broke(self, f"writing failed: {error.strerror or error}")
+        else:
+            self._watch(write=False)
+
+    def _next_frame(self) -> bool:
+        """Take the next frame to write; False if there is none."""
+        if self._control:
+            self._pieces = [memoryview(self._control.popleft())]
+            return True
+        while self._outbox:
+            outgoing = self._outbox[0]
+            part = next(outgoing.frames, None)
+            if part is not None:
+                header, payload = part
+                self._pieces = [memoryview(header)]
+                if len(payload):
+                    self._pieces.append(payload)
+                return True
+            self._outbox.popleft()
+            if outgoing.send is not None:
+                outgoing.send.complete()
+        return False
+
+    def _written(self, count: int) -> None:
+        pieces = self._pieces
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces[0])
+            del pieces[0]
+        if count:
+            pieces[0] = pieces[0][count:]
+
+    def _watch(self, *, read: bool | None = None, write: bool | None = None) -> None:
+        wanted = (
+            self._watched[0] if read is None else read,
+            self._watched[1] if write is None else write,
+        )
+        if wanted != self._watched:
+            self._watched = wanted
+            self.engine.reactor.watch(self.sock, self.on_ready, read=wanted[0], write=wanted[1])
+
+    # In -------------------------------------------------------------------------------------
+
+    def on_ready(self, readable: bool, writable: bool) -> None:
+        """The socket can be read from, or written to."""
+        if writable:
+            self.flush()
+        if readable:
+            self.read()
+
+    def read(self) -> None:
+        """Take what has come."""
+        try:
+            for _ in range(READS_AT_A_TIME):
+                space = self._decoder.space()
+                if not len(space):
+                    self._watch(read=False)
+                    return
+                count = self.sock.recv_into(space)
+                if count == 0:
+                    self.engine.link_ended(self, clean=self._decoder.at_boundary)
+                    return
+                self._decoder.received(count)
+                if count < len(space):
+                    return
+        except BlockingIOError:
+            return
+        except FrameError as error:
+            self.engine.link_broke(self, str(error))
+        except OSError as error:
+            self.engine.link_broke(self, error.strerror or str(error))
+
+    def take(self, data: bytes) -> None:
+        """Bytes that came together with the end of the handshake."""
+        try:
+            while data:
+                space = self._decoder.space()
+                count = min(len(space), len(data))
+                space[:count] = data[:count]
+                self._decoder.received(count)
+                data = data[count:]
+        except FrameError as error:
+            self.engine.link_broke(self, str(error))
+
+    def resume(self) -> None:
+        """There may be room now for the message that was refused."""
+        if self._decoder.paused:
+            self._watch(read=True)
+            try:
+                self._decoder.resume()
+            except FrameError as error:
+                self.engine.link_broke(self, str(error))
+
+    def message(self, header: Header) -> Arrival | None:
+        """A frame of a message begins (from the decoder)."""
+        arrival = self._arrival
+        if header.offset == 0:
+            if arrival is not None and arrival.filled < arrival.total:
+                raise FrameError("a message begins inside another one")
+            self._arrival = arrival = self.engine.mailbox.arriving(
+                header.channel, self.peer, header.total, header.fingerprint
+            )
+            return arrival
+        if (
+            arrival is None
+            or arrival.channel != header.channel
+            or arrival.filled != header.offset
+            or arrival.total != header.total
+        ):
+            raise FrameError("a frame that continues no message")
+        return arrival
+
+    def control(self, header: Header, payload: bytes) -> None:
+        """A control frame came (from the decoder)."""
+        if header.channel.kind is Kind.CANCEL:
+            arrival, self._arrival = self._arrival, None
+            if arrival is not None and arrival.filled < arrival.total:
+                self.engine.mailbox.cancelled(arrival)
+        else:
+            self.engine.control_came(self, header, payload)
+
+    # The end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the socket; what waited to go out is gone."""
+        self.engine.reactor.forget(self.sock)
+        self.sock.close()

@@ -1,0 +1,7 @@
+"""`python -m phalanx.cli` is `phalanx`."""
+
+from __future__ import annotations
+
+from phalanx.cli.main import main
+
+main()

@@ -1,0 +1,199 @@
+"""Which rank this process is, as its launcher left it in the environment.
+
+    launcher       how it is known            what it says
+    torchrun       RANK and WORLD_SIZE        LOCAL_RANK, MASTER_ADDR, TORCHELASTIC_*, ...
+    srun           SLURM_PROCID               SLURM_NTASKS, SLURM_LOCALID, the list of nodes
+    mpirun         OMPI_COMM_WORLD_RANK       OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, ...
+    mpiexec        PMI_RANK                   PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+
+The first row that is there counts: who sets RANK by hand, or runs torchrun under srun, means it.
+MASTER_ADDR and MASTER_PORT are read whoever the launcher is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.errors import (
+    DistributedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MisuseError,
+)
+from phalanx.launch.address import is_loopback, split_address
+from phalanx.launch.slurm import first_node, is_step, tasks_on_this_node
+
+__all__ = ["STORE_VARIABLE", "Source", "World", "read_environment"]
+
+Source = Literal["torchrun", "mpirun", "slurm", "environment"]
+
+STORE_VARIABLE = "PHALANX_STORE"
+"""Where `phalanx run` holds its store, as host:port; it comes before MASTER_ADDR."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a launcher says about this process and the others of its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    agent_store: bool
+    """The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there."""
+    source: Source
+    run_id: str = ""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether every rank runs on this host."""
+        return self.local_world_size == self.world_size
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The names under which one launcher leaves its numbers."""
+
+    source: Source
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_BY_HAND = _Launcher("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = _Launcher("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+_OPEN_MPI = _Launcher(
+    "mpirun",
+    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+)
+_PMI = _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def read_environment(environ: Mapping[str, str]) -> World | None:
+    """Return what the launcher left in `environ`, or None where there is none.
+
+    An allocation without a started step (`salloc`, then `python`) is no launcher. Numbers that
+    make no sense raise `InvalidRankError`, `InvalidWorldSizeError` or `MisuseError`, which name
+    the variable, its value, and what to do.
+    """
+    launcher = _find_launcher(environ)
+    if launcher is None:
+        return None
+    rank = _number(environ, launcher.rank, InvalidRankError)
+    world_size = _number(environ, launcher.world_size, InvalidWorldSizeError, at_least=1)
+    if rank >= world_size:
+        raise InvalidRankError(
+            f"{launcher.rank}={rank} is not one of {launcher.world_size}={world_size} ranks: "
+            f"ranks count from 0, the last is {world_size - 1}",
+            rank=rank,
+        )
+    addr, port, agent_store = _master(environ, launcher, world_size)
+    local_rank, local_world_size = _local(environ, launcher, rank, world_size, addr)
+    elastic = "TORCHELASTIC_RUN_ID" in environ and launcher is _BY_HAND
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=addr,
+        master_port=port,
+        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", MisuseError, default=0),
+        agent_store=agent_store,
+        source="torchrun" if elastic else launcher.source,
+        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    if _BY_HAND.rank in environ or _BY_HAND.world_size in environ:
+        return _BY_HAND
+    if is_step(environ):
+        return _SLURM
+    return next((known for known in (_OPEN_MPI, _PMI) if known.rank in environ), None)
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    error: type[DistributedError],
+    *,
+    default: int | None = None,
+    at_least: int = 0,
+) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise error(
+            f"{name} is not set, though this process seems to have a launcher: set it, or unset "
+            "RANK and WORLD_SIZE to run as one process"
+        )
+    if not (text.isascii() and text.strip().isdigit()) or int(text) < at_least:
+        raise error(
+            f"{name}={text!r} is not a whole number of at least {at_least}: start the ranks with "
+            "phalanx run, torchrun, mpirun or srun, which set it"
+        )
+    return int(text)
+
+
+def _master(
+    environ: Mapping[str, str], launcher: _Launcher, world_size: int
+) -> tuple[str, int, bool]:
+    """Return where the ranks meet, and whether the launcher holds a store there."""
+    if STORE_VARIABLE in environ:
+        try:
+            return *split_address(environ[STORE_VARIABLE]), True
+        except ValueError as error:
+            raise MisuseError(f"{STORE_VARIABLE}={environ[STORE_VARIABLE]!r}: {error}") from None
+    addr = environ.get("MASTER_ADDR", "")
+    if not addr:
+        addr = first_node(environ) if launcher is _SLURM else ""
+    if not addr and (world_size == 1 or _all_local(environ, launcher, world_size)):
+        addr = "127.0.0.1"
+    for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", environ.get("MASTER_PORT", ""))):
+        if not value and world_size > 1:
+            raise MisuseError(
+                f"{name} is not set, and {launcher.world_size}={world_size} ranks have to meet "
+                "somewhere: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
+                "of it, the same for every rank, such as MASTER_PORT=29500"
+            )
+    port = _number(environ, "MASTER_PORT", MisuseError, default=0)
+    if port > 65535 or (port == 0 and world_size > 1):
+        raise MisuseError(f"MASTER_PORT={port} is not a port: they run from 1 to 65535")
+    return addr, port, environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _all_local(environ: Mapping[str, str], launcher: _Launcher, world_size: int) -> bool:
+    return environ.get(launcher.local_world_size, "") == str(world_size)
+
+
+def _local(
+    environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int, addr: str
+) -> tuple[int, int]:
+    """Return the local rank and how many there are; unsaid, loopback means one host."""
+    shared = world_size if is_loopback(addr) else 1
+    if launcher is _SLURM:
+        shared = tasks_on_this_node(environ) or shared
+    size = _number(
+        environ, launcher.local_world_size, InvalidWorldSizeError, default=shared, at_least=1
+    )
+    if size > world_size:
+        raise InvalidWorldSizeError(
+            f"{launcher.local_world_size or 'the number of tasks on this node'}={size} is more "
+            f"than {launcher.world_size}={world_size}"
+        )
+    default = rank % size
+    local_rank = _number(environ, launcher.local_rank, InvalidRankError, default=default)
+    if launcher.local_world_size not in environ:
+        size = max(size, local_rank + 1)
+    if local_rank >= min(size, world_size):
+        raise InvalidRankError(
+            f"{launcher.local_rank}={local_rank} is not one of {size} ranks on this host"
+        )
+    return local_rank, size

@@ -1,0 +1,73 @@
+"""The backends that can be asked for by name, and how each is made from a meeting point."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from phalanx.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from phalanx.backends.base import Backend
+
+__all__ = ["BACKENDS", "Factory", "MeetingPoint", "factory_named"]
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the ranks of one job meet, and what shows that a rank belongs to it."""
+
+    rank: int
+    world_size: int
+    master_addr: str = ""
+    token: str | None = field(default=None, repr=False)
+    job: str = ""
+    generation: int = 0
+    listener: socket.socket | None = None
+    """Rank 0's, already listening at `master_addr`; None: the backend listens there itself."""
+
+
+Factory = Callable[[MeetingPoint, float], "Backend"]
+
+
+def factory_named(name: str) -> Factory:
+    """Return what makes the backend `name`; `BackendUnavailableError` for a name without one.
+
+    A world of one is the same for every name, and needs no network.
+    """
+    if name not in BACKENDS:
+        raise BackendUnavailableError(
+            f"there is no backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"
+        )
+    factory = BACKENDS[name]
+    return lambda point, timeout: (_alone if point.world_size == 1 else factory)(point, timeout)
+
+
+def _alone(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.simulated import SimulatedBackend  # noqa: PLC0415
+
+    if point.listener is not None:
+        point.listener.close()
+    return SimulatedBackend.create_group(1, timeout=timeout)[0]
+
+
+def _tcp(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.tcp import TcpBackend  # noqa: PLC0415
+
+    return TcpBackend(
+        point.rank,
+        point.world_size,
+        point.master_addr,
+        token=point.token,
+        timeout=timeout,
+        job=point.job,
+        generation=point.generation,
+        listener=point.listener,
+    )
+
+
+BACKENDS: Mapping[str, Factory] = MappingProxyType({"auto": _tcp, "tcp": _tcp})
+"""Name -> factory. `auto` is the best of those that can run here."""

@@ -1,0 +1,108 @@
+"""How the ranks of a job learn where rank 0 listens.
+
+    the launcher holds a store            no store
+    ------------------------------        -----------------------------------------
+    rank 0 listens on a free port,        rank 0 listens at MASTER_ADDR:MASTER_PORT,
+    publishes address and token;          where the others know to find it
+    the others wait for them
+
+Keys carry the job and its restart, so that nobody meets a rank of a dead generation, and how many
+times this rank has met before, so that a script may leave a world and enter a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
+from phalanx.launch.address import address_toward, join_address
+from phalanx.launch.factories import MeetingPoint
+from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, Store, connect_store
+
+if TYPE_CHECKING:
+    from phalanx.launch.environment import World
+
+__all__ = ["find_meeting_point"]
+
+
+def find_meeting_point(world: World, *, timeout: float) -> MeetingPoint:
+    """Return where the ranks of `world` meet; blocks until rank 0 has said so, where it must.
+
+    `CollectiveTimeoutError` when rank 0 says nothing in `timeout` seconds, and
+    `BackendUnavailableError` when the launcher's store cannot be reached.
+    """
+    if world.world_size == 1:
+        return MeetingPoint(world.rank, world.world_size)
+    if not world.agent_store:
+        return MeetingPoint(
+            world.rank,
+            world.world_size,
+            join_address(world.master_addr, world.master_port),
+            job=world.run_id,
+            generation=world.restart_count,
+        )
+    deadline = time.monotonic() + timeout
+    store = connect_store(world.master_addr, world.master_port, rank=world.rank, deadline=deadline)
+    prefix = f"phalanx/{world.run_id}/{world.restart_count}"
+    visit = store.add(f"{prefix}/visits/{world.rank}", 1)
+    key = f"{prefix}/meeting/{visit}"
+    if world.rank == 0:
+        return _publish(store, key, world)
+    address, _, token = _wait_for(store, key, world, deadline, timeout).partition(" ")
+    return _point(world, address, token)
+
+
+def _publish(store: Store, key: str, world: World) -> MeetingPoint:
+    try:
+        host = address_toward(world.master_addr, world.master_port, one_host=world.one_host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=world.world_size)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"rank 0 found no address at which other ranks reach it by way of "
+            f"{world.master_addr!r} ({error}): is the name right, and the network up?",
+            rank=0,
+        ) from error
+    address = join_address(host, listener.getsockname()[1])
+    token = os.environ.get("PHALANX_TOKEN") or secrets.token_hex(32)
+    # Whoever set PHALANX_TOKEN gave it to every rank; the store need not see it.
+    shared = "" if os.environ.get("PHALANX_TOKEN") else token
+    store.set(key, f"{address} {shared}")
+    return _point(world, address, token, listener)
+
+
+def _point(
+    world: World, address: str, token: str, listener: socket.socket | None = None
+) -> MeetingPoint:
+    return MeetingPoint(
+        world.rank,
+        world.world_size,
+        address,
+        token=token or None,
+        job=world.run_id,
+        generation=world.restart_count,
+        listener=listener,
+    )
+
+
+def _wait_for(store: Store, key: str, world: World, deadline: float, timeout: float) -> str:
+    pause = FIRST_PAUSE
+    # Asking again and again, because a wait inside the store hears no signal.
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
+                f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
+                f"this rank, and is every host at restart {world.restart_count}?",
+                rank=world.rank,
+                peer=0,
+                op="init",
+                seconds=timeout,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return store.get(key).decode()

@@ -1,0 +1,139 @@
+"""`spawn`: a function on several ranks, each a fresh process of this host.
+
+    parent                                   rank 0        rank 1
+      | listens on 127.0.0.1, port 0  ------->  |             |      rank 0 inherits the listener
+      | a fresh token  ---------------------->  |  -------->  |      through pipes: no command line
+      |                                      fn(backend)  fn(backend)
+      |  <----------------------- report -------'             |
+      |  <----------------------- report ---------------------'      or a death, which is seen
+
+On the first failure of a rank's own the others get SIGTERM, which raises `RankStopped` in them,
+and `GRACE` seconds later SIGKILL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.launch.child import run_rank
+from phalanx.launch.children import Child, next_reports, stop
+from phalanx.launch.factories import MeetingPoint, factory_named
+from phalanx.launch.stopping import GRACE
+from phalanx.launch.threads import threads_per_rank
+
+if TYPE_CHECKING:
+    from phalanx.backends.base import Backend
+    from phalanx.launch.report import Report
+
+__all__ = ["spawn"]
+
+T = TypeVar("T")
+
+
+def spawn(
+    fn: Callable[[Backend], T], world_size: int, backend: str = "auto", *, timeout: float = 60.0
+) -> list[T]:
+    """Run `fn(backend)` in `world_size` fresh processes of this host; return their results.
+
+    Results are in rank order, and come by value: a tensor is a copy. `fn` and the results are
+    pickled, so `fn` is a function at the top level of a module, or a `functools.partial` of one.
+    `timeout` (seconds) is the default of every call on the backend; the run itself has none. The
+    backend is closed when `fn` returns. OMP_NUM_THREADS, if unset, is each rank's share of the
+    cores. No rank outlives this call, or this process.
+
+    When a rank fails the others are stopped, and its error is raised here with its own traceback
+    as `__cause__`: the root cause, not the `PeerLostError`s that follow from it. A rank that was
+    killed, or ended itself, is a `PeerLostError` whose `peer` is that rank. A result that cannot
+    be pickled is a `MisuseError`. Fewer than one rank: `InvalidWorldSizeError`; a name that is no
+    backend: `BackendUnavailableError`.
+    """
+    if world_size < 1:
+        raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
+    factory_named(backend)
+    call = _pickle(fn)
+    children: list[Child] = []
+    try:
+        _start(children, call, world_size, backend, timeout)
+        failed = _wait(children)
+    finally:
+        stop(children)
+    reports = [child.report for child in children if child.report is not None]
+    if failed:
+        raise _root_cause(reports).error()
+    return [report.result() for report in reports]
+
+
+def _pickle(fn: Callable[..., object]) -> bytes:
+    try:
+        return pickle.dumps(fn)
+    except Exception as error:
+        raise MisuseError(
+            f"spawn cannot send {fn!r} to a fresh process ({error}): define it at the top level "
+            "of a module; no lambda, no function inside another"
+        ) from error
+
+
+def _start(
+    children: list[Child], call: bytes, world_size: int, backend: str, timeout: float
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    token, job = secrets.token_hex(32), secrets.token_hex(8)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=world_size) as listener,
+        _set_if_unset("OMP_NUM_THREADS", str(threads_per_rank(world_size))),
+    ):
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for rank in range(world_size):
+            held = listener if rank == 0 else None
+            point = MeetingPoint(rank, world_size, address, token, job, listener=held)
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=run_rank,
+                args=(theirs, call, point),
+                kwargs={"parent": os.getpid(), "backend": backend, "timeout": timeout},
+                name=f"rank {rank}",
+            )
+            process.start()
+            theirs.close()
+            children.append(Child(rank, process, ours))
+
+
+@contextmanager
+def _set_if_unset(name: str, value: str) -> Iterator[None]:
+    """Set a variable for the children: torch reads it when it is imported, before any call."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def _wait(children: list[Child]) -> bool:
+    """Wait for all results, or for the failure that the others follow from; return whether."""
+    deadline: float | None = None
+    while any(child.report is None for child in children):
+        failures = [report for report in next_reports(children) if report.kind != "result"]
+        if any(not report.follows for report in failures):
+            return True
+        if failures and deadline is None:  # who lost a peer may be heard before the peer itself
+            deadline = time.monotonic() + GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            return True
+    return deadline is not None
+
+
+def _root_cause(reports: list[Report]) -> Report:
+    failures = [report for report in reports if report.kind not in ("result", "stopped")]
+    return min(failures, key=lambda report: report.order)

@@ -1,0 +1,116 @@
+"""One rank of `phalanx run`: the user's script, as if Python had run it, in a rank's process.
+
+The launcher starts it as BOOT below, followed by "script" or "module", its name, its arguments.
+It leaves two files beside each other, in the folder of TORCHELASTIC_ERROR_FILE: `pid`, and, if
+the script fails, its record.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from phalanx.errors import RankStopped
+from phalanx.launch.cause import follows_from_another
+from phalanx.launch.records import write_record
+from phalanx.launch.stopping import GRACE, die_with_parent, raise_when_stopped
+from phalanx.launch.tracebacks import format_traceback
+
+__all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "PID_FILE", "STOPPED", "main"]
+
+BOOT = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    "from phalanx.launch.worker import main; main()"
+)
+"""The current folder is not searched for modules, as when Python runs a script elsewhere."""
+
+LAUNCHER_VARIABLE = "PHALANX_LAUNCHER_PID"
+PID_FILE = "pid"
+INTERRUPTED, STOPPED = 130, 143  # as a shell counts them: 128 + SIGINT, 128 + SIGTERM
+
+_HIDDEN = frozenset({__file__, runpy.__file__, "<frozen runpy>", "<string>"})
+
+
+def main() -> None:
+    """Run what the command line says, and end this process as the script ended."""
+    faulthandler.enable()
+    die_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE, os.getppid())))
+    raise_when_stopped()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if error_file:
+        Path(error_file).with_name(PID_FILE).write_text(f"{os.getpid()}\n")
+    kind, name = sys.argv[1:3]
+    del sys.argv[:2]
+    try:
+        _run_module(name) if kind == "module" else _run_script(name)
+    except RankStopped:
+        sys.exit(STOPPED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as error:
+        sys.exit(_leave(error, error_file))
+    except BaseException as error:
+        _tell(error, error_file)
+        sys.exit(1)
+
+
+def _run_script(name: str) -> None:
+    if not getattr(sys.flags, "safe_path", False) and not Path(name).is_dir():
+        sys.path.insert(0, str(Path(name).resolve().parent))
+    runpy.run_path(name, run_name="__main__")
+
+
+def _run_module(name: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, str(Path.cwd()))
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _leave(error: SystemExit, error_file: str) -> int:
+    """Return the exit code that `error` asks for, with the record if that is a failure."""
+    if error.code is None or error.code == 0:
+        return 0
+    if not isinstance(error.code, int):
+        sys.stderr.write(f"{error.code}\n")
+    if error_file:
+        summary = f"sys.exit({error.code!r}){_where(error)}"
+        write_record(error_file, summary=summary, traceback="", follows=follows_from_another(error))
+        _leave_within_grace()
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _where(error: SystemExit) -> str:
+    """Return the last place in the script itself, rather than in argparse, say."""
+    shown = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in _HIDDEN
+    ]
+    places = [frame for frame in shown if frame.filename == shown[0].filename]
+    return f" from {places[-1].filename}, line {places[-1].lineno}" if places else ""
+
+
+def _tell(error: BaseException, error_file: str) -> None:
+    text = format_traceback(error, hide=_HIDDEN)
+    if not error_file:
+        sys.stderr.write(text)
+        return
+    summary = text.rstrip().rpartition("\n")[2]
+    write_record(error_file, summary=summary, traceback=text, follows=follows_from_another(error))
+    _leave_within_grace()
+
+
+def _leave_within_grace() -> None:
+    """End this process soon, even if a thread that the script left behind would keep it."""
+
+    def leave() -> None:
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=leave, name="exit", daemon=True).start()

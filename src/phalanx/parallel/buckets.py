@@ -1,0 +1,114 @@
+"""Buckets: gradients that are averaged together, as one message.
+
+    bucket 0                     bucket 1
+    [ head.bias | head.weight ]  [ body.bias | body.weight ]   flat memory, one dtype each
+
+Each gradient is a view into its bucket, so that it is averaged where it lies. Buckets are started
+in their order, the same on every rank, whatever the order in which gradients come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import PendingCollective, ReduceOp, async_all_reduce_
+from phalanx.parallel.tensors import batches
+
+
+class Bucket:
+    """Flat memory for the gradients of some parameters of one dtype."""
+
+    def __init__(self, parameters: list[nn.Parameter], backend: Backend) -> None:
+        self.parameters = parameters
+        self.flat = backend.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        self.pending: PendingCollective[Tensor] | None = None
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._missing = set(parameters)
+        start = 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            self._views[parameter] = self.flat[start:stop].view(parameter.shape)
+            start = stop
+
+    @property
+    def full(self) -> bool:
+        """Whether all gradients are in."""
+        return not self._missing
+
+    @property
+    def missing(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are not in."""
+        return [p for p in self.parameters if p in self._missing]
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Take in a parameter's gradient (zeros if it has none), and make it a view of this."""
+        view = self._views[parameter]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad)
+        parameter.grad = view
+        self._missing.discard(parameter)
+
+    def start(self, backend: Backend) -> None:
+        """Begin to average."""
+        self.pending = async_all_reduce_(self.flat, backend, ReduceOp.MEAN)
+
+    def finish(self) -> None:
+        """Wait for the average, and be ready for the next gradients."""
+        pending, self.pending = self.pending, None
+        self._missing = set(self.parameters)
+        if pending is not None:
+            pending.wait()
+
+
+class Buckets:
+    """All gradients of a model, in buckets of about `size` bytes."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], backend: Backend, size: int) -> None:
+        self._backend = backend
+        self._all = [
+            Bucket([p for p in batch if isinstance(p, nn.Parameter)], backend)
+            for batch in batches(parameters, size)
+        ]
+        self._of = {p: bucket for bucket in self._all for p in bucket.parameters}
+        self._started = 0
+
+    @property
+    def order(self) -> list[nn.Parameter]:
+        """The parameters in the order of their places."""
+        return list(self._of)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some gradient is in that is not averaged yet."""
+        return self._started > 0 or any(
+            len(bucket.missing) < len(bucket.parameters) for bucket in self._all
+        )
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Take in a gradient; start the buckets that can be started."""
+        self._of[parameter].put(parameter)
+        while self._started < len(self._all) and self._all[self._started].full:
+            self._all[self._started].start(self._backend)
+            self._started += 1
+
+    def missing(self) -> list[nn.Parameter]:
+        """The parameters whose gradients have not come."""
+        return [p for bucket in self._all for p in bucket.missing]
+
+    def finish(self) -> None:
+        """Wait until all that was started is averaged. Raises the first error, after all ended."""
+        self._started = 0
+        problem: BaseException | None = None
+        for bucket in self._all:
+            try:
+                bucket.finish()
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem

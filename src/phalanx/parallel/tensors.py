@@ -1,0 +1,47 @@
+"""Many tensors as few messages: flat copies of them, one dtype and bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import broadcast_
+
+MESSAGE = 25 << 20  # bytes
+
+
+def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Cut a list of tensors into runs of one dtype and at most `size` bytes (or one tensor)."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        batch: list[Tensor] = []
+        filled = 0
+        for tensor in same:
+            if batch and filled + tensor.nbytes > size:
+                yield batch
+                batch, filled = [], 0
+            batch.append(tensor)
+            filled += tensor.nbytes
+        if batch:
+            yield batch
+
+
+def broadcast_all_(tensors: Sequence[Tensor], backend: Backend, root: int) -> None:
+    """Overwrite tensors with those of rank `root`, in place: their storage stays the same."""
+    if backend.world_size == 1:
+        return
+    with torch.no_grad():
+        for batch in batches(tensors, MESSAGE):
+            flat = backend.empty(sum(t.numel() for t in batch), dtype=batch[0].dtype)
+            torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
+            broadcast_(flat, backend, root)
+            if backend.rank != root:
+                for tensor, values in zip(
+                    batch, flat.split([t.numel() for t in batch]), strict=True
+                ):
+                    tensor.copy_(values.view(tensor.shape))

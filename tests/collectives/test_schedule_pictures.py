@@ -1,0 +1,118 @@
+"""Every picture in a docstring is what the schedule does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from itertools import islice
+
+import pytest
+from schedule_checker import ranks_in, run
+from schedule_proof import start
+
+from phalanx.collectives import schedules
+from phalanx.collectives.schedules import (
+    COLLECTIVES,
+    Schedule,
+    ScheduleFunction,
+    Send,
+    core_chunks,
+    halving_doubling,
+    picture,
+    ring,
+    tree,
+    tree_broadcast,
+)
+
+FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star")
+GENERATORS = [
+    name
+    for name in schedules.__all__
+    if inspect.isgeneratorfunction(getattr(schedules, name)) and name != "schedule"
+]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_picture_of_an_algorithm_is_what_it_does(name: str) -> None:
+    text = inspect.getdoc(getattr(schedules, name)) or ""
+    drawn = re.search(r"[Ww]ith (\d+) ranks:\n\n((?:    .+\n?)+)", text)
+    assert drawn, "every algorithm has its picture"
+    lines = [line.removeprefix("    ") for line in drawn[2].splitlines()]
+    assert lines == picture(getattr(schedules, name), int(drawn[1])).splitlines()
+
+
+def test_every_algorithm_is_exported_with_its_family() -> None:
+    families = [getattr(schedules, family) for family in FAMILIES]
+    assert {name for family in families for name in family.__all__} - {"core_chunks"} == set(
+        GENERATORS
+    )
+
+
+def test_the_example_of_picture_is_what_it_prints() -> None:
+    example = (inspect.getdoc(picture) or "").split(">>> print(picture(tree_reduce, 4))\n")[1]
+    assert example.splitlines() == picture(schedules.tree_reduce, 4).splitlines()
+
+
+def test_the_ring_goes_around_twice_as_drawn() -> None:
+    assert contents(COLLECTIVES["all_reduce"]["ring"].schedule, 3) in indented(ring.__doc__)
+
+
+def test_the_tree_is_as_drawn() -> None:
+    children = {
+        rank: sorted(
+            step.peer for steps in tree_broadcast(rank, 8) for step in steps if type(step) is Send
+        )
+        for rank in range(8)
+    }
+
+    def branches(rank: int, indent: str = "") -> list[str]:
+        lines = []
+        for child in children[rank]:
+            last = child == children[rank][-1]
+            lines.append(f"{indent}{'`-- ' if last else '|-- '}{child}")
+            lines += branches(child, indent + ("    " if last else "|   "))
+        return lines
+
+    assert "\n".join(["0", *branches(0)]) in indented(tree.__doc__)
+
+
+def test_the_core_of_halving_and_doubling_is_as_drawn() -> None:
+    acts_for = [core_chunks(rank, 6) for rank in range(6)]
+    numbers = iter(range(6))
+    rows = [
+        ("rank", [str(rank) for rank in range(6)]),
+        ("new rank", [str(next(numbers)) if chunks else "." for chunks in acts_for]),
+        ("acts for", [f"{c.start}:{c.stop}" if c else "." for c in acts_for]),
+    ]
+    for title, cells in rows:
+        line = title.ljust(10) + "".join(cell.center(5) for cell in cells)
+        assert line.rstrip() in indented(halving_doubling.__doc__)
+
+
+def contents(schedule: ScheduleFunction, size: int) -> str:
+    """Whose contributions, a, b, c, ..., each chunk holds, at the start and after each round."""
+
+    def first(count: int) -> ScheduleFunction:
+        def cut(rank: int, size: int) -> Schedule:
+            return islice(schedule(rank, size), count)
+
+        return cut
+
+    def show(value: int) -> str:
+        return "".join(chr(ord("a") + rank) for rank in ranks_in(value)).ljust(size)
+
+    rounds = len(list(schedule(0, size)))
+    states = [run(first(k), start("all_reduce", size, size)).state for k in range(rounds + 1)]
+    titles = ["start", *(f"round {k}" for k in range(rounds))]
+    width = size * (size + 1) + 2
+    lines = [" " * 9 + "".join(title.ljust(width) for title in titles)]
+    for rank in range(size):
+        cells = [" ".join(show(value) for value in state[rank]) for state in states]
+        lines.append(f"rank {rank}   " + "".join(cell.ljust(width) for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def indented(docstring: str | None) -> str:
+    """The pictures of a module's docstring, without their indentation."""
+    lines = (docstring or "").splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    "))

@@ -1,0 +1,178 @@
+"""Every schedule does what its collective promises: proved on symbols, see schedule_checker."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_checker import assert_rounds_leave_memory_in_peace, join, run
+from schedule_proof import ROWS, SIZES, assert_goal, every_row, prove, start
+
+from phalanx.collectives.schedules import COLLECTIVES, Combine, Recv, schedule
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError
+
+
+def test_every_collective_has_every_algorithm() -> None:
+    assert list(COLLECTIVES) == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    for rows in COLLECTIVES.values():
+        assert list(rows) == ["ring", "direct", "tree", "halving_doubling", "star"]
+
+
+@every_row
+@pytest.mark.parametrize("size", SIZES)
+def test_every_contribution_arrives_exactly_once(
+    collective: str, algorithm: str, size: int
+) -> None:
+    prove(collective, algorithm, size)
+
+
+@pytest.mark.parametrize("algorithm", COLLECTIVES["broadcast"])
+def test_every_rank_can_be_the_root_of_a_broadcast(algorithm: str) -> None:
+    for size in SIZES:
+        for root in range(size):
+            prove("broadcast", algorithm, size, root=root)
+
+
+# The ring's all-reduce, and direct, are millions of messages: each is proved at this size once.
+THOUSANDS = [
+    ("all_reduce", "ring", 1000),
+    ("broadcast", "ring", 301),
+    ("reduce_scatter", "direct", 1000),
+    ("all_gather", "direct", 501),
+    ("broadcast", "direct", 301),
+    ("all_reduce", "tree", 1000),
+    ("reduce_scatter", "tree", 999),
+    ("all_gather", "tree", 1024),
+    ("broadcast", "tree", 1000),
+    ("all_reduce", "halving_doubling", 1000),
+    ("all_reduce", "halving_doubling", 1024),
+    ("reduce_scatter", "halving_doubling", 999),
+    ("all_gather", "halving_doubling", 1000),
+    ("broadcast", "halving_doubling", 999),
+    ("all_reduce", "star", 1000),
+    ("reduce_scatter", "star", 999),
+    ("all_gather", "star", 1000),
+    ("broadcast", "star", 1000),
+]
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()  # millions of tuples and no cycles: looking for them takes longer than the proof
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize(("collective", "algorithm", "size"), THOUSANDS)
+def test_up_to_a_thousand_ranks(collective: str, algorithm: str, size: int) -> None:
+    prove(collective, algorithm, size, root=size // 3 if collective == "broadcast" else 0)
+
+
+@settings(deadline=None)  # a busy machine is no bug
+@given(st.sampled_from(ROWS), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_the_order_in_which_ranks_run_makes_no_difference(
+    row: tuple[str, str], size: int, chance: random.Random
+) -> None:
+    assert prove(*row, size, chance=chance) == prove(*row, size)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "star"])
+def test_direct_and_star_fold_all_contributions_in_rank_order(algorithm: str) -> None:
+    for size in SIZES:
+
+        def in_rank_order(values: list[int], size: int = size) -> int:
+            assert values == [1 << rank for rank in range(size)]
+            return join(values)
+
+        row = COLLECTIVES["all_reduce"][algorithm]
+        run(row.schedule, start("all_reduce", size, row.chunks(size)), fold=in_rank_order)
+
+
+# ------------------------------------------------------------------------------------- two phases
+
+
+@every_row
+def test_every_chunk_has_one_owner_between_the_phases(collective: str, algorithm: str) -> None:
+    row = COLLECTIVES[collective][algorithm]
+    for size in SIZES:
+        owned = [chunk for rank in range(size) for chunk in row.owned(rank, size)]
+        assert sorted(owned) == list(range(row.chunks(size)))
+
+
+@every_row
+def test_a_mean_that_owners_divide_is_divided_once_everywhere(
+    collective: str, algorithm: str
+) -> None:
+    row = COLLECTIVES[collective][algorithm]
+    for size in SIZES:
+        state = start(collective, size, row.chunks(size))
+        complete = run(row.reduce, state).state if row.reduce else state
+        divided = 1 << size  # one more bit
+        for rank in range(size):
+            for chunk in row.owned(rank, size):
+                if row.reduce:
+                    assert complete[rank][chunk] == divided - 1
+                complete[rank][chunk] |= divided
+        final = run(row.spread, complete).state if row.spread else complete
+        assert_goal(collective, final, mark=divided)
+
+
+@every_row
+def test_the_first_phase_only_combines_and_the_second_only_copies(
+    collective: str, algorithm: str
+) -> None:
+    row = COLLECTIVES[collective][algorithm]
+    for phase, forbidden in ((row.reduce, Recv), (row.spread, Combine)):
+        if phase is not None:
+            for size in SIZES:
+                for rank in range(size):
+                    for steps in phase(rank, size):
+                        assert not [step for step in steps if type(step) is forbidden]
+
+
+# --------------------------------------------------------- what schedules promise their executors
+
+
+@every_row
+def test_what_is_sent_in_round_k_is_received_in_round_k(collective: str, algorithm: str) -> None:
+    for size in SIZES:
+        report = prove(collective, algorithm, size)
+        assert not report.stray
+        assert len(set(report.rounds)) == 1, "ranks have equally many rounds"
+
+
+@every_row
+def test_no_round_uses_the_same_memory_twice(collective: str, algorithm: str) -> None:
+    for size in SIZES:
+        assert_rounds_leave_memory_in_peace(COLLECTIVES[collective][algorithm].schedule, size)
+
+
+@every_row
+def test_one_rank_has_nothing_to_do(collective: str, algorithm: str) -> None:
+    assert list(schedule(collective, algorithm, 0, 1)) == []
+
+
+# ----------------------------------------------------------------------------------- wrong requests
+
+
+def test_names_that_do_not_exist_are_answered_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="no algorithm 'rign': it is one of ring, direct, tree"):
+        schedule("all_reduce", "rign", 0, 2)
+    with pytest.raises(ValueError, match="no collective 'allreduce': it is one of all_reduce"):
+        schedule("allreduce", "ring", 0, 2)
+
+
+def test_ranks_and_roots_that_do_not_exist_are_found_before_anything_is_sent() -> None:
+    with pytest.raises(InvalidWorldSizeError, match="a world has 1 rank or more, not 0"):
+        schedule("all_reduce", "ring", 0, 0)
+    with pytest.raises(InvalidRankError, match=r"rank 2 is not one of the 2 ranks 0\.\.1"):
+        schedule("all_reduce", "ring", 2, 2)
+    with pytest.raises(InvalidRankError, match=r"root -1 is not one of the 2 ranks 0\.\.1"):
+        schedule("broadcast", "ring", 0, 2, root=-1)
+    with pytest.raises(InvalidRankError, match="all_reduce has no root"):
+        schedule("all_reduce", "ring", 0, 2, root=1)
