@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +45,7 @@ class Backend(ABC):
     world_size   how many there are
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
+    seconds_waiting  the time that calls of this backend have spent blocked, summed
 
     Blocking calls block this rank only. After a failure of a collective the group is broken:
     every later call on it raises the first cause at once. Use it in a `with` statement, or call
@@ -60,6 +62,7 @@ class Backend(ABC):
         self.engine = engine
         self.group = group
         self.timeout = float(timeout)
+        self.seconds_waiting = 0.0
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
     @property
@@ -197,12 +200,15 @@ class Backend(ABC):
         if not operation.done:
             if timeout is not None:
                 operation.expect_within(self._timeout(timeout))
+            began = monotonic()
             try:
-                self.engine.progress(operation, operation.deadline)
+                self.engine.progress(operation)
             except BaseException as interruption:
                 with self.engine.lock:
                     self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
                 raise
+            finally:
+                self.seconds_waiting += monotonic() - began
         error = operation.error
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error

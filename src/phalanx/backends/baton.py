@@ -14,6 +14,8 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from phalanx.backends.operation import Operation
 from phalanx.backends.randomness import RandomStates
 from phalanx.backends.simulated import Hub, Scheduler, SimulatedEngine
@@ -52,7 +54,8 @@ class Baton(Scheduler):
         self._finished.add(rank)
         self._pass_on()
 
-    def wait(self, engine: SimulatedEngine, until: Operation, deadline: float) -> None:
+    @override
+    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
         if until.done:
             return
         self._check_thread(engine.rank)
@@ -61,12 +64,14 @@ class Baton(Scheduler):
             self._pass_on()
             self._take(engine.rank)
 
+    @override
     def pause(self, engine: SimulatedEngine) -> None:
         self._check_thread(engine.rank)
         self._ready.append(engine.rank)
         self._pass_on()
         self._take(engine.rank)
 
+    @override
     def wake(self, rank: int) -> None:
         until = self._waiting.get(rank)
         if until is not None and until.done:

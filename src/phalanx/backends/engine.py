@@ -4,7 +4,7 @@ A backend is `post` and `progress`; the rest is built on them, once, and is the 
 
     issue(operation)          begin; returns at once
       post(operation, round)  start one round's sends and receives; returns a ticket
-    progress(until, deadline) move bytes until the operation is done or its deadline has passed
+    progress(operation)        move bytes until it is done, or its deadline has passed
 
 Many operations are open at a time, of many groups. All state is guarded by `lock`; the methods
 that say so are called with it held.
@@ -28,9 +28,7 @@ from phalanx.errors import PeerLostError
 class Engine(ABC):
     """Moves the bytes of one rank; shared by its backend and all sub-groups of it."""
 
-    def __init__(
-        self, rank: int, world_size: int, lock: threading.RLock | None = None
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, lock: threading.RLock | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.lock = lock if lock is not None else threading.RLock()
@@ -53,8 +51,8 @@ class Engine(ABC):
         """A receive from this peer was posted: see to it that its messages can come."""
 
     @abstractmethod
-    def progress(self, until: Operation, deadline: float) -> None:
-        """Move bytes until the operation is done; past the deadline it fails. Lock not held."""
+    def progress(self, until: Operation) -> None:
+        """Move bytes until the operation is done; past its deadline it fails. Lock not held."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -68,11 +66,12 @@ class Engine(ABC):
     def retract(self, send: PostedSend) -> None:
         """A send was given up: its memory must not be read from now on."""
 
-    def in_background(self, operation: Operation) -> None:
-        """See to it that this operation moves on while nobody waits for it."""
-
+    @abstractmethod
     def operation_done(self, operation: Operation) -> None:
-        """An operation has ended: wake whoever waits for it."""
+        """An operation has ended: wake whoever waits for it. Lock held."""
+
+    def in_background(self, operation: Operation) -> None:  # noqa: B027 - not all need to do a thing
+        """See to it that this operation moves on while nobody waits for it. Lock not held."""
 
     # What is the same for all -------------------------------------------------------------
 

@@ -111,13 +111,17 @@ class Group:
         if not operation.is_collective:
             operation.fail(error)
             return
-        peer = getattr(error, "peer", None)
-        mine = isinstance(error, DistributedError) and peer is not None
+        kind: type[DistributedError] = PeerLostError
+        culprit = self.rank
+        reason = f"rank {self.rank} failed in {operation.describe()}: {error!r}"
+        if isinstance(error, DistributedError):
+            kind, reason = type(error), str(error)
+            culprit = self.rank if error.peer is None else error.peer
         failure = Failure(
-            type(error) if isinstance(error, DistributedError) else PeerLostError,
-            self.ranks[peer] if mine else self.engine.rank,
+            kind,
+            self.ranks[culprit],
             self.engine.rank,
-            str(error) if mine else f"rank {self.rank} failed in {operation.describe()}: {error!r}",
+            reason,
             operation.describe(),
             operation.sequence,
         )
@@ -166,7 +170,9 @@ class Group:
 
     def peer_left(self, rank: int) -> None:
         """A member closed, in good order: only who waits for it cannot go on."""
-        failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of(self.to_local[rank])} left")
+        failure = Failure(
+            PeerLostError, rank, rank, f"rank {self.name_of(self.to_local[rank])} left"
+        )
         waiting = self._messages | set(list(self._queue)[:1])
         for operation in waiting:
             ticket = operation.ticket

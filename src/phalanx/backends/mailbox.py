@@ -175,9 +175,7 @@ class Mailbox:
         else:
             self._arriving[posted] = arrival
 
-    def arriving(
-        self, channel: Channel, peer: int, total: int, fingerprint: int
-    ) -> Arrival | None:
+    def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival | None:
         """A message begins to arrive: where it goes, or None while there is no room for it."""
         key = (channel, peer)
         waiting = self._posted.get(key)
@@ -209,9 +207,7 @@ class Mailbox:
             self._arriving.pop(arrival.posted, None)
             arrival.whole()
 
-    def deliver(
-        self, channel: Channel, peer: int, message: memoryview, fingerprint: int
-    ) -> None:
+    def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
         """A whole message is here, in memory that may be read now but not later."""
         arrival = self.arriving(channel, peer, len(message), fingerprint)
         assert arrival is not None, "the caller keeps within the limit"

@@ -27,7 +27,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     if count == 0:
         return memoryview(bytearray())
     array = (ctypes.c_char * count).from_address(tensor.data_ptr())
-    array.owner = tensor
+    array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

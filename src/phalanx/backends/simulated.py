@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from time import monotonic
 
+from typing_extensions import override
+
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import Engine
 from phalanx.backends.failure import Failure
@@ -30,7 +32,7 @@ class Scheduler(ABC):
     """How the ranks of a hub wait for each other."""
 
     @abstractmethod
-    def wait(self, engine: SimulatedEngine, until: Operation, deadline: float) -> None:
+    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
         """Return when the operation is done. Lock not held."""
 
     @abstractmethod
@@ -48,7 +50,8 @@ class FreeThreads(Scheduler):
     def __init__(self, lock: threading.RLock, size: int) -> None:
         self._conditions = [threading.Condition(lock) for _ in range(size)]
 
-    def wait(self, engine: SimulatedEngine, until: Operation, deadline: float) -> None:
+    @override
+    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.done:
@@ -59,9 +62,11 @@ class FreeThreads(Scheduler):
                 else:
                     condition.wait(min(remaining, LONGEST_WAIT))
 
+    @override
     def wake(self, rank: int) -> None:
         self._conditions[rank].notify_all()
 
+    @override
     def pause(self, engine: SimulatedEngine) -> None:
         pass
 
@@ -85,34 +90,40 @@ class SimulatedEngine(Engine):
         self.ready = hub.ready  # whoever delivers last carries the operation on
         self.left = False
 
+    @override
     def transmit(self, send: PostedSend) -> None:
         operation = send.ticket.operation
         receiver = self.hub.engines[send.peer]
-        receiver.mailbox.deliver(
-            operation.channel, self.rank, send.view, operation.fingerprint
-        )
+        receiver.mailbox.deliver(operation.channel, self.rank, send.view, operation.fingerprint)
         send.complete()
 
+    @override
     def reach(self, peer: int) -> None:
         pass
 
+    @override
     def retract(self, send: PostedSend) -> None:
         pass
 
-    def progress(self, until: Operation, deadline: float) -> None:
-        self.hub.scheduler.wait(self, until, deadline)
+    @override
+    def progress(self, until: Operation) -> None:
+        self.hub.scheduler.wait(self, until)
 
+    @override
     def poll(self) -> None:
         self.hub.scheduler.pause(self)
 
+    @override
     def operation_done(self, operation: Operation) -> None:
         self.hub.scheduler.wake(self.rank)
 
+    @override
     def tell(self, group: Group, failure: Failure) -> None:
         for rank in group.ranks:
             if rank != self.rank:
                 self.hub.engines[rank].failure_came(group.id, failure)
 
+    @override
     def has_left(self, peer: int) -> bool:
         return self.hub.engines[peer].left
 

@@ -67,10 +67,10 @@ REDUCTIONS = {
 
 def reduction_for(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     """The reduction `op` for tensors of this dtype; `UnsupportedOperationError` if it has none."""
-    if not isinstance(op, ReduceOp):
+    reduction = REDUCTIONS.get(op)
+    if reduction is None:
         names = ", ".join(f"ReduceOp.{member.name}" for member in ReduceOp)
         raise TypeError(f"op must be one of {names}, not {op!r}")
-    reduction = REDUCTIONS[op]
     if not reduction.takes(dtype):
         raise UnsupportedOperationError(
             f"{op} has no meaning for {dtype}; convert the tensor first", op=op.value

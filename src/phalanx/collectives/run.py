@@ -6,7 +6,7 @@ Every collective prepares its work buffer, calls `start`, and says what its resu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +21,27 @@ from phalanx.collectives.reduce_op import ReduceOp, divide_, reduction_for
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 
-T = TypeVar("T")
+
+class Prepared(NamedTuple):
+    """A collective's memory: what is worked on, and what the caller gets of it afterwards."""
+
+    work: Tensor  # contiguous; may be overwritten
+    result: Callable[[], Tensor]
 
 
 def start(
     collective: str,
-    work: Tensor,
+    prepared: Prepared,
     backend: Backend,
-    result: Callable[[], T],
     *,
     op: ReduceOp | None = None,
     root: int = 0,
     algorithm: str = "auto",
     timeout: float | None = None,
     background: bool = False,
-) -> PendingCollective[T]:
-    """Begin a collective on `work`, a contiguous tensor that it may overwrite."""
+) -> PendingCollective[Tensor]:
+    """Begin a collective."""
+    work, result = prepared
     if algorithm == "auto":
         algorithm = choose(collective, work.nbytes, backend).algorithm
     elif algorithm not in COLLECTIVES[collective]:
@@ -108,19 +113,29 @@ class _Arithmetic:
         return self._stage[slot : slot + like.nbytes].view(like.dtype)
 
 
-def contiguous_copy(tensor: Tensor, backend: Backend, into: Tensor | None = None) -> Tensor:
-    """The values of `tensor` in memory that a collective may overwrite: `into`, if it can be."""
+def fresh(tensor: Tensor, backend: Backend, into: Tensor | None, op: str) -> Prepared:
+    """Work on a copy of `tensor`, in `into` if that is given; the result is that memory."""
+    prepared = empty(tuple(tensor.shape), tensor.dtype, backend, into, op)
+    prepared.work.copy_(tensor.detach())
+    return prepared
+
+
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, into: Tensor | None, op: str
+) -> Prepared:
+    """Work on uninitialized memory, in `into` if that is given; the result is that memory."""
+    check_into(into, shape, dtype, backend, op)
     if into is not None and into.is_contiguous():
-        into.detach().copy_(tensor.detach())
-        return into.detach()
-    work = backend.empty(*tensor.shape, dtype=tensor.dtype)
-    work.copy_(tensor.detach())
-    return work
+        work = into.detach()
+    else:
+        work = backend.empty(*shape, dtype=dtype)
+    return Prepared(work, lambda: finish_into(into, work) if into is not None else work)
 
 
-def in_place(tensor: Tensor) -> Tensor:
-    """`tensor` itself as a work buffer, or a contiguous copy to be copied back."""
-    return tensor.detach().contiguous()
+def in_place(tensor: Tensor) -> Prepared:
+    """Work on `tensor` itself, or on a contiguous copy that is copied back."""
+    work = tensor.detach().contiguous()
+    return Prepared(work, lambda: finish_into(tensor, work))
 
 
 def finish_into(into: Tensor, work: Tensor) -> Tensor:

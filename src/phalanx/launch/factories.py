@@ -57,6 +57,8 @@ def _alone(point: MeetingPoint, timeout: float) -> Backend:
 def _tcp(point: MeetingPoint, timeout: float) -> Backend:
     from phalanx.backends.tcp import TcpBackend  # noqa: PLC0415
 
+    if point.listener is not None:
+        point.listener.setblocking(False)  # a socket that came through a pipe forgets that
     return TcpBackend(
         point.rank,
         point.world_size,

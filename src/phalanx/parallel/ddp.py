@@ -81,7 +81,8 @@ class DDP(nn.Module):
         check_same_model(module, backend)
         self.broadcast_parameters()
         self._buckets = Buckets(reversed(self._trained), backend, bucket_size)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_grad) for p in self._trained]
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
 
     # As a module ----------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class DDP(nn.Module):
             # activation checkpointing runs others inside it.
             for leaf in pytree.tree_leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._on_output_grad)
+                    leaf.register_hook(self._on_output_grad)  # type: ignore[no-untyped-call]
         return outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,9 +166,7 @@ class DDP(nn.Module):
     def _queue_callback(self) -> None:
         if self._synchronize and not self._callback_queued:
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-                self._on_backward_end
-            )
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False

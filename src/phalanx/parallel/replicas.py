@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor, nn
+from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.base import Backend
 from phalanx.collectives import all_gather
@@ -27,7 +27,7 @@ def check_same_model(module: nn.Module, backend: Backend) -> None:
     mine = [describe(name, parameter) for name, parameter in module.named_parameters()]
     mine += [f"buffer {describe(name, buffer)}" for name, buffer in module.named_buffers()]
     encoded = msgspec.json.encode(mine)
-    digest = xxhash.xxh3_64_intdigest(encoded) >> 1  # 63 bits: torch has no full uint64
+    digest = xxh3_64_intdigest(encoded) >> 1  # 63 bits: torch has no full uint64
     summary = torch.tensor([[digest, len(encoded)]], dtype=torch.int64)
     summaries = all_gather(summary, backend)
     if bool((summaries[:, 0] == digest).all()):

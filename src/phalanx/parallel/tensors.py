@@ -41,7 +41,8 @@ def broadcast_all_(tensors: Sequence[Tensor], backend: Backend, root: int) -> No
             torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
             broadcast_(flat, backend, root)
             if backend.rank != root:
-                for tensor, values in zip(
-                    batch, flat.split([t.numel() for t in batch]), strict=True
-                ):
-                    tensor.copy_(values.view(tensor.shape))
+                start = 0
+                for tensor in batch:
+                    stop = start + tensor.numel()
+                    tensor.copy_(flat[start:stop].view(tensor.shape))
+                    start = stop

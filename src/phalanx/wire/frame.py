@@ -80,9 +80,7 @@ def pack_header(
 ) -> bytes:
     """The 52 bytes before a payload of `length` bytes."""
     group, kind, number = channel
-    return _HEADER.pack(
-        MAGIC, VERSION, kind, 0, length, group, number, fingerprint, total, offset
-    )
+    return _HEADER.pack(MAGIC, VERSION, kind, 0, length, group, number, fingerprint, total, offset)
 
 
 def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> Header:
@@ -142,7 +140,7 @@ class FrameReceiver(Protocol):
     """Who is told what a `FrameDecoder` finds."""
 
     def message(self, header: Header) -> Sink | None:
-        """A frame of a message begins: where to put it, or None: not now (`resume()` asks again)."""
+        """A frame of a message begins: where to put it, or None to be asked again by `resume`."""
         ...
 
     def control(self, header: Header, payload: bytes) -> None:

@@ -66,9 +66,7 @@ class TcpBackend(Backend):
             secret.encode(),
             loopback_only=not secret,
         )
-        super().__init__(
-            engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout
-        )
+        super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._engine = engine
         self.topology = (0,) * world_size
         try:

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from phalanx.backends.engine import Engine
 from phalanx.backends.failure import Failure
 from phalanx.backends.group import Group
 from phalanx.backends.operation import Operation
 from phalanx.backends.simulated import LONGEST_WAIT
-from phalanx.backends.ticket import PostedSend
 from phalanx.backends.tcp.door import CROSSED, Dial, Door
 from phalanx.backends.tcp.link import Link
 from phalanx.backends.tcp.reactor import Reactor
+from phalanx.backends.ticket import PostedSend
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Identity, Refused
 from phalanx.wire.messages import FailureNotice, decode, encode
@@ -69,6 +71,7 @@ class TcpEngine(Engine):
 
     # What an engine does --------------------------------------------------------------------
 
+    @override
     def transmit(self, send: PostedSend) -> None:
         link = self.links.get(send.peer)
         if link is not None:
@@ -77,6 +80,7 @@ class TcpEngine(Engine):
             self._queued.setdefault(send.peer, []).append(send)
             self.reach(send.peer)
 
+    @override
     def reach(self, peer: int) -> None:
         link = self.links.get(peer)
         if link is not None:
@@ -84,6 +88,7 @@ class TcpEngine(Engine):
         elif peer not in self._dials and peer not in self.lost:
             self.dial(peer, self.addresses[peer], self._dial_failed(peer), patient=False)
 
+    @override
     def retract(self, send: PostedSend) -> None:
         link = self.links.get(send.peer)
         if link is not None:
@@ -92,6 +97,7 @@ class TcpEngine(Engine):
         if send in queued:
             queued.remove(send)
 
+    @override
     def tell(self, group: Group, failure: Failure) -> None:
         payload = encode(failure.notice())
         for rank in group.ranks:
@@ -99,12 +105,14 @@ class TcpEngine(Engine):
             if link is not None and not link.left and rank != failure.culprit:
                 link.send_control(Kind.FAILURE, payload, group.id)
 
+    @override
     def has_left(self, peer: int) -> bool:
         return peer in self._left
 
     # Driving --------------------------------------------------------------------------------
 
-    def progress(self, until: Operation, deadline: float) -> None:
+    @override
+    def progress(self, until: Operation) -> None:
         with self.lock:
             while not until.done:
                 remaining = until.deadline - monotonic()
@@ -116,6 +124,7 @@ class TcpEngine(Engine):
                 else:
                     self._condition.wait(min(remaining, LONGEST_WAIT))
 
+    @override
     def poll(self) -> None:
         with self.lock:
             if self._driver is None and not self.closed:
@@ -144,6 +153,7 @@ class TcpEngine(Engine):
             self.reactor.dispatch(events)
             self.run_ready()
 
+    @override
     def in_background(self, operation: Operation) -> None:
         with self.lock:
             if operation.done:
@@ -170,6 +180,7 @@ class TcpEngine(Engine):
                     operation.group.expire(operation)
                 self.run_ready()
 
+    @override
     def operation_done(self, operation: Operation) -> None:
         self._background.discard(operation)
         self._condition.notify_all()
@@ -336,4 +347,3 @@ class _AllSent:
             # Only the kernel is busy, which tells nobody when it is done: look again soon.
             self._engine.reactor.call_later(0.002, lambda: None)
         return not waiting
-

@@ -7,7 +7,7 @@ from torch import Tensor
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
-from phalanx.collectives.run import check_into, contiguous_copy, finish_into, in_place, start
+from phalanx.collectives.run import Prepared, fresh, in_place, start
 from phalanx.errors import UnsupportedOperationError
 
 
@@ -34,7 +34,14 @@ def all_reduce(
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`; `UnsupportedOperationError` if the
     reduction has no meaning for the dtype.
     """
-    return _start(tensor, backend, op, algorithm, reproducible, into, timeout, False).wait()
+    return _start(
+        fresh(tensor, backend, into, "all_reduce"),
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        timeout=timeout,
+    ).wait()
 
 
 def async_all_reduce(
@@ -48,7 +55,15 @@ def async_all_reduce(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_reduce` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, op, algorithm, reproducible, into, timeout, True)
+    return _start(
+        fresh(tensor, backend, into, "all_reduce"),
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        timeout=timeout,
+        background=True,
+    )
 
 
 def all_reduce_(
@@ -61,7 +76,14 @@ def all_reduce_(
     timeout: float | None = None,
 ) -> Tensor:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
-    return _start_in_place(tensor, backend, op, algorithm, reproducible, timeout, False).wait()
+    return _start(
+        in_place(tensor),
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        timeout=timeout,
+    ).wait()
 
 
 def async_all_reduce_(
@@ -74,63 +96,43 @@ def async_all_reduce_(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_reduce_` that returns at once; `tensor` holds the result after `wait()`."""
-    return _start_in_place(tensor, backend, op, algorithm, reproducible, timeout, True)
+    return _start(
+        in_place(tensor),
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        timeout=timeout,
+        background=True,
+    )
 
 
 def _start(
-    tensor: Tensor,
+    prepared: Prepared,
     backend: Backend,
     op: ReduceOp,
-    algorithm: str,
-    reproducible: bool,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool,
-) -> PendingCollective[Tensor]:
-    reduction_for(op, tensor.dtype)
-    check_into(into, tuple(tensor.shape), tensor.dtype, backend, "all_reduce")
-    work = contiguous_copy(tensor, backend, into)
-    return start(
-        "all_reduce",
-        work,
-        backend,
-        lambda: finish_into(into, work) if into is not None else work,
-        op=op,
-        algorithm=_reproducible(algorithm, backend) if reproducible else algorithm,
-        timeout=timeout,
-        background=background,
-    )
-
-
-def _start_in_place(
-    tensor: Tensor,
-    backend: Backend,
-    op: ReduceOp,
+    *,
     algorithm: str,
     reproducible: bool,
     timeout: float | None,
-    background: bool,
+    background: bool = False,
 ) -> PendingCollective[Tensor]:
-    reduction_for(op, tensor.dtype)
-    work = in_place(tensor)
+    reduction_for(op, prepared.work.dtype)
+    if reproducible:
+        if algorithm not in ("auto", "direct"):
+            raise UnsupportedOperationError(
+                f"rank {backend.rank}: all_reduce: reproducible=True sums in rank order, which "
+                f"{algorithm!r} does not; leave out algorithm=, or ask for 'direct'",
+                rank=backend.rank,
+                op="all_reduce",
+            )
+        algorithm = "direct"
     return start(
         "all_reduce",
-        work,
+        prepared,
         backend,
-        lambda: finish_into(tensor, work),
         op=op,
-        algorithm=_reproducible(algorithm, backend) if reproducible else algorithm,
+        algorithm=algorithm,
         timeout=timeout,
         background=background,
     )
-
-
-def _reproducible(algorithm: str, backend: Backend) -> str:
-    if algorithm not in ("auto", "direct"):
-        raise UnsupportedOperationError(
-            f"rank {backend.rank}: all_reduce: reproducible=True sums in rank order, which "
-            f"{algorithm!r} does not; leave out algorithm=, or ask for 'direct'",
-            rank=backend.rank,
-            op="all_reduce",
-        )
-    return "direct"

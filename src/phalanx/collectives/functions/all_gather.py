@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.run import check_into, finish_into, start
+from phalanx.collectives.run import empty, start
 
 
 def all_gather(
@@ -29,7 +29,7 @@ def all_gather(
     ranks, which is optimal. Raises `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, algorithm, into, timeout, False).wait()
+    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout).wait()
 
 
 def async_all_gather(
@@ -41,32 +41,28 @@ def async_all_gather(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_gather` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, algorithm, into, timeout, True)
+    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout, background=True)
 
 
 def _start(
     tensor: Tensor,
     backend: Backend,
+    *,
     algorithm: str,
     into: Tensor | None,
     timeout: float | None,
-    background: bool,
+    background: bool = False,
 ) -> PendingCollective[Tensor]:
-    size = backend.world_size
+    rank = backend.rank
     rows = tensor.shape[0] if tensor.dim() else 1
-    shape = (size * rows, *tensor.shape[1:])
-    check_into(into, shape, tensor.dtype, backend, "all_gather")
-    if into is not None and into.is_contiguous():
-        work = into.detach()
-    else:
-        work = backend.empty(*shape, dtype=tensor.dtype)
-    own = work[backend.rank * rows : (backend.rank + 1) * rows]
-    own.copy_(tensor.detach() if tensor.dim() else tensor.detach().reshape(1))
+    shape = (backend.world_size * rows, *tensor.shape[1:])
+    prepared = empty(shape, tensor.dtype, backend, into, "all_gather")
+    own = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    prepared.work[rank * rows : (rank + 1) * rows].copy_(own)
     return start(
         "all_gather",
-        work,
+        prepared,
         backend,
-        lambda: finish_into(into, work) if into is not None else work,
         algorithm=algorithm,
         timeout=timeout,
         background=background,

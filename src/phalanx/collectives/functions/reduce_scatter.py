@@ -7,7 +7,7 @@ from torch import Tensor
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
-from phalanx.collectives.run import check_into, contiguous_copy, finish_into, start
+from phalanx.collectives.run import Prepared, check_into, finish_into, fresh, start
 from phalanx.errors import SizeMismatchError
 
 
@@ -32,7 +32,7 @@ def reduce_scatter(
     p ranks, which is optimal. Raises `SizeMismatchError` before anything is sent if dim 0 does not
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, op, algorithm, into, timeout, False).wait()
+    return _start(tensor, backend, op, algorithm=algorithm, into=into, timeout=timeout).wait()
 
 
 def async_reduce_scatter(
@@ -45,17 +45,20 @@ def async_reduce_scatter(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`reduce_scatter` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, op, algorithm, into, timeout, True)
+    return _start(
+        tensor, backend, op, algorithm=algorithm, into=into, timeout=timeout, background=True
+    )
 
 
 def _start(
     tensor: Tensor,
     backend: Backend,
     op: ReduceOp,
+    *,
     algorithm: str,
     into: Tensor | None,
     timeout: float | None,
-    background: bool,
+    background: bool = False,
 ) -> PendingCollective[Tensor]:
     reduction_for(op, tensor.dtype)
     size = backend.world_size
@@ -69,13 +72,13 @@ def _start(
         )
     rows = tensor.shape[0] // size
     check_into(into, (rows, *tensor.shape[1:]), tensor.dtype, backend, "reduce_scatter")
-    work = contiguous_copy(tensor, backend)
+    work = fresh(tensor, backend, None, "reduce_scatter").work
     own = work[backend.rank * rows : (backend.rank + 1) * rows]
     return start(
         "reduce_scatter",
-        work,
+        # Cloned, so that the other ranks' slices do not stay in memory with it.
+        Prepared(work, lambda: own.clone() if into is None else finish_into(into, own)),
         backend,
-        lambda: finish_into(into, own) if into is not None else own.clone(),
         op=op,
         algorithm=algorithm,
         timeout=timeout,

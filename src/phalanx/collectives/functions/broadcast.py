@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.run import check_into, contiguous_copy, finish_into, in_place, start
+from phalanx.collectives.run import Prepared, fresh, in_place, start
 
 
 def broadcast(
@@ -30,7 +30,13 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    return _start(tensor, backend, root, algorithm, into, timeout, False).wait()
+    return _start(
+        fresh(tensor, backend, into, "broadcast"),
+        backend,
+        root,
+        algorithm=algorithm,
+        timeout=timeout,
+    ).wait()
 
 
 def async_broadcast(
@@ -43,7 +49,14 @@ def async_broadcast(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`broadcast` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, root, algorithm, into, timeout, True)
+    return _start(
+        fresh(tensor, backend, into, "broadcast"),
+        backend,
+        root,
+        algorithm=algorithm,
+        timeout=timeout,
+        background=True,
+    )
 
 
 def broadcast_(
@@ -55,7 +68,13 @@ def broadcast_(
     timeout: float | None = None,
 ) -> Tensor:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
-    return _start_in_place(tensor, backend, root, algorithm, timeout, False).wait()
+    return _start(
+        in_place(tensor),
+        backend,
+        root,
+        algorithm=algorithm,
+        timeout=timeout,
+    ).wait()
 
 
 def async_broadcast_(
@@ -67,49 +86,30 @@ def async_broadcast_(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
-    return _start_in_place(tensor, backend, root, algorithm, timeout, True)
-
-
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    root: int,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool,
-) -> PendingCollective[Tensor]:
-    backend.check_rank(root, "root")
-    check_into(into, tuple(tensor.shape), tensor.dtype, backend, "broadcast")
-    work = contiguous_copy(tensor, backend, into)
-    return start(
-        "broadcast",
-        work,
+    return _start(
+        in_place(tensor),
         backend,
-        lambda: finish_into(into, work) if into is not None else work,
-        root=root,
+        root,
         algorithm=algorithm,
         timeout=timeout,
-        background=background,
+        background=True,
     )
 
 
-def _start_in_place(
-    tensor: Tensor,
+def _start(
+    prepared: Prepared,
     backend: Backend,
     root: int,
+    *,
     algorithm: str,
     timeout: float | None,
-    background: bool,
+    background: bool = False,
 ) -> PendingCollective[Tensor]:
     backend.check_rank(root, "root")
-    work = in_place(tensor)
-    is_root = backend.rank == root
     return start(
         "broadcast",
-        work,
+        prepared,
         backend,
-        lambda: tensor if is_root else finish_into(tensor, work),
         root=root,
         algorithm=algorithm,
         timeout=timeout,
