@@ -39,7 +39,9 @@ from phalanx.errors import (
     SizeMismatchError,
     UnsupportedOperationError,
 )
+from phalanx.launch.init import init
 from phalanx.launch.simulate import Simulation, simulate
+from phalanx.launch.spawn import spawn
 from phalanx.parallel import DDP
 
 __version__ = "0.1.0"
@@ -81,9 +83,11 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "chunk_ranges",
+    "init",
     "recv",
     "reduce_scatter",
     "send",
     "sendrecv",
     "simulate",
+    "spawn",
 ]

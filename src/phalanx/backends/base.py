@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.backends.engine import Engine
-from phalanx.backends.failure import Failure
-from phalanx.backends.group import Group
+from phalanx.backends.engine import (
+    Combine,
+    Engine,
+    Failure,
+    Group,
+    LocalStep,
+    Operation,
+    ReceiveBytes,
+    Round,
+    SendBytes,
+    ring_barrier,
+)
 from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
-from phalanx.backends.operation import Combine, LocalStep, Operation
-from phalanx.backends.rounds import ReceiveBytes, Round, SendBytes, ring_barrier
 from phalanx.errors import DistributedError, InvalidRankError, SelfSendError
 from phalanx.wire.frame import Channel, Kind
 

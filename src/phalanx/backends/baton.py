@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from phalanx.backends.operation import Operation
+from phalanx.backends.engine.operation import Operation
 from phalanx.backends.randomness import RandomStates
 from phalanx.backends.simulated import Hub, Scheduler, SimulatedEngine
 from phalanx.errors import DeadlockError, MisuseError, RankStopped

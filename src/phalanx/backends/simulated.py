@@ -18,14 +18,9 @@ from time import monotonic
 from typing_extensions import override
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
-from phalanx.backends.engine import Engine
-from phalanx.backends.failure import Failure
-from phalanx.backends.group import WORLD_ID, Group
-from phalanx.backends.operation import Operation
-from phalanx.backends.ticket import PostedSend
+from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
+from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.errors import InvalidWorldSizeError
-
-LONGEST_WAIT = 3600.0  # a condition variable cannot wait for infinity
 
 
 class Scheduler(ABC):

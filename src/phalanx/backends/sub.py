@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.group import Group
+from phalanx.backends.engine.group import Group
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 

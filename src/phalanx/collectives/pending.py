@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from phalanx.backends.base import Backend
-    from phalanx.backends.operation import Operation
+    from phalanx.backends.engine.operation import Operation
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from phalanx.backends.base import Backend
-from phalanx.backends.rounds import ReceiveBytes, Round, SendBytes
+from phalanx.backends.engine.rounds import ReceiveBytes, Round, SendBytes
 from phalanx.collectives.chunks import chunk_ranges
 from phalanx.collectives.reduce_op import ReduceOp
 from phalanx.collectives.schedules import COLLECTIVES, Combine, Schedule, Send, rooted

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.backends.engine.operation import LocalStep
 from phalanx.backends.memory import tensor_bytes
-from phalanx.backends.operation import LocalStep
 from phalanx.collectives.cost import choose
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Finish, Fold, Key, Plan, plan_for

@@ -18,10 +18,10 @@ def expand_hosts(text: str) -> list[str]:
     `node[003-005,9],gpu1` is `node003 node004 node005 node9 gpu1`: the first number of a range
     says how wide its numbers are. A name may have several brackets.
     """
-    names = text.strip()
-    if _NAME.sub("", names).strip(",") or not names:
+    names = _NAME.findall(text)
+    if not names or _NAME.sub("", text).strip(", "):
         raise ValueError(f"{text!r} is not a list of hosts such as node[003-005,9],gpu1")
-    return [host for name in _NAME.findall(names) for host in _expand_name(name)]
+    return [host for name in names for host in _expand_name(name)]
 
 
 def _expand_name(name: str) -> list[str]:

@@ -64,7 +64,6 @@ def listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-        listener.setblocking(False)
     except BaseException:
         listener.close()
         raise

@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
-from phalanx.backends.group import WORLD_ID, Group
+from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.tcp.address import listen_as_master, parse_address
 from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.rendezvous import Rendezvous
@@ -72,9 +72,11 @@ class TcpBackend(Backend):
         try:
             if world_size > 1:
                 if rank == 0:
-                    engine.open_door(listener or listen_as_master(endpoint))
+                    engine.mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:
-                    self.topology = Rendezvous(engine, endpoint).run(self.timeout)
+                    self.topology = Rendezvous(engine.mesh, endpoint).run(
+                        self.timeout, engine.drive
+                    )
         except BaseException:
             with engine.lock:
                 engine.shut()

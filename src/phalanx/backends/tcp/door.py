@@ -17,7 +17,7 @@ from phalanx.backends.tcp.address import is_loopback
 from phalanx.wire.handshake import AcceptorHandshake, DialerHandshake, Handshake, Refused
 
 if TYPE_CHECKING:
-    from phalanx.backends.tcp.engine import TcpEngine
+    from phalanx.backends.tcp.mesh import Mesh
 
 log = logging.getLogger("phalanx")
 
@@ -32,20 +32,21 @@ Address = tuple[int, tuple[object, ...]]  # family, socket address
 class Door:
     """A listener: every caller becomes a `Knock`."""
 
-    def __init__(self, engine: TcpEngine, listener: socket.socket) -> None:
-        self.engine = engine
+    def __init__(self, mesh: Mesh, listener: socket.socket) -> None:
+        self.mesh = mesh
         self.listener = listener
         self.knocks: set[Knock] = set()
-        engine.reactor.watch(listener, self._on_ready)
+        listener.setblocking(False)
+        mesh.reactor.watch(listener, self._on_ready)
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         try:
             while True:
                 sock, address = self.listener.accept()
                 host = str(address[0])
-                if self.engine.loopback_only and not is_loopback(host):
+                if self.mesh.loopback_only and not is_loopback(host):
                     sock.close()
-                    self.engine.turned_away(
+                    self.mesh.turned_away(
                         f"{host}: without a token (PHALANX_TOKEN) only this host is let in"
                     )
                 else:
@@ -53,11 +54,11 @@ class Door:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            log.warning("rank %d: accept failed: %s", self.engine.rank, error)
+            log.warning("rank %d: accept failed: %s", self.mesh.rank, error)
 
     def close(self) -> None:
         """Listen no more, and send away whoever has not finished."""
-        self.engine.reactor.forget(self.listener)
+        self.mesh.reactor.forget(self.listener)
         self.listener.close()
         for knock in list(self.knocks):
             knock.drop()
@@ -68,8 +69,8 @@ class _Unproved:
 
     handshake: Handshake
 
-    def __init__(self, engine: TcpEngine, sock: socket.socket) -> None:
-        self.engine = engine
+    def __init__(self, mesh: Mesh, sock: socket.socket) -> None:
+        self.mesh = mesh
         self.sock = sock
         sock.setblocking(False)
 
@@ -104,22 +105,20 @@ class _Unproved:
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = self.handshake.peer
         assert peer is not None
-        self.engine.link_opened(peer, self.sock, self.handshake.surplus)
+        self.mesh.link_opened(peer, self.sock, self.handshake.surplus)
 
 
 class Knock(_Unproved):
     """A caller at the door."""
 
     def __init__(self, door: Door, sock: socket.socket, host: str) -> None:
-        super().__init__(door.engine, sock)
+        super().__init__(door.mesh, sock)
         self.door = door
         self.host = host
-        self.handshake = AcceptorHandshake(
-            self.engine.identity, self.engine.token, self.engine.admit
-        )
+        self.handshake = AcceptorHandshake(self.mesh.identity, self.mesh.token, self.mesh.admit)
         self._heard = False
-        self.engine.reactor.watch(sock, self._on_ready)
-        self.engine.reactor.call_later(PATIENCE, self._check_patience)
+        self.mesh.reactor.watch(sock, self._on_ready)
+        self.mesh.reactor.call_later(PATIENCE, self._check_patience)
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         self._heard = True
@@ -138,7 +137,7 @@ class Knock(_Unproved):
             return
         if self._heard:  # since the last check: this rank may have been away itself
             self._heard = False
-            self.engine.reactor.call_later(PATIENCE, self._check_patience)
+            self.mesh.reactor.call_later(PATIENCE, self._check_patience)
         else:
             self._turn_away(f"silent for {PATIENCE:g} s")
 
@@ -146,13 +145,13 @@ class Knock(_Unproved):
         peer = self.handshake.peer
         if reason not in (CROSSED, HUNG_UP):  # both happen in good order, when two call at once
             who = f"{self.host}, as rank {peer}" if peer is not None else self.host
-            self.engine.turned_away(f"{who}: {reason}")
+            self.mesh.turned_away(f"{who}: {reason}")
         self.drop()
 
     def drop(self) -> None:
         """Hang up."""
         self.door.knocks.discard(self)
-        self.engine.reactor.forget(self.sock)
+        self.mesh.reactor.forget(self.sock)
         self.sock.close()
 
 
@@ -161,7 +160,7 @@ class Dial(_Unproved):
 
     def __init__(
         self,
-        engine: TcpEngine,
+        mesh: Mesh,
         peer: int,
         addresses: list[Address],
         failed: Callable[[Refused], None],
@@ -176,21 +175,21 @@ class Dial(_Unproved):
         self._attempt = 0
         self._retry = FIRST_RETRY
         self._over = False
-        self._connect(engine)
+        self._connect(mesh)
 
     def drop(self) -> None:
         """Hang up, and do not call again."""
         self._over = True
-        self.engine.reactor.forget(self.sock)
+        self.mesh.reactor.forget(self.sock)
         self.sock.close()
 
-    def _connect(self, engine: TcpEngine) -> None:
+    def _connect(self, mesh: Mesh) -> None:
         family, address = self._addresses[self._attempt % len(self._addresses)]
-        super().__init__(engine, socket.socket(family, socket.SOCK_STREAM))
-        self.handshake = DialerHandshake(engine.identity, engine.token, self.peer)
+        super().__init__(mesh, socket.socket(family, socket.SOCK_STREAM))
+        self.handshake = DialerHandshake(mesh.identity, mesh.token, self.peer)
         code = self.sock.connect_ex(address)
         if code in (0, errno.EINPROGRESS):
-            engine.reactor.watch(self.sock, self._on_connected, read=False, write=True)
+            mesh.reactor.watch(self.sock, self._on_connected, read=False, write=True)
         else:
             self._try_again(code)
 
@@ -206,7 +205,7 @@ class Dial(_Unproved):
         handshake = self.handshake
         assert isinstance(handshake, DialerHandshake)
         self.trouble = "it accepts connections but does not answer"
-        self.engine.reactor.watch(self.sock, self._on_ready)
+        self.mesh.reactor.watch(self.sock, self._on_ready)
         self._send(handshake.start())
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
@@ -227,16 +226,16 @@ class Dial(_Unproved):
     def _try_again(self, code: int, refusal: Refused | None = None) -> None:
         refusal = refusal or Refused(os.strerror(code), peer=self.peer)
         self.trouble = refusal.reason
-        self.engine.reactor.forget(self.sock)
+        self.mesh.reactor.forget(self.sock)
         self.sock.close()
         self._attempt += 1
         if not self._patient and self._attempt >= len(self._addresses):
             self._over = True
             self._failed(refusal)
             return
-        self.engine.reactor.call_later(self._retry, self._call_again)
+        self.mesh.reactor.call_later(self._retry, self._call_again)
         self._retry = min(2 * self._retry, LAST_RETRY)
 
     def _call_again(self) -> None:
         if not self._over:
-            self._connect(self.engine)
+            self._connect(self.mesh)

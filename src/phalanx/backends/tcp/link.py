@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from phalanx.backends.mailbox import Arrival
-from phalanx.backends.ticket import PostedSend
+from phalanx.backends.engine.mailbox import Arrival
+from phalanx.backends.engine.ticket import PostedSend
 from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, frames, pack_header
 
 if TYPE_CHECKING:
-    from phalanx.backends.tcp.engine import TcpEngine
+    from phalanx.backends.tcp.mesh import Mesh
 
 READS_AT_A_TIME = 8  # then others have their turn
 
@@ -37,8 +37,8 @@ class Link:
     of a frame. All methods are called with the engine's lock held.
     """
 
-    def __init__(self, engine: TcpEngine, peer: int, sock: socket.socket) -> None:
-        self.engine = engine
+    def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
+        self.mesh = mesh
         self.peer = peer
         self.sock = sock
         self.left = False  # the peer has said that it closes
@@ -111,7 +111,7 @@ class Link:
         except BlockingIOError:
             self._watch(write=True)
         except OSError as error:
-            self.engine.link_broke(self, f"writing failed: {error.strerror or error}")
+            self.mesh.link_broke(self, f"writing failed: {error.strerror or error}")
         else:
             self._watch(write=False)
 
@@ -149,7 +149,7 @@ class Link:
         )
         if wanted != self._watched:
             self._watched = wanted
-            self.engine.reactor.watch(self.sock, self.on_ready, read=wanted[0], write=wanted[1])
+            self.mesh.reactor.watch(self.sock, self.on_ready, read=wanted[0], write=wanted[1])
 
     # In -------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Link:
                     return
                 count = self.sock.recv_into(space)
                 if count == 0:
-                    self.engine.link_ended(self, clean=self._decoder.at_boundary)
+                    self.mesh.link_ended(self, clean=self._decoder.at_boundary)
                     return
                 self._decoder.received(count)
                 if count < len(space):
@@ -178,9 +178,9 @@ class Link:
         except BlockingIOError:
             return
         except FrameError as error:
-            self.engine.link_broke(self, str(error))
+            self.mesh.link_broke(self, str(error))
         except OSError as error:
-            self.engine.link_broke(self, error.strerror or str(error))
+            self.mesh.link_broke(self, error.strerror or str(error))
 
     def take(self, data: bytes) -> None:
         """Bytes that came together with the end of the handshake."""
@@ -192,7 +192,7 @@ class Link:
                 self._decoder.received(count)
                 data = data[count:]
         except FrameError as error:
-            self.engine.link_broke(self, str(error))
+            self.mesh.link_broke(self, str(error))
 
     def resume(self) -> None:
         """There may be room now for the message that was refused."""
@@ -201,7 +201,7 @@ class Link:
             try:
                 self._decoder.resume()
             except FrameError as error:
-                self.engine.link_broke(self, str(error))
+                self.mesh.link_broke(self, str(error))
 
     def message(self, header: Header) -> Arrival | None:
         """A frame of a message begins (from the decoder)."""
@@ -209,7 +209,7 @@ class Link:
         if header.offset == 0:
             if arrival is not None and arrival.filled < arrival.total:
                 raise FrameError("a message begins inside another one")
-            self._arrival = arrival = self.engine.mailbox.arriving(
+            self._arrival = arrival = self.mesh.engine.mailbox.arriving(
                 header.channel, self.peer, header.total, header.fingerprint
             )
             return arrival
@@ -227,13 +227,13 @@ class Link:
         if header.channel.kind is Kind.CANCEL:
             arrival, self._arrival = self._arrival, None
             if arrival is not None and arrival.filled < arrival.total:
-                self.engine.mailbox.cancelled(arrival)
+                self.mesh.engine.mailbox.cancelled(arrival)
         else:
-            self.engine.control_came(self, header, payload)
+            self.mesh.control_came(self, header, payload)
 
     # The end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the socket; what waited to go out is gone."""
-        self.engine.reactor.forget(self.sock)
+        self.mesh.reactor.forget(self.sock)
         self.sock.close()

@@ -10,6 +10,7 @@ The connections to rank 0 stay and are the ones that messages use later.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -27,65 +28,71 @@ from phalanx.wire.handshake import Refused
 from phalanx.wire.messages import Address, Table, decode, encode
 
 if TYPE_CHECKING:
-    from phalanx.backends.tcp.engine import TcpEngine
+    from phalanx.backends.tcp.mesh import Mesh
+
+
+Drive = Callable[["Rendezvous", float], None]
 
 
 class Rendezvous:
     """One rank's part. Done when it knows every address, or has failed with `error`."""
 
-    def __init__(self, engine: TcpEngine, endpoint: Endpoint) -> None:
-        self.engine = engine
+    def __init__(self, mesh: Mesh, endpoint: Endpoint) -> None:
+        self.mesh = mesh
         self.endpoint = endpoint
         self.done = False
         self.error: DistributedError | None = None
         self._known: dict[int, Address] = {}
-        engine.rendezvous = self
+        mesh.rendezvous = self
 
-    def run(self, timeout: float) -> tuple[int, ...]:
-        """Block until all ranks have met; returns the number of the host of each. Lock held."""
-        engine = self.engine
-        if engine.rank == 0:
-            assert engine.door is not None
-            self._learn(0, self._here(engine.door.listener))
+    def run(self, timeout: float, drive: Drive) -> tuple[int, ...]:
+        """Block until all ranks have met; return the number of the host of each. Lock held.
+
+        `drive(until, deadline)` moves bytes until `until.done`.
+        """
+        mesh = self.mesh
+        if mesh.rank == 0:
+            assert mesh.door is not None
+            self._learn(0, self._here(mesh.door.listener))
         else:
             addresses = resolve(self.endpoint)
-            if engine.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
+            if mesh.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
                 raise AuthenticationError(
-                    f"rank {engine.rank}: {self.endpoint} is another host, and without a token "
+                    f"rank {mesh.rank}: {self.endpoint} is another host, and without a token "
                     "only this host is trusted; set PHALANX_TOKEN to the same secret on every rank",
-                    rank=engine.rank,
+                    rank=mesh.rank,
                     peer=0,
                 )
-            engine.dial(0, addresses, self._refused, patient=True)
-        engine.drive(self, monotonic() + timeout)
+            mesh.dial(0, addresses, self._refused, patient=True)
+        drive(self, monotonic() + timeout)
         if self.error is not None:
             raise self.error
         if not self.done:
             raise self._too_late(timeout)
-        engine.rendezvous = None
-        hosts = [self._known[rank].host_id for rank in range(engine.world_size)]
+        mesh.rendezvous = None
+        hosts = [self._known[rank].host_id for rank in range(mesh.world_size)]
         return tuple(hosts.index(host) for host in hosts)
 
-    # Called by the engine -------------------------------------------------------------------
+    # Called by the mesh ---------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> None:
         """A peer has proved itself."""
-        if self.engine.rank != 0 and link.peer == 0:
+        if self.mesh.rank != 0 and link.peer == 0:
             # Only where rank 0 reaches us: not on other interfaces.
             name = link.sock.getsockname()
             listener = listen_at(link.sock.family, (name[0], 0, *name[2:]))
-            self.engine.open_door(listener)
+            self.mesh.open_door(listener)
             link.send_control(Kind.ADDRESS, encode(self._here(listener)))
 
     def link_lost(self, link: Link, reason: str) -> None:
         """A peer is gone before all have met. Rank 0 lets it come again."""
-        if self.engine.rank == 0:
+        if self.mesh.rank == 0:
             self._known.pop(link.peer, None)
         elif link.peer == 0:
             self.error = PeerLostError(
-                f"rank {self.engine.rank}: rank 0 at {self.endpoint} was lost during the "
+                f"rank {self.mesh.rank}: rank 0 at {self.endpoint} was lost during the "
                 f"rendezvous: {reason}",
-                rank=self.engine.rank,
+                rank=self.mesh.rank,
                 peer=0,
                 op="rendezvous",
             )
@@ -94,11 +101,11 @@ class Rendezvous:
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
         kind = header.channel.kind
-        if kind is Kind.ADDRESS and self.engine.rank == 0:
+        if kind is Kind.ADDRESS and self.mesh.rank == 0:
             self._learn(link.peer, decode(payload, Address))
         elif kind is Kind.TABLE and link.peer == 0:
             table = decode(payload, Table).addresses
-            if len(table) != self.engine.world_size:
+            if len(table) != self.mesh.world_size:
                 raise FrameError(f"a table of {len(table)} ranks")
             for rank, address in enumerate(table):
                 self._learn(rank, address)
@@ -112,42 +119,42 @@ class Rendezvous:
         return Address(str(name[0]), int(name[1]), host_id())
 
     def _learn(self, rank: int, address: Address) -> None:
-        engine = self.engine
+        mesh = self.mesh
         self._known[rank] = address
-        if rank not in (0, engine.rank):
-            engine.addresses[rank] = resolve(Endpoint(address.host, address.port))
-        if len(self._known) == engine.world_size:
-            if engine.rank == 0:
-                table = encode(Table([self._known[rank] for rank in range(engine.world_size)]))
-                for link in list(engine.links.values()):
+        if rank not in (0, mesh.rank):
+            mesh.addresses[rank] = resolve(Endpoint(address.host, address.port))
+        if len(self._known) == mesh.world_size:
+            if mesh.rank == 0:
+                table = encode(Table([self._known[rank] for rank in range(mesh.world_size)]))
+                for link in list(mesh.links.values()):
                     link.send_control(Kind.TABLE, table)
             self.done = True
 
     def _refused(self, refusal: Refused) -> None:
         by = "rank 0 turned it away" if refusal.by_peer else "it turned rank 0 away"
         self.error = AuthenticationError(
-            f"rank {self.engine.rank}: rendezvous at {self.endpoint}: {by}: {refusal.reason}",
-            rank=self.engine.rank,
+            f"rank {self.mesh.rank}: rendezvous at {self.endpoint}: {by}: {refusal.reason}",
+            rank=self.mesh.rank,
             peer=0,
             op="rendezvous",
         )
         self.done = True
 
     def _too_late(self, timeout: float) -> CollectiveTimeoutError:
-        engine = self.engine
-        if engine.rank == 0:
-            missing = [rank for rank in range(engine.world_size) if rank not in self._known]
-            what = f"{_ranks(missing)} of {engine.world_size} did not come"
-            if engine.last_rejection:
-                what += f" (last turned away: {engine.last_rejection})"
+        mesh = self.mesh
+        if mesh.rank == 0:
+            missing = [rank for rank in range(mesh.world_size) if rank not in self._known]
+            what = f"{_ranks(missing)} of {mesh.world_size} did not come"
+            if mesh.last_rejection:
+                what += f" (last turned away: {mesh.last_rejection})"
             peer = missing[0]
-        elif 0 in engine.links:
+        elif 0 in mesh.links:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
         else:
-            what, peer = f"rank 0 cannot be reached: {engine.trouble_with(0)}", 0
+            what, peer = f"rank 0 cannot be reached: {mesh.trouble_with(0)}", 0
         return CollectiveTimeoutError(
-            f"rank {engine.rank}: rendezvous at {self.endpoint}: {what}, within {timeout:g} s",
-            rank=engine.rank,
+            f"rank {mesh.rank}: rendezvous at {self.endpoint}: {what}, within {timeout:g} s",
+            rank=mesh.rank,
             peer=peer,
             op="rendezvous",
             seconds=timeout,

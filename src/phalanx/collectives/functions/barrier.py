@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.backends.base import Backend
-from phalanx.backends.rounds import ring_barrier
+from phalanx.backends.engine.rounds import ring_barrier
 from phalanx.collectives.pending import PendingCollective
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from phalanx.backends.ticket import PostedReceive
+from phalanx.backends.engine.ticket import PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import Channel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.backends.operation import Operation
+    from phalanx.backends.engine.operation import Operation
 
 
 class PostedReceive:

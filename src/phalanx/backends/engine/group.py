@@ -13,7 +13,7 @@ from collections import Counter, deque
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from phalanx.backends.failure import Failure
+from phalanx.backends.engine.failure import Failure
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -23,8 +23,8 @@ from phalanx.errors import (
 )
 
 if TYPE_CHECKING:
-    from phalanx.backends.engine import Engine
-    from phalanx.backends.operation import Operation
+    from phalanx.backends.engine.engine import Engine
+    from phalanx.backends.engine.operation import Operation
 
 WORLD_ID = 0
 

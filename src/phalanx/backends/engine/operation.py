@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from phalanx.backends.rounds import Round
+from phalanx.backends.engine.rounds import Round
 from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
-    from phalanx.backends.group import Group
-    from phalanx.backends.ticket import Ticket
+    from phalanx.backends.engine.group import Group
+    from phalanx.backends.engine.ticket import Ticket
 
 LocalStep = Any  # whatever the operation's `local` understands
 _NOTHING = memoryview(b"")

@@ -16,13 +16,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 
-from phalanx.backends.failure import Failure
-from phalanx.backends.group import Group
-from phalanx.backends.mailbox import Mailbox
-from phalanx.backends.operation import Operation
-from phalanx.backends.rounds import Round
-from phalanx.backends.ticket import PostedReceive, PostedSend, Ticket
+from phalanx.backends.engine.failure import Failure
+from phalanx.backends.engine.group import Group
+from phalanx.backends.engine.mailbox import Mailbox
+from phalanx.backends.engine.operation import Operation
+from phalanx.backends.engine.rounds import Round
+from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
 from phalanx.errors import PeerLostError
+
+LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 
 
 class Engine(ABC):
