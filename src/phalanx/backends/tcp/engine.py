@@ -165,8 +165,17 @@ class TcpEngine(Engine):
         """Tell every peer, and see to it that what was sent has left this process. Lock held."""
         for link in list(self.mesh.links.values()):
             link.send_control(Kind.LEAVE)
-        if self._driver is None:
+        if self._take_over():
             self.drive(_AllSent(self.mesh), monotonic() + seconds)
+
+    def _take_over(self) -> bool:
+        """Wait until no other thread drives; False if this one does, further up. Lock held."""
+        while self._driver is not None:
+            if self._driver == threading.get_ident():
+                return False
+            self.reactor.wake()
+            self._condition.wait(EXPIRY_CHECK)
+        return True
 
     def shut(self) -> None:
         """Close everything. Lock held."""
@@ -174,12 +183,10 @@ class TcpEngine(Engine):
             return
         self.closed = True
         self.mesh.close()
-        self.reactor.wake()
         self._condition.notify_all()
+        if self._take_over():
+            self.reactor.close()
         thread = self._thread
-        while self._driver is not None and self._driver != threading.get_ident():
-            self._condition.wait()
-        self.reactor.close()
         if thread is not None and thread is not threading.current_thread():
             self.lock.release()
             try:

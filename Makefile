@@ -1,0 +1,48 @@
+# Everything that a fresh machine with Python needs:
+#
+#   make demo    set up, then train a small language model on two ranks
+#   make test    set up, then run the tests
+#   make lint    formatter, linter and strict type checker
+#   make bench   all_reduce beside Gloo
+#
+# PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
+# as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench clean
+
+demo: $(READY)
+	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+# torch first and by itself: as a dependency of something else it could be another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+		--constraint constraints.txt --editable '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
