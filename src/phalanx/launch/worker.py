@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -47,17 +48,28 @@ def main() -> None:
         Path(error_file).with_name(PID_FILE).write_text(f"{os.getpid()}\n")
     kind, name = sys.argv[1:3]
     del sys.argv[:2]
+    code = 0
     try:
         _run_module(name) if kind == "module" else _run_script(name)
-    except RankStopped:
-        sys.exit(STOPPED)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except SystemExit as error:
-        sys.exit(_leave(error, error_file))
     except BaseException as error:
-        _tell(error, error_file)
-        sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = _exit_code(error, error_file)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
+    if code != 0:
+        _leave_within_grace(code)
+    sys.exit(code)
+
+
+def _exit_code(error: BaseException, error_file: str) -> int:
+    """Return what this process ends with, after the record of it if it is a failure."""
+    if isinstance(error, RankStopped):
+        return STOPPED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        return _leave(error, error_file)
+    _tell(error, error_file)
+    return 1
 
 
 def _run_script(name: str) -> None:
@@ -81,7 +93,6 @@ def _leave(error: SystemExit, error_file: str) -> int:
     if error_file:
         summary = f"sys.exit({error.code!r}){_where(error)}"
         write_record(error_file, summary=summary, traceback="", follows=follows_from_another(error))
-        _leave_within_grace()
     return error.code if isinstance(error.code, int) else 1
 
 
@@ -103,14 +114,13 @@ def _tell(error: BaseException, error_file: str) -> None:
         return
     summary = text.rstrip().rpartition("\n")[2]
     write_record(error_file, summary=summary, traceback=text, follows=follows_from_another(error))
-    _leave_within_grace()
 
 
-def _leave_within_grace() -> None:
+def _leave_within_grace(code: int) -> None:
     """End this process soon, even if a thread that the script left behind would keep it."""
 
     def leave() -> None:
         time.sleep(GRACE)
-        os._exit(1)
+        os._exit(code)
 
     threading.Thread(target=leave, name="exit", daemon=True).start()

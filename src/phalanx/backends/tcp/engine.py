@@ -65,7 +65,7 @@ class TcpEngine(Engine):
         payload = encode(failure.notice())
         for rank in group.ranks:
             link = self.mesh.links.get(rank)
-            if link is not None and not link.left and rank != failure.culprit:
+            if link is not None and not link.left:  # the culprit, too, if it lives
                 link.send_control(Kind.FAILURE, payload, group.id)
 
     @override
