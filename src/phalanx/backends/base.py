@@ -98,7 +98,7 @@ class Backend(ABC):
         """
         self.check_peer(dst)
         view = readable_bytes(data)
-        number = self.group.next_message("send", dst, tag)
+        number = self.group.next_message("send", dst)
         sends = (SendBytes(dst, 0, len(view)),)
         operation = self._message("send", number, tag, Round(sends=sends), (view,), timeout)
         self.wait(operation)
@@ -114,7 +114,7 @@ class Backend(ABC):
         """
         self.check_peer(src)
         view, stand_in = writable_bytes(into)
-        number = self.group.next_message("recv", src, tag)
+        number = self.group.next_message("recv", src)
         receives = (ReceiveBytes(src, 0, len(view)),)
         operation = self._message("recv", number, tag, Round(receives=receives), (view,), timeout)
         self.wait(operation)
@@ -136,7 +136,7 @@ class Backend(ABC):
         self.check_peer(src)
         outgoing = readable_bytes(data)
         view, stand_in = writable_bytes(into)
-        number = self.group.next_message("sendrecv", dst, tag)
+        number = self.group.next_message("sendrecv", dst)
         round_ = Round(
             (SendBytes(dst, 0, len(outgoing)),), (ReceiveBytes(src, 0, len(view), buffer=1),)
         )

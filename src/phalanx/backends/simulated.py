@@ -10,6 +10,7 @@ operating system likes; the `Baton` lets one run at a time (see `phalanx.simulat
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,6 +21,7 @@ from typing_extensions import override
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
 from phalanx.backends.engine.engine import LONGEST_WAIT
+from phalanx.backends.engine.mailbox import Mailbox
 from phalanx.errors import InvalidWorldSizeError
 
 
@@ -80,7 +82,7 @@ class SimulatedEngine(Engine):
     """Delivers by copying, under the hub's lock."""
 
     def __init__(self, hub: Hub, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size, hub.lock)
+        super().__init__(rank, world_size, Mailbox(early_limit=math.inf), hub.lock)
         self.hub = hub
         self.ready = hub.ready  # whoever delivers last carries the operation on
         self.left = False
@@ -143,7 +145,7 @@ class SimulatedBackend(Backend):
     Make all of them at once with `create_group(n)` and give one to each thread; or have
     `phalanx.simulate` do both, which also makes the run deterministic. A send is complete when it
     returns, whether or not its receiver has come. Messages that nobody has received yet are
-    copied, up to 256 MiB for each pair of ranks.
+    copied.
     """
 
     def __init__(self, engine: SimulatedEngine, *, timeout: float = DEFAULT_TIMEOUT) -> None:

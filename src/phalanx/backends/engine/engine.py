@@ -30,11 +30,17 @@ LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 class Engine(ABC):
     """Moves the bytes of one rank; shared by its backend and all sub-groups of it."""
 
-    def __init__(self, rank: int, world_size: int, lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        mailbox: Mailbox | None = None,
+        lock: threading.RLock | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.mailbox = mailbox if mailbox is not None else Mailbox()
         self.lock = lock if lock is not None else threading.RLock()
-        self.mailbox = Mailbox()
         self.groups: dict[int, Group] = {}
         self.ready: deque[Operation] = deque()  # operations whose round is complete
         self.closed = False
@@ -101,9 +107,11 @@ class Engine(ABC):
             self._check_reachable(operation, send.peer)
             self.transmit(send)
         for posted in ticket.receives:
-            if not posted.done and not operation.done:
+            if operation.done:
+                break
+            if not posted.done:
                 self._check_reachable(operation, posted.peer)
-                self.reach(posted.peer)
+            self.reach(posted.peer)  # also if done: there is room again for what comes next
         ticket.arm()
         return ticket
 

@@ -50,7 +50,7 @@ class Group:
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
-        self._numbers: Counter[tuple[str, int, int]] = Counter()
+        self._numbers: Counter[tuple[str, int]] = Counter()
         engine.add_group(self)
 
     def child_id(self, ranks: tuple[int, ...]) -> int:
@@ -65,9 +65,9 @@ class Group:
         self._sequence += 1
         return self._sequence - 1
 
-    def next_message(self, direction: str, peer: int, tag: int) -> int:
-        """The number of the next message to or from this peer with this tag."""
-        key = (direction, peer, tag)
+    def next_message(self, direction: str, peer: int) -> int:
+        """The number of the next message to or from this peer."""
+        key = (direction, peer)
         self._numbers[key] += 1
         return self._numbers[key] - 1
 
@@ -185,6 +185,7 @@ class Group:
         for operation in [*self._queue, *self._messages]:
             operation.fail(self._closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
+        self.engine.groups.pop(self.id, None)
 
     def check_usable(self, operation: Operation) -> None:
         """Raise the first failure of the group, or that it is closed."""

@@ -146,7 +146,9 @@ def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
 class Mailbox:
     """The messages that came to one rank, and the receives that wait for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, early_limit: float = EARLY_LIMIT) -> None:
+        self._early_limit = early_limit
+        self._over: set[int] = set()  # groups whose messages nobody will ask for
         self.waste = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
@@ -191,8 +193,8 @@ class Mailbox:
             else:
                 operation = posted.ticket.operation
                 operation.group.operation_failed(operation, problem)
-        else:
-            if total and self._early_bytes[peer] + total > EARLY_LIMIT:
+        elif channel.group not in self._over:
+            if total and self._early_bytes[peer] + total > self._early_limit:
                 return None
             self._early_bytes[peer] += total
             arrival.keep()
@@ -210,7 +212,7 @@ class Mailbox:
     def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
         """A whole message is here, in memory that may be read now but not later."""
         arrival = self.arriving(channel, peer, len(message), fingerprint)
-        assert arrival is not None, "the caller keeps within the limit"
+        assert arrival is not None, "in one process there is no limit to keep to"
         posted = arrival.posted
         if posted is not None and posted.combine:
             _combine(posted, posted.start, message)
@@ -229,10 +231,6 @@ class Mailbox:
     def return_block(self, block: memoryview) -> None:
         """The block is free again."""
         self._blocks.append(block)
-
-    def has_room(self, peer: int, total: int) -> bool:
-        """Whether a message that nobody asked for can be kept."""
-        return self._early_bytes[peer] + total <= EARLY_LIMIT
 
     def withdraw(self, posted: PostedReceive) -> None:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""
@@ -265,7 +263,8 @@ class Mailbox:
         arrival.forget()
 
     def forget_group(self, group: int) -> None:
-        """Drop what was kept for a group that is broken or closed."""
+        """A group is broken or closed: drop what was kept for it, and what is still to come."""
+        self._over.add(group)
         for key in [key for key in self._early if key[0].group == group]:
             for arrival in self._early.pop(key):
                 self._early_bytes[key[1]] -= arrival.total

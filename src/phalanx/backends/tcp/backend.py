@@ -87,6 +87,7 @@ class TcpBackend(Backend):
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = _CloseAtExit(self)
+        os.register_at_fork(after_in_child=_CloseInChild(self))
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
@@ -129,3 +130,18 @@ class _CloseAtExit:
     def cancel(self) -> None:
         """There is nothing to close any more."""
         atexit.unregister(self)
+
+
+class _CloseInChild:
+    """Ends a backend in a child process that was forked, such as a data loader's worker."""
+
+    def __init__(self, backend: TcpBackend) -> None:
+        self._backend = weakref.ref(backend)
+
+    def __call__(self) -> None:
+        backend = self._backend()
+        if backend is not None:
+            engine = backend.engine
+            assert isinstance(engine, TcpEngine)
+            backend.group.closed = engine.closed = True
+            engine.mesh.close_in_child()

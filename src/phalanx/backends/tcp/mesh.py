@@ -86,7 +86,7 @@ class Mesh:
         link = self.links.get(peer)
         if link is not None:
             link.resume()
-        elif peer not in self._dials and peer not in self.engine.lost:
+        elif not (peer in self._dials or peer in self.left or peer in self.engine.lost):
             self.dial(peer, self.addresses[peer], self._dial_failed(peer), patient=False)
 
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
@@ -186,6 +186,15 @@ class Mesh:
         if dial is not None:
             dial.drop()
         self.engine.peer_lost(peer, f"rank {peer} was lost: {reason}")
+
+    def close_in_child(self) -> None:
+        """After a fork: this copy of the sockets would hide this rank's death from its peers."""
+        sockets = [link.sock for link in self.links.values()]
+        sockets += [dial.sock for dial in self._dials.values()]
+        if self.door is not None:
+            sockets += [self.door.listener, *(knock.sock for knock in self.door.knocks)]
+        for sock in sockets:
+            sock.close()
 
     def close(self) -> None:
         """Close every connection, and the door."""
