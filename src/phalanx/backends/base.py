@@ -41,8 +41,14 @@ class LinkCost(NamedTuple):
     """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
 
     latency: float  # seconds until the receiver can go on
-    overhead: float  # seconds of work for each message
+    overhead: float  # seconds of work for each message sent or received
     bandwidth: float  # bytes a second
+    duplex: bool  # whether sending and receiving at the same time takes no longer than either
+
+
+# Inside a host a byte costs a processor's time on either side, between hosts the wire's.
+INSIDE_A_HOST = LinkCost(latency=30e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
+BETWEEN_HOSTS = LinkCost(latency=60e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
 
 
 class Backend(ABC):
@@ -61,7 +67,6 @@ class Backend(ABC):
     """
 
     topology: tuple[int, ...]
-    link_cost = LinkCost(latency=40e-6, overhead=15e-6, bandwidth=1.5e9)
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         if not timeout > 0:
@@ -81,6 +86,11 @@ class Backend(ABC):
     def world_size(self) -> int:
         """The number of ranks in this group."""
         return self.group.size
+
+    @property
+    def link_cost(self) -> LinkCost:
+        """What messages cost in this group, as estimated for all of its links."""
+        return INSIDE_A_HOST if len(set(self.topology)) == 1 else BETWEEN_HOSTS
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"

@@ -46,7 +46,6 @@ class SubBackend(Backend):
         with engine.lock:
             group = Group(engine, parent.group.child_id(whole), whole)
         super().__init__(engine, group, timeout=parent.timeout)
-        self.link_cost = parent.link_cost
         self.topology = tuple(parent.topology[member] for member in self.members)
 
     def to_global(self, local: int) -> int:

@@ -5,8 +5,10 @@ Python program feels those:
 
     seconds = rounds * latency + messages * overhead + bytes / bandwidth
 
-counted along the critical path of the busiest rank, for p ranks and n bytes (Thakur, Rabenseifner
-& Gropp 2005, table 1). Every rank computes the same choice, from numbers that are the same on all.
+counted along the critical path, for p ranks and n bytes (Thakur, Rabenseifner & Gropp 2005, table
+1). Algorithms in whose rounds ranks send and receive at the same time handle two messages a round;
+where a byte costs processor time on both sides, as inside a host, they also move two for one.
+Every rank computes the same choice, from numbers that are the same on all.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from phalanx.backends.base import Backend, LinkCost
 
 
 class Work(NamedTuple):
-    """What the busiest rank does in one collective."""
+    """What lies on the critical path of one collective."""
 
     rounds: float
-    messages: float
-    bytes: float
+    messages: float  # in one direction
+    bytes: float  # in one direction
+    both_ways: bool = True  # ranks send and receive in the same round
 
 
 Formula = Callable[[int, float], Work]
@@ -38,6 +41,10 @@ class Choice(NamedTuple):
         ordered = sorted(self.estimates.items(), key=lambda item: item[1])
         listed = ", ".join(f"{name} {seconds * 1e6:,.0f} us" for name, seconds in ordered)
         return f"{self.algorithm}: estimated {listed}"
+
+
+# Contributions of one round are held aside and folded afterwards, at about this cost.
+_FOLDED = 1.125
 
 
 def _log(p: int) -> int:
@@ -71,43 +78,48 @@ def _doubling(p: int, n: float) -> Work:
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: Work(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
-        # Holds what comes aside and folds it afterwards, at about a quarter of a message's cost.
-        "direct": lambda p, n: Work(2, 2 * (p - 1), 2.25 * n * (p - 1) / p),
-        "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), 2 * n * _log(p)),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
+        "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False),
         "halving_doubling": _halving_doubling,
-        "star": lambda p, n: Work(2, 2 * (p - 1), 2.25 * n * (p - 1)),
+        "star": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False),
     },
     "reduce_scatter": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: Work(1, p - 1, 1.25 * n * (p - 1) / p),
-        "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p),
+        "direct": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1) / p),
+        "tree": lambda p, n: Work(
+            2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
+        ),
         "halving_doubling": _halving,
-        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (1.25 + 1 / p)),
+        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p), both_ways=False),
     },
     "all_gather": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
         "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
-        "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p),
+        "tree": lambda p, n: Work(
+            2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
+        ),
         "halving_doubling": _doubling,
-        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p)),
+        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p), both_ways=False),
     },
     "broadcast": {
         "ring": lambda p, n: Work(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
         "direct": lambda p, n: Work(2, 2 * p - 2, n * 2 * (p - 1) / p),
-        "tree": lambda p, n: Work(_log(p), _log(p), n * _log(p)),
+        "tree": lambda p, n: Work(_log(p), _log(p), n * _log(p), both_ways=False),
         "halving_doubling": lambda p, n: Work(
             _log(p) + _doubling(p, n).rounds,
             _log(p) + _doubling(p, n).messages,
             n * (p - 1) / p + _doubling(p, n).bytes,
         ),
-        "star": lambda p, n: Work(1, p - 1, n * (p - 1)),
+        "star": lambda p, n: Work(1, p - 1, n * (p - 1), both_ways=False),
     },
 }
 
 
 def seconds(work: Work, link: LinkCost) -> float:
     """How long that takes on such links."""
-    return work.rounds * link.latency + work.messages * link.overhead + work.bytes / link.bandwidth
+    messages = work.messages * (2 if work.both_ways else 1)
+    moved = work.bytes * (2 if work.both_ways and not link.duplex else 1)
+    return work.rounds * link.latency + messages * link.overhead + moved / link.bandwidth
 
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
