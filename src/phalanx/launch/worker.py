@@ -27,9 +27,11 @@ __all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "PID_FILE", "STOPPED", "m
 
 BOOT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from phalanx.launch.worker import main; main()"
 )
-"""The current folder is not searched for modules, as when Python runs a script elsewhere."""
+"""The current folder is not searched for modules, as when Python runs a script elsewhere. And
+Ctrl-C ends a rank without a word until its script runs."""
 
 LAUNCHER_VARIABLE = "PHALANX_LAUNCHER_PID"
 PID_FILE = "pid"
@@ -50,6 +52,7 @@ def main() -> None:
     del sys.argv[:2]
     code = 0
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _run_module(name) if kind == "module" else _run_script(name)
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import phalanx.cli.run as command
+from phalanx.cli.main import app
+from phalanx.launch.job import Job
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that the command line asked for, instead of running them."""
+    jobs: list[Job] = []
+
+    def note(job: Job) -> int:
+        jobs.append(job)
+        return 5
+
+    monkeypatch.setattr(command, "run", note)
+    return jobs
+
+
+def test_everything_after_the_script_is_the_scripts(asked: list[Job]) -> None:
+    words = ["-n", "7", "--help", "--", "-m", "--lr=1", "$HOME", ""]
+    result = CliRunner().invoke(app, ["run", "-n", "2", "train.py", *words])
+    assert result.exit_code == 5
+    assert asked == [Job(ranks=2, target="train.py", args=tuple(words))]
+
+
+def test_a_module_takes_its_options_too(asked: list[Job]) -> None:
+    CliRunner().invoke(app, ["run", "-n", "2", "-m", "pkg.train", "-m", "x"])
+    assert asked == [Job(ranks=2, target="pkg.train", args=("-m", "x"), module=True)]
+
+
+def test_several_hosts(asked: list[Job]) -> None:
+    words = "run -n 4 --nnodes 2 --node-rank 1 --master [fd00::1]:29500 --max-restarts 3 t.py"
+    CliRunner().invoke(app, words.split())
+    assert asked == [Job(4, "t.py", nodes=2, node_rank=1, master="[fd00::1]:29500", max_restarts=3)]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_and_version(words: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert "phalanx" in result.output

@@ -1,0 +1,202 @@
+"""`phalanx run` and `torchrun` over real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.attempt import Attempt
+from phalanx.launch.story import describe, root_cause
+from phalanx.launch.worker import BOOT
+
+PHALANX = [sys.executable, "-m", "phalanx.cli"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+MEET = """
+import os, signal, torch
+from phalanx.launch.init import init
+
+with init(timeout=30) as backend:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("DIE_AT") and backend.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    received = torch.empty(1)
+    backend.send(torch.tensor([float(backend.rank)]), (backend.rank + 1) % backend.world_size)
+    backend.recv(received, (backend.rank - 1) % backend.world_size)
+    print(f"{backend.rank} of {backend.world_size} got {received.item():g}")
+"""
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """This process's environment, without a launcher or a token."""
+    dropped = ("PHALANX_", "TORCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
+def write(folder: Path, text: str) -> str:
+    script = folder / "script.py"
+    script.write_text(text)
+    return str(script)
+
+
+def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(*started: subprocess.Popen[str]) -> tuple[list[int], list[str], str]:
+    """Exit codes, all lines of output in order of their text, all errors."""
+    outputs = [process.communicate(timeout=60) for process in started]
+    lines = sorted(line for out, _ in outputs for line in out.splitlines())
+    return [process.returncode for process in started], lines, "".join(err for _, err in outputs)
+
+
+def run(words: list[str], environ: dict[str, str]) -> tuple[int, list[str], str]:
+    codes, lines, errors = finish(start(words, environ))
+    return codes[0], lines, errors
+
+
+def test_the_command_line_does_not_wait_for_torch(environ: dict[str, str]) -> None:
+    # The package's own __init__ is left out: what it imports is its business.
+    check = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.find_spec('phalanx')\n"
+        "sys.modules['phalanx'] = importlib.util.module_from_spec(spec)\n"
+        "import phalanx.cli.main\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert run([sys.executable, "-c", check], environ)[0] == 0
+    code, _, errors = run([*PHALANX, "run", "-n", "2", "missing.py"], environ)
+    assert code == 2
+    assert "missing.py" in errors
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path, environ: dict[str, str]) -> None:
+    script = write(
+        tmp_path,
+        "import os, sys\n"
+        "print(__name__, sys.argv, sys.path[0], os.environ['OMP_NUM_THREADS'])\n"
+        "sys.stdout.write('no '); sys.stdout.flush(); sys.stdout.write('end')\n"
+        "print('a warning', file=sys.stderr)\n",
+    )
+    words = ["-n", "7", "--help", "--", "${local_rank}", "$$"]
+    code, lines, errors = run(
+        [*PHALANX, "run", "-n", "2", script, *words], {**environ, "OMP_NUM_THREADS": "3"}
+    )
+    seen = f"__main__ {[script, *words]} {tmp_path} 3"
+    assert lines == [f"[rank {rank}] {line}" for rank in (0, 1) for line in (seen, "no end")]
+    assert sorted(errors.splitlines()) == ["[rank 0] a warning", "[rank 1] a warning"]
+    assert code == 0
+
+
+def test_the_first_failure_is_told_last_and_the_others_are_stopped(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    script = write(
+        tmp_path,
+        "import os, signal, time\n"
+        "from phalanx.errors import PeerLostError\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '0':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    time.sleep(60)\n"
+        "if rank == '1':\n"
+        "    raise PeerLostError('rank 2 is lost', peer=2)\n"
+        "time.sleep(0.2)\n"
+        "raise ValueError('on rank 2')\n",
+    )
+    code, lines, errors = run([*PHALANX, "run", "-n", "3", script], environ)
+    told = errors.splitlines()
+    assert told[:3] == [
+        "rank 2 failed (exit code 1); its traceback:",
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 10, in <module>',
+    ]
+    assert told[-1] == "ValueError: on rank 2"
+    assert "PeerLostError" not in errors
+    assert (code, lines) == (1, [])
+
+
+def test_every_way_to_fail_leaves_its_story(tmp_path: Path, environ: dict[str, str]) -> None:
+    ways = [
+        ("import sys\nsys.exit(3)", 3, "rank 0 failed (exit code 3): sys.exit(3) from "),
+        ("def f(:", 1, "SyntaxError: "),
+        ("import os\nos._exit(7)", 7, "rank 0 failed: exit code 7"),
+        ("import os\nos.kill(os.getpid(), 9)", -9, "rank 0 was killed by signal 9 (SIGKILL)"),
+    ]
+    started = []
+    for number, (text, _, _) in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = [sys.executable, "-c", BOOT, "script", write(folder, text)]
+        story = str(folder / "error.json")
+        started.append((start(words, {**environ, "TORCHELASTIC_ERROR_FILE": story}), story))
+    for (worker, story), (_, code, last) in zip(started, ways, strict=True):
+        assert finish(worker) == ([code], [], "")
+        attempt = Attempt({0: story})
+        attempt.close()
+        told = describe(root_cause(attempt.endings({0: code})))
+        assert told.splitlines()[-1].startswith(last)
+
+
+def test_ranks_meet_and_meet_again_after_one_was_killed(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    words = [*PHALANX, "run", "-n", "2", "--max-restarts", "1", write(tmp_path, MEET)]
+    code, lines, errors = run(words, {**environ, "DIE_AT": "0"})
+    assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
+    assert errors.splitlines()[0].startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert errors.splitlines()[-1] == "restarting all ranks (1 of 1)"
+    assert code == 0
+
+
+def test_the_same_script_runs_under_torchrun(tmp_path: Path, environ: dict[str, str]) -> None:
+    words = [*TORCHRUN, "--nproc-per-node", "2", write(tmp_path, MEET)]
+    code, lines, _ = run(words, environ)
+    assert sorted("".join(lines).replace("got ", "")) == sorted("0 of 2 11 of 2 0")
+    assert code == 0
+
+
+def test_two_nodes_meet(tmp_path: Path, environ: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    script = write(tmp_path, MEET)
+    common = [*PHALANX, "run", "--nnodes", "2", "--master", master]
+    nodes = [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
+    codes, lines, errors = finish(*nodes)
+    assert (codes, errors) == ([0, 0], "")
+    assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
+
+
+@pytest.mark.parametrize(("sent", "exitcode"), [("SIGINT", 130), ("SIGKILL", -9)])
+def test_no_rank_outlives_the_launcher(
+    tmp_path: Path, environ: dict[str, str], sent: str, exitcode: int
+) -> None:
+    fifo = tmp_path / "ranks"
+    os.mkfifo(fifo)
+    script = write(
+        tmp_path,
+        "import sys, time\n"
+        "held = open(sys.argv[1], 'w')\n"
+        "try:\n"
+        "    print('ready', file=held, flush=True)\n"
+        "    time.sleep(60)\n"
+        "finally:\n"
+        "    print('cleaned up', file=held, flush=True)\n",
+    )
+    environ["TMPDIR"] = str(tmp_path)  # a launcher that is killed cannot remove its folder
+    launcher = start([*PHALANX, "run", script, str(fifo)], environ)
+    with fifo.open() as ranks:
+        assert ranks.readline() == "ready\n"
+        launcher.send_signal(signal.Signals[sent])
+        left = ranks.read()  # its end is theirs
+    codes, _, errors = finish(launcher)
+    assert codes == [exitcode]
+    assert left == ("cleaned up\n" if sent == "SIGINT" else "")
+    assert errors == ("stopped by SIGINT\n" if sent == "SIGINT" else "")

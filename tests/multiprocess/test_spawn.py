@@ -1,0 +1,95 @@
+"""`spawn` over real processes; what needs none is in tests/launch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.backends.base import Backend
+from phalanx.errors import PeerLostError
+from phalanx.launch.report import RankTraceback
+from phalanx.launch.spawn import spawn
+from phalanx.launch.threads import threads_per_rank
+
+
+def pass_right(backend: Backend) -> tuple[int, torch.Tensor, str]:
+    sent, received = torch.full((3,), float(backend.rank)), torch.empty(3)
+    right, left = (backend.rank + 1) % backend.world_size, backend.rank - 1
+    backend.send(sent, right)
+    backend.recv(received, left % backend.world_size)
+    return backend.rank, received, os.environ["OMP_NUM_THREADS"]
+
+
+def fail_on_rank_1(backend: Backend, *, how: str) -> None:
+    if backend.rank == 1:
+        if how == "raise":
+            raise ZeroDivisionError("on rank 1 alone")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # only an exception that is no Exception ends this
+        try:
+            backend.recv(torch.empty(1), 1)
+        except Exception:
+            continue
+
+
+def test_results_come_in_rank_order_and_tensors_outlive_their_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    results = spawn(pass_right, 2)
+    assert [rank for rank, _, _ in results] == [0, 1]
+    assert [tensor.tolist() for _, tensor, _ in results] == [[1.0] * 3, [0.0] * 3]
+    assert {threads for _, _, threads in results} == {str(threads_per_rank(2))}
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="on rank 1 alone") as caught:
+        spawn(partial(fail_on_rank_1, how="raise"), 2)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "fail_on_rank_1" in caught.value.__cause__.text
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    with pytest.raises(PeerLostError, match=r"rank 1 .* signal 9 \(SIGKILL\)") as caught:
+        spawn(partial(fail_on_rank_1, how="kill"), 2)
+    assert caught.value.peer == 1
+
+
+SLEEPERS = """
+import os, time
+from phalanx.launch.spawn import spawn
+
+def sleep(backend):
+    os.write(1, b"ready\\n")  # in one piece
+    time.sleep(60)
+
+if __name__ == "__main__":
+    spawn(sleep, 1)
+"""
+
+
+@pytest.mark.parametrize(("sent", "exitcode"), [("SIGINT", -2), ("SIGKILL", -9)])
+def test_no_rank_outlives_its_parent(tmp_path: Path, sent: str, exitcode: int) -> None:
+    script = tmp_path / "sleepers.py"
+    script.write_text(SLEEPERS)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.send_signal(signal.Signals[sent])
+        # The ranks hold this pipe too: its end is theirs.
+        _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == exitcode
+    assert errors.count("KeyboardInterrupt") == (sent == "SIGINT")
