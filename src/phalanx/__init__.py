@@ -1,93 +1,88 @@
-"""Phalanx: train PyTorch models across ranks."""
+"""Phalanx: train PyTorch models across ranks.
 
-from phalanx.backends import Backend, SimulatedBackend, SubBackend, TcpBackend
-from phalanx.collectives import (
-    PendingCollective,
-    ReduceOp,
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    async_all_gather,
-    async_all_reduce,
-    async_all_reduce_,
-    async_barrier,
-    async_broadcast,
-    async_broadcast_,
-    async_reduce_scatter,
-    barrier,
-    broadcast,
-    broadcast_,
-    chunk_ranges,
-    recv,
-    reduce_scatter,
-    send,
-    sendrecv,
-)
-from phalanx.errors import (
-    AuthenticationError,
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    DeadlockError,
-    DesyncError,
-    DistributedError,
-    InvalidRankError,
-    InvalidWorldSizeError,
-    MisuseError,
-    PeerLostError,
-    RankStopped,
-    SelfSendError,
-    SizeMismatchError,
-    UnsupportedOperationError,
-)
-from phalanx.launch.init import init
-from phalanx.launch.simulate import Simulation, simulate
-from phalanx.launch.spawn import spawn
-from phalanx.parallel import DDP
+Names are imported when they are first used, so that `phalanx --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.backends import *
+    from phalanx.collectives import *
+    from phalanx.errors import *
+    from phalanx.launch.init import *
+    from phalanx.launch.simulate import *
+    from phalanx.launch.spawn import *
+    from phalanx.parallel import *
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DDP",
-    "AuthenticationError",
-    "Backend",
-    "BackendUnavailableError",
-    "CollectiveTimeoutError",
-    "DeadlockError",
-    "DesyncError",
-    "DistributedError",
-    "InvalidRankError",
-    "InvalidWorldSizeError",
-    "MisuseError",
-    "PeerLostError",
-    "PendingCollective",
-    "RankStopped",
-    "ReduceOp",
-    "SelfSendError",
-    "SimulatedBackend",
-    "Simulation",
-    "SizeMismatchError",
-    "SubBackend",
-    "TcpBackend",
-    "UnsupportedOperationError",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_",
-    "async_all_gather",
-    "async_all_reduce",
-    "async_all_reduce_",
-    "async_barrier",
-    "async_broadcast",
-    "async_broadcast_",
-    "async_reduce_scatter",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "chunk_ranges",
-    "init",
-    "recv",
-    "reduce_scatter",
-    "send",
-    "sendrecv",
-    "simulate",
-    "spawn",
-]
+_WHERE = {
+    "phalanx.backends": (
+        "Backend",
+        "SimulatedBackend",
+        "SubBackend",
+        "TcpBackend",
+    ),
+    "phalanx.collectives": (
+        "PendingCollective",
+        "ReduceOp",
+        "all_gather",
+        "all_reduce",
+        "all_reduce_",
+        "async_all_gather",
+        "async_all_reduce",
+        "async_all_reduce_",
+        "async_barrier",
+        "async_broadcast",
+        "async_broadcast_",
+        "async_reduce_scatter",
+        "barrier",
+        "broadcast",
+        "broadcast_",
+        "chunk_ranges",
+        "recv",
+        "reduce_scatter",
+        "send",
+        "sendrecv",
+    ),
+    "phalanx.errors": (
+        "AuthenticationError",
+        "BackendUnavailableError",
+        "CollectiveTimeoutError",
+        "DeadlockError",
+        "DesyncError",
+        "DistributedError",
+        "InvalidRankError",
+        "InvalidWorldSizeError",
+        "MisuseError",
+        "PeerLostError",
+        "RankStopped",
+        "SelfSendError",
+        "SizeMismatchError",
+        "UnsupportedOperationError",
+    ),
+    "phalanx.launch.init": ("init",),
+    "phalanx.launch.simulate": ("Simulation", "simulate"),
+    "phalanx.launch.spawn": ("spawn",),
+    "phalanx.parallel": ("DDP",),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
+
+
+if not TYPE_CHECKING:  # or a type checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

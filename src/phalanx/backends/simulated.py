@@ -184,6 +184,6 @@ class SimulatedBackend(Backend):
     def _leave(self, *, lost: bool) -> None:
         engine = self.hub.engines[self.rank]
         with engine.lock:
-            for group in engine.groups.values():
+            for group in list(engine.groups.values()):
                 group.close()
             engine.leave(lost=lost)

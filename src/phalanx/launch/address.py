@@ -1,38 +1,15 @@
-"""Addresses: how they are written, and which one of this host's the others can reach."""
+"""Which address of this host the others can reach."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
-__all__ = ["address_toward", "is_loopback", "join_address", "split_address"]
+from phalanx.wire.address import is_loopback
+
+__all__ = ["address_toward"]
 
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that belongs to nobody (RFC 5737): the route to it is the default route."""
-
-
-def join_address(host: str, port: int) -> str:
-    """Return `host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of `host:port` or `[host]:port`; else `ValueError`."""
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    wrong_host = not bare or (":" in bare and bare == host) or bare.strip() != bare
-    wrong_port = not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536
-    if not colon or wrong_host or wrong_port:
-        raise ValueError("an address is host:port, such as node1:29500 or [fd00::1]:29500")
-    return bare, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is written as an address that only this machine can reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def address_toward(host: str, port: int, *, one_host: bool) -> str:

@@ -23,7 +23,7 @@ from phalanx.launch.worker import INTERRUPTED, PID_FILE, STOPPED
 __all__ = ["Attempt", "Ending"]
 
 _POLL = 0.05
-_ORDERED = {-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED}
+_ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
 """Exit codes of a rank that did as it was told."""
 
 

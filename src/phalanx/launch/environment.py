@@ -22,8 +22,8 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     MisuseError,
 )
-from phalanx.launch.address import is_loopback, split_address
 from phalanx.launch.slurm import first_node, is_step, tasks_on_this_node
+from phalanx.wire.address import is_loopback, parse_address
 
 __all__ = ["STORE_VARIABLE", "Source", "World", "read_environment"]
 
@@ -148,7 +148,7 @@ def _master(
     """Return where the ranks meet, and whether the launcher holds a store there."""
     if STORE_VARIABLE in environ:
         try:
-            return *split_address(environ[STORE_VARIABLE]), True
+            return *parse_address(environ[STORE_VARIABLE]), True
         except ValueError as error:
             raise MisuseError(f"{STORE_VARIABLE}={environ[STORE_VARIABLE]!r}: {error}") from None
     addr = environ.get("MASTER_ADDR", "")

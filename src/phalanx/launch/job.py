@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.address import split_address
+from phalanx.wire.address import parse_address
 
 __all__ = ["Job"]
 
@@ -49,7 +49,7 @@ class Job:
             )
         if self.master:
             try:
-                split_address(self.master)
+                parse_address(self.master)
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
         self._find_target()

@@ -19,9 +19,10 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.launch.address import address_toward, join_address
+from phalanx.launch.address import address_toward
 from phalanx.launch.factories import MeetingPoint
 from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, Store, connect_store
+from phalanx.wire.address import Endpoint
 
 if TYPE_CHECKING:
     from phalanx.launch.environment import World
@@ -41,7 +42,7 @@ def find_meeting_point(world: World, *, timeout: float) -> MeetingPoint:
         return MeetingPoint(
             world.rank,
             world.world_size,
-            join_address(world.master_addr, world.master_port),
+            str(Endpoint(world.master_addr, world.master_port)),
             job=world.run_id,
             generation=world.restart_count,
         )
@@ -67,7 +68,7 @@ def _publish(store: Store, key: str, world: World) -> MeetingPoint:
             f"{world.master_addr!r} ({error}): is the name right, and the network up?",
             rank=0,
         ) from error
-    address = join_address(host, listener.getsockname()[1])
+    address = str(Endpoint(host, listener.getsockname()[1]))
     token = os.environ.get("PHALANX_TOKEN") or secrets.token_hex(32)
     # Whoever set PHALANX_TOKEN gave it to every rank; the store need not see it.
     shared = "" if os.environ.get("PHALANX_TOKEN") else token

@@ -22,13 +22,13 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import BackendUnavailableError
-from phalanx.launch.address import join_address, split_address
 from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.output import PREFIX_TEMPLATE, RankLines
 from phalanx.launch.store import Store, hold_store
 from phalanx.launch.story import tell_failure
 from phalanx.launch.threads import threads_per_rank
 from phalanx.launch.worker import BOOT, LAUNCHER_VARIABLE
+from phalanx.wire.address import Endpoint, parse_address
 
 if TYPE_CHECKING:
     from phalanx.launch.folders import RankFolders
@@ -115,15 +115,15 @@ def _hold_store(job: Job) -> tuple[Store | None, str]:
     """Return the store at which the ranks meet, if this launcher holds it, and its address."""
     if job.node_rank > 0:
         return None, job.master
-    host, port = split_address(job.master) if job.nodes > 1 else ("127.0.0.1", 0)
+    host, port = parse_address(job.master) if job.nodes > 1 else ("127.0.0.1", 0)
     try:
         store, port = hold_store(host, port, timeout=_JOIN_TIMEOUT)
     except OSError as error:
         raise BackendUnavailableError(
-            f"node 0 cannot listen at {join_address(host, port)}: {error}; --master has to be a "
+            f"node 0 cannot listen at {Endpoint(host, port)}: {error}; --master has to be a "
             "free port of this host"
         ) from error
-    return store, join_address(host, port)
+    return store, str(Endpoint(host, port))
 
 
 def _worker_environment(job: Job, address: str) -> dict[str, str | None]:

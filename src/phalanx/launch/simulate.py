@@ -11,6 +11,8 @@ from phalanx.backends.baton import Baton
 from phalanx.backends.simulated import SimulatedBackend
 from phalanx.errors import RankStopped
 
+__all__ = ["Simulation", "simulate"]
+
 T = TypeVar("T")
 
 

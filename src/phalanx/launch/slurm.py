@@ -12,7 +12,7 @@ __all__ = ["first_node", "is_step", "tasks_on_this_node"]
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_INTERACTIVE_NAMES = {"bash", "interactive"}
+_INTERACTIVE_NAMES = ("bash", "interactive")
 _INTERACTIVE_STEP = 0xFFFFFFFA
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from phalanx.errors import BackendUnavailableError
-from phalanx.launch.address import is_loopback, join_address
+from phalanx.wire.address import Endpoint, is_loopback
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "Store", "connect_store", "hold_store"]
 
@@ -75,7 +75,7 @@ def connect_store(host: str, port: int, *, rank: int, deadline: float) -> Store:
         except (OSError, RuntimeError) as error:
             if time.monotonic() + pause > deadline:
                 raise BackendUnavailableError(
-                    f"rank {rank} cannot reach the launcher's store at {join_address(host, port)} "
+                    f"rank {rank} cannot reach the launcher's store at {Endpoint(host, port)} "
                     f"({error}): is the launcher running, and may this host connect to it?",
                     rank=rank,
                 ) from error

@@ -1,41 +1,14 @@
-"""Addresses of TCP: "host:port", "[ipv6]:port", and the sockets that listen there."""
+"""The sockets that listen at an address, and the ways to reach one."""
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
-from typing import NamedTuple
 
 from phalanx.errors import BackendUnavailableError
+from phalanx.wire.address import Endpoint
 
 BACKLOG = 1024
-
-
-class Endpoint(NamedTuple):
-    """A host, as a name or a number, and a port."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_address(text: str) -> Endpoint:
-    """`"host:port"`; an IPv6 number stands in brackets: `"[::1]:29500"`."""
-    host, colon, port = text.strip().rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
-        host = host[1:-1]
-    if not colon or not host or (":" in host and not bracketed) or not port.isascii():
-        raise ValueError(
-            f'"{text}" is not an address; it looks like "host:29500", "192.0.2.7:29500" or '
-            f'"[2001:db8::7]:29500"'
-        )
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f'"{text}" is not an address: its port is a number from 1 to 65535')
-    return Endpoint(host, int(port))
 
 
 def resolve(endpoint: Endpoint) -> list[tuple[int, tuple[object, ...]]]:
@@ -47,14 +20,6 @@ def resolve(endpoint: Endpoint) -> list[tuple[int, tuple[object, ...]]]:
             f"the host name in {endpoint} cannot be resolved: {error.strerror or error}"
         ) from error
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a numeric address stays on this host."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def listen_at(family: int, address: tuple[object, ...]) -> socket.socket:

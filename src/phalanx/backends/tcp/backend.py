@@ -10,10 +10,11 @@ from contextlib import suppress
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Group
-from phalanx.backends.tcp.address import listen_as_master, parse_address
+from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.rendezvous import Rendezvous
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError
+from phalanx.wire.address import parse_address
 from phalanx.wire.handshake import Identity
 
 FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave

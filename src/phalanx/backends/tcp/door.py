@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx.backends.tcp.address import is_loopback
+from phalanx.wire.address import is_loopback
 from phalanx.wire.handshake import AcceptorHandshake, DialerHandshake, Handshake, Refused
 
 if TYPE_CHECKING:

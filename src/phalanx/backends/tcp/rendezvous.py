@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from phalanx.backends.tcp.address import Endpoint, is_loopback, listen_at, resolve
+from phalanx.backends.tcp.address import listen_at, resolve
 from phalanx.backends.tcp.host import host_id
 from phalanx.backends.tcp.link import Link
 from phalanx.errors import (
@@ -23,6 +23,7 @@ from phalanx.errors import (
     DistributedError,
     PeerLostError,
 )
+from phalanx.wire.address import Endpoint, is_loopback
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Refused
 from phalanx.wire.messages import Address, Table, decode, encode
