@@ -169,7 +169,7 @@ class Backend(ABC):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialized tensor in memory that this backend sends without a copy."""
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
 
     # For collectives ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.base import Backend
 from phalanx.backends.engine.operation import LocalStep
@@ -39,8 +40,9 @@ def start(
     algorithm: str = "auto",
     timeout: float | None = None,
     background: bool = False,
+    label: str = "",
 ) -> PendingCollective[Tensor]:
-    """Begin a collective."""
+    """Begin a collective. Ranks whose labels differ do not mean the same: a `DesyncError`."""
     work, result = prepared
     if algorithm == "auto":
         algorithm = choose(collective, work.nbytes, backend).algorithm
@@ -65,8 +67,8 @@ def start(
         buffers,
         combine=arithmetic.combine if arithmetic is not None else None,
         local=arithmetic.local if arithmetic is not None else None,
-        signature=_details(plan, collective),
-        fingerprint=plan.fingerprint,
+        signature=_details(plan, collective) + (f", {label}" if label else ""),
+        fingerprint=plan.fingerprint ^ (xxh3_64_intdigest(label.encode()) if label else 0),
         timeout=timeout,
         background=background,
     )

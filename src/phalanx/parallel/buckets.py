@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
-from phalanx.collectives import PendingCollective, ReduceOp, async_all_reduce_
+from phalanx.collectives import PendingCollective, ReduceOp
+from phalanx.collectives.run import in_place, start
 from phalanx.parallel.tensors import batches
 
 
@@ -54,9 +55,20 @@ class Bucket:
         parameter.grad = view
         self._missing.discard(parameter)
 
-    def start(self, backend: Backend) -> None:
-        """Begin to average."""
-        self.pending = async_all_reduce_(self.flat, backend, ReduceOp.MEAN)
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Whether this parameter's gradient is not in."""
+        return parameter in self._missing
+
+    def start(self, backend: Backend, label: str) -> None:
+        """Begin to average with the buckets of that label on the other ranks."""
+        self.pending = start(
+            "all_reduce",
+            in_place(self.flat),
+            backend,
+            op=ReduceOp.MEAN,
+            background=True,
+            label=label,
+        )
 
     def finish(self) -> None:
         """Wait for the average, and be ready for the next gradients."""
@@ -77,6 +89,7 @@ class Buckets:
         ]
         self._of = {p: bucket for bucket in self._all for p in bucket.parameters}
         self._started = 0
+        self._pass = 0  # so that buckets of different passes are not taken for each other
 
     @property
     def order(self) -> list[nn.Parameter]:
@@ -94,8 +107,13 @@ class Buckets:
         """Take in a gradient; start the buckets that can be started."""
         self._of[parameter].put(parameter)
         while self._started < len(self._all) and self._all[self._started].full:
-            self._all[self._started].start(self._backend)
+            label = f"pass {self._pass}, bucket {self._started}"
+            self._all[self._started].start(self._backend, label)
             self._started += 1
+
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Whether this parameter's gradient has not come in this pass."""
+        return self._of[parameter].awaits(parameter)
 
     def missing(self) -> list[nn.Parameter]:
         """The parameters whose gradients have not come."""
@@ -104,6 +122,7 @@ class Buckets:
     def finish(self) -> None:
         """Wait until all that was started is averaged. Raises the first error, after all ended."""
         self._started = 0
+        self._pass += 1
         problem: BaseException | None = None
         for bucket in self._all:
             try:

@@ -17,17 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from phalanx.backends.base import Backend
-from phalanx.collectives import ReduceOp, all_reduce_, broadcast
-from phalanx.errors import MisuseError, UnsupportedOperationError
-from phalanx.parallel.buckets import Buckets
+from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.replicas import check_same_model
 from phalanx.parallel.tensors import broadcast_all_
 
 BUCKET_SIZE = 25 << 20
-NAMES_SHOWN = 10
 
 
 class DDP(nn.Module):
@@ -69,36 +65,29 @@ class DDP(nn.Module):
         self.module = module
         self.backend = backend
         self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters = find_unused_parameters
-        self._bucket_size = bucket_size
-        self._names = {p: name for name, p in module.named_parameters()}
-        self._trained = [p for p in self._names if p.requires_grad]
-        self._frozen = [p for p in self._names if not p.requires_grad]
-        self._synchronize = True
-        self._unsynchronized = False  # some gradients were accumulated under no_sync()
-        self._callback_queued = False
-        self._arrivals: list[nn.Parameter] | None = []  # of the first backward pass
         check_same_model(module, backend)
         self.broadcast_parameters()
-        self._buckets = Buckets(reversed(self._trained), backend, bucket_size)
-        for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+        self._reducer = Reducer(
+            dict(module.named_parameters()),
+            backend,
+            bucket_size=bucket_size,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if self._buckets.busy:
-            self._abandon()
-        if self.training and self.broadcast_buffers and self._synchronize:
-            broadcast_all_(list(self.module.buffers()), self.backend, 0)
+        self._reducer.begin_forward()
+        if self.training and self.broadcast_buffers and self._reducer.synchronize:
+            # As .data: a buffer of batch norm that an earlier forward pass has saved for its
+            # backward is not used there, and need not count as changed.
+            buffers = [buffer.data for buffer in self.module.buffers()]
+            broadcast_all_(buffers, self.backend, 0)
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            # Queued from here, the callback belongs to the outermost backward pass, also when
-            # activation checkpointing runs others inside it.
-            for leaf in pytree.tree_leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._on_output_grad)  # type: ignore[no-untyped-call]
+            self._reducer.watch(outputs)
         return outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,16 +110,18 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Overwrite parameters and buffers with those of rank `root`, in place."""
-        broadcast_all_([*self._names, *self.module.buffers()], self.backend, root)
+        self.backend.check_rank(root, "root")
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_all_(tensors, self.backend, root)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate; the next one outside averages the sum."""
-        before, self._synchronize = self._synchronize, False
+        before, self._reducer.synchronize = self._reducer.synchronize, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self._reducer.synchronize = before
 
     def sync_gradients(self) -> None:
         """Average gradients that were accumulated under `no_sync` and not averaged since.
@@ -138,100 +129,10 @@ class DDP(nn.Module):
         Blocks until they are; every rank has to call it. Does nothing where there are none: after
         an ordinary `backward()` all gradients are final.
         """
-        if self._unsynchronized:
-            self._finish_backward(missing_is_error=False)
+        self._reducer.catch_up()
 
-    # During backward ------------------------------------------------------------------------
 
-    def _on_output_grad(self, grad: Tensor) -> None:
-        self._queue_callback()
-
-    def _on_grad(self, parameter: nn.Parameter) -> None:
-        if not self._synchronize:
-            self._unsynchronized = True
-            return
-        grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
-            raise UnsupportedOperationError(
-                f"rank {self.backend.rank}: DDP: the gradient of {self._names[parameter]} is "
-                f"{grad.layout}; DDP averages dense gradients only (pass sparse=False)",
-                rank=self.backend.rank,
-                op="DDP",
-            )
-        self._queue_callback()
-        if self._arrivals is not None:
-            self._arrivals.append(parameter)
-        self._buckets.put(parameter)
-
-    def _queue_callback(self) -> None:
-        if self._synchronize and not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-
-    def _on_backward_end(self) -> None:
-        self._callback_queued = False
-        self._finish_backward(missing_is_error=not self.find_unused_parameters)
-
-    def _finish_backward(self, *, missing_is_error: bool) -> None:
-        """All gradients of this rank are here: see that all are averaged."""
-        missing = self._buckets.missing()
-        without = [p for p in missing if p.grad is None]
-        if without and missing_is_error:
-            self._refuse(
-                f"no gradient came for {self._list(without)}: the loss does not depend on "
-                f"{'them' if len(without) > 1 else 'it'} on this rank. Freeze such parameters "
-                "before DDP is built, or pass find_unused_parameters=True"
-            )
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            self._refuse(
-                f"{self._list(thawed)} did not require gradients when DDP was built and does now: "
-                "build DDP after freezing and unfreezing"
-            )
-        for parameter in missing:
-            self._buckets.put(parameter)
-        self._buckets.finish()
-        self._unsynchronized = False
-        if self.find_unused_parameters:
-            self._forget_unused(set(without))
-        if self._arrivals is not None and not missing:
-            self._rebuild_buckets(self._arrivals)
-            self._arrivals = None
-
-    def _forget_unused(self, without: set[nn.Parameter]) -> None:
-        """Gradients of parameters that no rank has used stay None, as in one process."""
-        used = torch.tensor([p not in without for p in self._trained], dtype=torch.int32)
-        all_reduce_(used, self.backend, ReduceOp.MAX)
-        for parameter, anywhere in zip(self._trained, used.tolist(), strict=True):
-            if not anywhere:
-                parameter.grad = None
-
-    def _rebuild_buckets(self, arrivals: list[nn.Parameter]) -> None:
-        """From now on use the order in which gradients arrived on rank 0."""
-        place = {p: i for i, p in enumerate(self._trained)}
-        order = torch.tensor([place[p] for p in arrivals], dtype=torch.int64)
-        order = broadcast(order, self.backend, 0)
-        parameters = [self._trained[i] for i in order.tolist()]
-        if parameters == self._buckets.order:
-            return
-        grads = {p: p.grad for p in parameters}
-        self._buckets = Buckets(parameters, self.backend, self._bucket_size)
-        for parameter, grad in grads.items():
-            parameter.grad = grad  # still in the old memory; the next pass moves it
-
-    def _abandon(self) -> None:
-        """A backward pass was cut short by an error: what it has started is not wanted."""
-        self._callback_queued = False
-        self._buckets.finish()
-
-    def _refuse(self, problem: str) -> None:
-        error = MisuseError(
-            f"rank {self.backend.rank}: DDP: {problem}", rank=self.backend.rank, op="DDP"
-        )
-        self.backend.fail(error)  # the others wait for our gradients
-        raise error
-
-    def _list(self, parameters: list[nn.Parameter]) -> str:
-        names = [self._names[p] for p in parameters]
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        return ", ".join(names[:NAMES_SHOWN]) + more
+def _add_prefix(ddp: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let a module that holds a DDP load the plain names that it saved."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -13,8 +13,8 @@ from phalanx.errors import DesyncError
 
 
 def describe(name: str, tensor: Tensor) -> str:
-    """A parameter or buffer for a message: its name, dtype, shape, and whether it is trained."""
-    frozen = "" if tensor.requires_grad else ", frozen"
+    """A parameter or buffer for a message: its name, dtype, shape, and whether it is frozen."""
+    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen})"
 
 
