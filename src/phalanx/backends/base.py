@@ -47,8 +47,8 @@ class LinkCost(NamedTuple):
 
 
 # Inside a host a byte costs a processor's time on either side, between hosts the wire's.
-INSIDE_A_HOST = LinkCost(latency=30e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
-BETWEEN_HOSTS = LinkCost(latency=60e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
+INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
+BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
 
 
 class Backend(ABC):

@@ -117,9 +117,16 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
 
 def seconds(work: Work, link: LinkCost) -> float:
     """How long that takes on such links."""
-    messages = work.messages * (2 if work.both_ways else 1)
-    moved = work.bytes * (2 if work.both_ways and not link.duplex else 1)
-    return work.rounds * link.latency + messages * link.overhead + moved / link.bandwidth
+    if not work.both_ways:
+        return (
+            work.rounds * link.latency + work.messages * link.overhead + work.bytes / link.bandwidth
+        )
+    # Who sends while its peer does, too, finds what came when it looks: half the time it need
+    # not be woken.
+    moved = work.bytes if link.duplex else 2 * work.bytes
+    return (
+        work.rounds * link.latency / 2 + 2 * work.messages * link.overhead + moved / link.bandwidth
+    )
 
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
