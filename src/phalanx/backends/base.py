@@ -129,7 +129,7 @@ class Backend(ABC):
         operation = self._message("recv", number, tag, Round(receives=receives), (view,), timeout)
         self.wait(operation)
         if stand_in is not None:
-            into.copy_(stand_in)
+            into.detach().copy_(stand_in)
 
     def sendrecv(
         self,
@@ -153,7 +153,7 @@ class Backend(ABC):
         operation = self._message("sendrecv", number, tag, round_, (outgoing, view), timeout)
         self.wait(operation)
         if stand_in is not None:
-            into.copy_(stand_in)
+            into.detach().copy_(stand_in)
 
     # Groups -------------------------------------------------------------------------------
 
@@ -192,6 +192,7 @@ class Backend(ABC):
         equal on all of them. With `background` it moves on while nobody waits for it.
         """
         group = self.group
+        seconds = self._timeout(timeout)
         with self.engine.lock:
             sequence = group.next_sequence()
             operation = Operation(
@@ -205,7 +206,7 @@ class Backend(ABC):
                 local=local,
                 signature=signature,
                 fingerprint=fingerprint,
-                timeout=self._timeout(timeout),
+                timeout=seconds,
             )
             self.engine.issue(operation)
         if background and not operation.done:

@@ -13,16 +13,21 @@ from phalanx.errors import UnsupportedOperationError
 Buffer = Any  # bytes, bytearray, memoryview, array: the buffer protocol has no type before 3.12
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
-
-    By way of ctypes, since NumPy knows no bfloat16 and need not be installed.
-    """
+def check_on_cpu(tensor: Tensor) -> None:
+    """Raise `UnsupportedOperationError` unless the tensor's memory is the processor's."""
     if tensor.device.type != "cpu":
         raise UnsupportedOperationError(
             f"this backend moves CPU memory and was given a tensor on {tensor.device}; "
             "move it with .cpu(), or use a backend for that device"
         )
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
+
+    By way of ctypes, since NumPy knows no bfloat16 and need not be installed.
+    """
+    check_on_cpu(tensor)
     count = tensor.nbytes
     if count == 0:
         return memoryview(bytearray())
@@ -35,7 +40,7 @@ def readable_bytes(data: Tensor | Buffer) -> memoryview:
     """The bytes to send for `data`: a tensor (copied if it is not contiguous) or a buffer."""
     if isinstance(data, Tensor):
         return tensor_bytes(data.detach().contiguous())
-    return memoryview(data).cast("B")
+    return _bytes_of_buffer(memoryview(data))
 
 
 def writable_bytes(into: Tensor | Buffer) -> tuple[memoryview, Tensor | None]:
@@ -48,4 +53,10 @@ def writable_bytes(into: Tensor | Buffer) -> tuple[memoryview, Tensor | None]:
     view = memoryview(into)
     if view.readonly:
         raise TypeError(f"cannot receive into read-only memory ({type(into).__name__})")
-    return view.cast("B"), None
+    return _bytes_of_buffer(view), None
+
+
+def _bytes_of_buffer(view: memoryview) -> memoryview:
+    if view.nbytes == 0:  # which cannot be cast
+        return memoryview(bytearray())
+    return view.cast("B")

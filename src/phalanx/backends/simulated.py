@@ -14,7 +14,6 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from time import monotonic
 
 from typing_extensions import override
 
@@ -52,12 +51,11 @@ class FreeThreads(Scheduler):
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.done:
-                remaining = until.deadline - monotonic()
-                if remaining <= 0:
-                    until.group.expire(until)
+                left = until.group.seconds_left(until)
+                if left <= 0:
                     engine.run_ready()
                 else:
-                    condition.wait(min(remaining, LONGEST_WAIT))
+                    condition.wait(min(left, LONGEST_WAIT))
 
     @override
     def wake(self, rank: int) -> None:

@@ -60,3 +60,7 @@ def main() -> None:
     except DistributedError as error:
         typer.echo(f"phalanx: {error}", err=True)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.base import Backend
 from phalanx.backends.engine.operation import LocalStep
-from phalanx.backends.memory import tensor_bytes
+from phalanx.backends.memory import check_on_cpu, tensor_bytes
 from phalanx.collectives.cost import choose
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Finish, Fold, Key, Plan, plan_for
@@ -117,15 +117,17 @@ class _Arithmetic:
 
 def fresh(tensor: Tensor, backend: Backend, into: Tensor | None, op: str) -> Prepared:
     """Work on a copy of `tensor`, in `into` if that is given; the result is that memory."""
-    prepared = empty(tuple(tensor.shape), tensor.dtype, backend, into, op)
+    prepared = empty(tuple(tensor.shape), tensor, backend, into, op)
     prepared.work.copy_(tensor.detach())
     return prepared
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, into: Tensor | None, op: str
+    shape: tuple[int, ...], like: Tensor, backend: Backend, into: Tensor | None, op: str
 ) -> Prepared:
     """Work on uninitialized memory, in `into` if that is given; the result is that memory."""
+    check_on_cpu(like)
+    dtype = like.dtype
     check_into(into, shape, dtype, backend, op)
     if into is not None and into.is_contiguous():
         work = into.detach()
@@ -136,6 +138,7 @@ def empty(
 
 def in_place(tensor: Tensor) -> Prepared:
     """Work on `tensor` itself, or on a contiguous copy that is copied back."""
+    check_on_cpu(tensor)
     work = tensor.detach().contiguous()
     return Prepared(work, lambda: finish_into(tensor, work))
 

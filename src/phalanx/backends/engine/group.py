@@ -128,10 +128,13 @@ class Group:
         operation.fail(error)
         self.fail(failure)
 
-    def expire(self, operation: Operation) -> None:
-        """The deadline of an operation has passed."""
-        if not operation.done:
-            self.operation_failed(operation, operation.timed_out())
+    def seconds_left(self, operation: Operation) -> float:
+        """Until this operation, or what it is queued behind, is overdue; then that one fails."""
+        first = min(operation, self.head_of_queue(operation), key=lambda other: other.deadline)
+        left = first.deadline - monotonic()
+        if left <= 0 and not operation.done:
+            self.operation_failed(first, first.timed_out())
+        return left
 
     def abandon(self, operation: Operation, reason: str) -> None:
         """The caller was interrupted while it waited."""

@@ -78,14 +78,13 @@ class TcpEngine(Engine):
     def progress(self, until: Operation) -> None:
         with self.lock:
             while not until.done:
-                remaining = until.deadline - monotonic()
-                if remaining <= 0:
-                    until.group.expire(until)
+                left = until.group.seconds_left(until)
+                if left <= 0:
                     self.run_ready()
                 elif self._driver is None:
-                    self.drive(until, until.deadline)
+                    self.drive(until, monotonic() + left)
                 else:
-                    self._condition.wait(min(remaining, LONGEST_WAIT))
+                    self._condition.wait(min(left, LONGEST_WAIT))
 
     @override
     def poll(self) -> None:
@@ -149,9 +148,8 @@ class TcpEngine(Engine):
                 self._condition.wait(EXPIRY_CHECK)
             else:
                 self.drive(_NothingLeft(self._background), monotonic() + EXPIRY_CHECK)
-            now = monotonic()
-            for operation in [op for op in self._background if op.deadline <= now]:
-                operation.group.expire(operation)
+            for operation in list(self._background):
+                operation.group.seconds_left(operation)
             self.run_ready()
 
     @override

@@ -56,7 +56,7 @@ def _start(
     rank = backend.rank
     rows = tensor.shape[0] if tensor.dim() else 1
     shape = (backend.world_size * rows, *tensor.shape[1:])
-    prepared = empty(shape, tensor.dtype, backend, into, "all_gather")
+    prepared = empty(shape, tensor, backend, into, "all_gather")
     own = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
     prepared.work[rank * rows : (rank + 1) * rows].copy_(own)
     return start(
