@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from operator import index
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ from phalanx.backends.engine import (
     ring_barrier,
 )
 from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
-from phalanx.errors import DistributedError, InvalidRankError, SelfSendError
+from phalanx.errors import DistributedError, InvalidRankError, PeerLostError, SelfSendError
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
@@ -275,12 +276,12 @@ class Backend(ABC):
 
     def check_rank(self, rank: int, what: str = "rank") -> None:
         """Raise `InvalidRankError` unless `rank` is one of this group's."""
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+        if not 0 <= index(rank) < self.world_size:
             raise InvalidRankError(
                 f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
                 f"0 to {self.world_size - 1}",
                 rank=self.rank,
-                peer=rank if isinstance(rank, int) else None,
+                peer=rank,
             )
 
     def check_peer(self, peer: int) -> None:
@@ -299,12 +300,21 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
         with self.engine.lock:
-            self.group.close()
+            if not self.group.closed:
+                self.group.close()
+                self.engine.tell_leaving(self.group)
+                self.engine.run_ready()
 
     def abort(self) -> None:
-        """Leave at once, without a word: to the others this rank is lost."""
+        """Leave at once: to the others this rank is lost, and the group is broken."""
         with self.engine.lock:
-            self.group.close()
+            group = self.group
+            if not group.closed:
+                whole = group.ranks[group.rank]
+                reason = f"rank {group.name_of(group.rank)} was lost: it aborted"
+                self.engine.tell(group, Failure(PeerLostError, whole, whole, reason))
+                group.close()
+                self.engine.run_ready()
 
     def __enter__(self) -> Self:
         return self

@@ -119,6 +119,12 @@ class SimulatedEngine(Engine):
                 self.hub.engines[rank].failure_came(group.id, failure)
 
     @override
+    def tell_leaving(self, group: Group) -> None:
+        for rank in group.ranks:
+            if rank != self.rank:
+                self.hub.engines[rank].member_left(group.id, self.rank)
+
+    @override
     def has_left(self, peer: int) -> bool:
         return self.hub.engines[peer].left
 

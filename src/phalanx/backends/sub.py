@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.engine.group import Group
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 
@@ -44,7 +43,7 @@ class SubBackend(Backend):
         whole = tuple(parent.group.ranks[member] for member in self.members)
         engine = parent.engine
         with engine.lock:
-            group = Group(engine, parent.group.child_id(whole), whole)
+            group = parent.group.child(whole)
         super().__init__(engine, group, timeout=parent.timeout)
         self.topology = tuple(parent.topology[member] for member in self.members)
 

@@ -50,8 +50,9 @@ class Kind(enum.IntEnum):
     CANCEL = 3  # the message that was under way on this connection will not be completed
     FAILURE = 4  # a group is broken, and why
     LEAVE = 5  # the sender closes, in good order
-    ADDRESS = 6  # to rank 0: where I listen
-    TABLE = 7  # from rank 0: where everyone listens
+    LEAVE_GROUP = 6  # the sender closes one group
+    ADDRESS = 7  # to rank 0: where I listen
+    TABLE = 8  # from rank 0: where everyone listens
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -49,13 +49,25 @@ class Identity(NamedTuple):
 
 
 class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an error of ours later
-    """The handshake failed; `by_peer` tells whether the other side refused."""
+    """The handshake failed.
 
-    def __init__(self, reason: str, *, peer: int | None = None, by_peer: bool = False) -> None:
+    by_peer   the other side refused
+    final     the two will never agree; otherwise the connection failed, and another may not
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        peer: int | None = None,
+        by_peer: bool = False,
+        final: bool = True,
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.peer = peer
         self.by_peer = by_peer
+        self.final = final
 
 
 class Handshake:

@@ -46,6 +46,7 @@ class Engine(ABC):
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
         self._early_failures: dict[int, Failure] = {}  # of groups that are not made here yet
+        self._early_leavers: dict[int, set[int]] = {}  # likewise
         self._advancing = False
 
     # What a backend implements ------------------------------------------------------------
@@ -56,7 +57,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reach(self, peer: int) -> None:
-        """A receive from this peer was posted: see to it that its messages can come."""
+        """A receive from this peer was posted: there may be room now for what it sends."""
 
     @abstractmethod
     def progress(self, until: Operation) -> None:
@@ -69,6 +70,10 @@ class Engine(ABC):
     @abstractmethod
     def tell(self, group: Group, failure: Failure) -> None:
         """Let the other members of a group know that it is broken."""
+
+    @abstractmethod
+    def tell_leaving(self, group: Group) -> None:
+        """Let the other members of a group know that this rank has closed it."""
 
     @abstractmethod
     def retract(self, send: PostedSend) -> None:
@@ -146,6 +151,7 @@ class Engine(ABC):
                 failure = next((self.lost[r] for r in group.ranks if r in self.lost), None)
             if failure is not None:
                 group.failure = failure
+            group.left |= self._early_leavers.pop(group.id, set())
 
     def failure_came(self, group_id: int, failure: Failure) -> None:
         """Another member says that a group is broken. Lock held."""
@@ -166,19 +172,27 @@ class Engine(ABC):
             if peer in group.to_local:
                 group.fail(failure)
 
+    def member_left(self, group_id: int, peer: int) -> None:
+        """A peer has closed a group, of which this rank may not have heard yet. Lock held."""
+        group = self.groups.get(group_id)
+        if group is not None:
+            group.member_left(peer)
+        else:
+            self._early_leavers.setdefault(group_id, set()).add(peer)
+
     def peer_left(self, peer: int) -> None:
-        """A peer has closed in good order. Lock held."""
+        """A peer has closed everything, in good order. Lock held."""
         for group in list(self.groups.values()):
             if peer in group.to_local:
-                group.peer_left(peer)
+                group.member_left(peer)
 
     def has_left(self, peer: int) -> bool:
         """Whether a peer has closed in good order."""
         return False
 
     def _check_reachable(self, operation: Operation, peer: int) -> None:
-        if self.has_left(peer):
-            group = operation.group
+        group = operation.group
+        if self.has_left(peer) or peer in group.left:
             local = group.to_local[peer]
             raise PeerLostError(
                 f"rank {group.rank}: {operation.describe()}: rank {group.name_of(local)} left",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import weakref
 from collections import Counter, deque
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -45,20 +46,28 @@ class Group:
         self.size = len(ranks)
         self.failure: Failure | None = None
         self.closed = False
+        self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
         self._sequence = 0
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
+        self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
         engine.add_group(self)
 
-    def child_id(self, ranks: tuple[int, ...]) -> int:
+    def _child_id(self, ranks: tuple[int, ...]) -> int:
         """The identity of the next group of these members that is made from this one."""
         earlier = self._children[ranks]
         self._children[ranks] += 1
         content = struct.pack(f"<QI{len(ranks)}I", self.id, earlier, *ranks)
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+    def child(self, ranks: tuple[int, ...]) -> Group:
+        """A new group of some of the members."""
+        group = Group(self.engine, self._child_id(ranks), ranks)
+        self._made.add(group)
+        return group
 
     def next_sequence(self) -> int:
         """The number of the next collective of this group."""
@@ -171,8 +180,9 @@ class Group:
         if tell:
             self.engine.tell(self, failure)
 
-    def peer_left(self, rank: int) -> None:
-        """A member closed, in good order: only who waits for it cannot go on."""
+    def member_left(self, rank: int) -> None:
+        """A member has closed the group, in good order: only who waits for it cannot go on."""
+        self.left.add(rank)
         failure = Failure(
             PeerLostError, rank, rank, f"rank {self.name_of(self.to_local[rank])} left"
         )
@@ -183,8 +193,12 @@ class Group:
                 self.operation_failed(operation, self._error(failure, operation))
 
     def close(self) -> None:
-        """End what is under way; every later call is a `MisuseError`."""
+        """End what is under way, and what was made of it; later calls are a `MisuseError`."""
+        if self.closed:
+            return
         self.closed = True
+        for child in self._made:
+            child.close()
         for operation in [*self._queue, *self._messages]:
             operation.fail(self._closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
@@ -192,7 +206,7 @@ class Group:
 
     def check_usable(self, operation: Operation) -> None:
         """Raise the first failure of the group, or that it is closed."""
-        if self.closed:
+        if self.closed or self.engine.closed:
             raise self._closed_error(operation)
         if self.failure is not None:
             raise self._error(self.failure, operation, later=True)

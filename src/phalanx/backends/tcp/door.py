@@ -1,7 +1,6 @@
 """The door: how connections come to be, from either side, before they count.
 
-A connection is a stranger's until the handshake is complete. Whoever needs a peer first dials it;
-if two dial each other at the same time, the lower rank's connection is the one that stays.
+A connection is a stranger's until the handshake is complete. Of two ranks the higher calls.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-CROSSED = "the two called each other at the same time, and the lower rank's call stands"
 HUNG_UP = "the connection was closed during the handshake"
 PATIENCE = 2.0  # seconds that a caller may be silent before it has proved itself
 FIRST_RETRY, LAST_RETRY = 0.02, 1.0  # seconds between attempts to reach a peer that starts
@@ -82,16 +80,16 @@ class _Unproved:
             return False
         except OSError as error:
             log.debug("a connection broke during the handshake: %s", error)
-            raise Refused(HUNG_UP) from None
+            raise Refused(HUNG_UP, final=False) from None
         if not data:
-            raise Refused(HUNG_UP)
+            raise Refused(HUNG_UP, final=False)
         self._send(self.handshake.receive(data))
         return self.handshake.complete
 
     def _send(self, data: bytes) -> None:
         # A handshake is a few hundred bytes: an empty socket buffer takes them whole.
         if data and self.sock.send(data) != len(data):
-            raise Refused("the connection does not take the handshake")
+            raise Refused("the connection does not take the handshake", final=False)
 
     def _farewell(self) -> None:
         if self.handshake.farewell:
@@ -143,7 +141,7 @@ class Knock(_Unproved):
 
     def _turn_away(self, reason: str) -> None:
         peer = self.handshake.peer
-        if reason not in (CROSSED, HUNG_UP):  # both happen in good order, when two call at once
+        if reason != HUNG_UP:  # which says nothing, and port scanners do it all the time
             who = f"{self.host}, as rank {peer}" if peer is not None else self.host
             self.mesh.turned_away(f"{who}: {reason}")
         self.drop()
@@ -214,7 +212,7 @@ class Dial(_Unproved):
                 return
         except Refused as refusal:
             self._farewell()
-            if refusal.by_peer or self.handshake.farewell:
+            if refusal.final:
                 self.drop()
                 self._failed(refusal)
             else:
@@ -224,7 +222,7 @@ class Dial(_Unproved):
         self._open()
 
     def _try_again(self, code: int, refusal: Refused | None = None) -> None:
-        refusal = refusal or Refused(os.strerror(code), peer=self.peer)
+        refusal = refusal or Refused(os.strerror(code), peer=self.peer, final=False)
         self.trouble = refusal.reason
         self.mesh.reactor.forget(self.sock)
         self.sock.close()

@@ -54,7 +54,7 @@ class TcpEngine(Engine):
 
     @override
     def reach(self, peer: int) -> None:
-        self.mesh.reach(peer)
+        self.mesh.resume(peer)
 
     @override
     def retract(self, send: PostedSend) -> None:
@@ -67,6 +67,13 @@ class TcpEngine(Engine):
             link = self.mesh.links.get(rank)
             if link is not None and not link.left:  # the culprit, too, if it lives
                 link.send_control(Kind.FAILURE, payload, group.id)
+
+    @override
+    def tell_leaving(self, group: Group) -> None:
+        for rank in group.ranks:
+            link = self.mesh.links.get(rank)
+            if link is not None and not link.left:
+                link.send_control(Kind.LEAVE_GROUP, group=group.id)
 
     @override
     def has_left(self, peer: int) -> bool:

@@ -1,10 +1,11 @@
-"""The rendezvous: how ranks that know only rank 0's address come to know everyone's.
+"""The rendezvous: how ranks that know only rank 0's address come to be connected, all with all.
 
-    rank k  -- dials, proves itself -->  rank 0
+    rank k  -- calls, proves itself -->  rank 0
     rank k  -- ADDRESS: I listen there -->          (on the interface by which it reached rank 0)
             <-- TABLE: everyone's address --        when the last one has come
+    rank k  -- calls, proves itself -->  ranks 1 to k-1
 
-The connections to rank 0 stay and are the ones that messages use later.
+Done when every connection is open.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from phalanx.backends.tcp.address import listen_at, resolve
+from phalanx.backends.tcp.door import Dial
 from phalanx.backends.tcp.host import host_id
 from phalanx.backends.tcp.link import Link
 from phalanx.errors import (
@@ -36,7 +38,7 @@ Drive = Callable[["Rendezvous", float], None]
 
 
 class Rendezvous:
-    """One rank's part. Done when it knows every address, or has failed with `error`."""
+    """One rank's part. Done when it is connected to all others, or has failed with `error`."""
 
     def __init__(self, mesh: Mesh, endpoint: Endpoint) -> None:
         self.mesh = mesh
@@ -44,6 +46,8 @@ class Rendezvous:
         self.done = False
         self.error: DistributedError | None = None
         self._known: dict[int, Address] = {}
+        self._connected: set[int] = set()
+        self._dials: dict[int, Dial] = {}
         mesh.rendezvous = self
 
     def run(self, timeout: float, drive: Drive) -> tuple[int, ...]:
@@ -52,25 +56,21 @@ class Rendezvous:
         `drive(until, deadline)` moves bytes until `until.done`.
         """
         mesh = self.mesh
-        if mesh.rank == 0:
-            assert mesh.door is not None
-            self._learn(0, self._here(mesh.door.listener))
-        else:
-            addresses = resolve(self.endpoint)
-            if mesh.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
-                raise AuthenticationError(
-                    f"rank {mesh.rank}: {self.endpoint} is another host, and without a token "
-                    "only this host is trusted; set PHALANX_TOKEN to the same secret on every rank",
-                    rank=mesh.rank,
-                    peer=0,
-                )
-            mesh.dial(0, addresses, self._refused, patient=True)
-        drive(self, monotonic() + timeout)
+        try:
+            if mesh.rank == 0:
+                assert mesh.door is not None
+                self._learn(0, self._here(mesh.door.listener))
+            else:
+                self._call(0, self.endpoint, patient=True)
+            drive(self, monotonic() + timeout)
+        finally:
+            mesh.rendezvous = None
+            for dial in self._dials.values():
+                dial.drop()
         if self.error is not None:
             raise self.error
         if not self.done:
             raise self._too_late(timeout)
-        mesh.rendezvous = None
         hosts = [self._known[rank].host_id for rank in range(mesh.world_size)]
         return tuple(hosts.index(host) for host in hosts)
 
@@ -78,26 +78,23 @@ class Rendezvous:
 
     def link_opened(self, link: Link) -> None:
         """A peer has proved itself."""
-        if self.mesh.rank != 0 and link.peer == 0:
+        self._dials.pop(link.peer, None)
+        self._connected.add(link.peer)
+        if link.peer == 0:
             # Only where rank 0 reaches us: not on other interfaces.
             name = link.sock.getsockname()
             listener = listen_at(link.sock.family, (name[0], 0, *name[2:]))
             self.mesh.open_door(listener)
             link.send_control(Kind.ADDRESS, encode(self._here(listener)))
+        self._check_done()
 
     def link_lost(self, link: Link, reason: str) -> None:
-        """A peer is gone before all have met. Rank 0 lets it come again."""
-        if self.mesh.rank == 0:
+        """A peer is gone before all have met. Rank 0 lets it come again, until it has the table."""
+        if self.mesh.rank == 0 and len(self._known) < self.mesh.world_size:
             self._known.pop(link.peer, None)
-        elif link.peer == 0:
-            self.error = PeerLostError(
-                f"rank {self.mesh.rank}: rank 0 at {self.endpoint} was lost during the "
-                f"rendezvous: {reason}",
-                rank=self.mesh.rank,
-                peer=0,
-                op="rendezvous",
-            )
-            self.done = True
+            self._connected.discard(link.peer)
+        else:
+            self._fail(PeerLostError, link.peer, f"rank {link.peer} was lost: {reason}")
 
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
@@ -108,8 +105,10 @@ class Rendezvous:
             table = decode(payload, Table).addresses
             if len(table) != self.mesh.world_size:
                 raise FrameError(f"a table of {len(table)} ranks")
-            for rank, address in enumerate(table):
-                self._learn(rank, address)
+            self._known = dict(enumerate(table))
+            for peer in range(1, self.mesh.rank):
+                self._call(peer, Endpoint(table[peer].host, table[peer].port), patient=False)
+            self._check_done()
         else:
             raise FrameError(f"a {kind.name} frame from rank {link.peer}")
 
@@ -120,39 +119,63 @@ class Rendezvous:
         return Address(str(name[0]), int(name[1]), host_id())
 
     def _learn(self, rank: int, address: Address) -> None:
+        """Rank 0 hears where another rank listens; when it knows all, it tells all."""
         mesh = self.mesh
         self._known[rank] = address
-        if rank not in (0, mesh.rank):
-            mesh.addresses[rank] = resolve(Endpoint(address.host, address.port))
         if len(self._known) == mesh.world_size:
-            if mesh.rank == 0:
-                table = encode(Table([self._known[rank] for rank in range(mesh.world_size)]))
-                for link in list(mesh.links.values()):
-                    link.send_control(Kind.TABLE, table)
+            table = encode(Table([self._known[rank] for rank in range(mesh.world_size)]))
+            for link in list(mesh.links.values()):
+                link.send_control(Kind.TABLE, table)
+            self._check_done()
+
+    def _check_done(self) -> None:
+        everyone = self.mesh.world_size
+        if len(self._known) == everyone and len(self._connected) == everyone - 1:
             self.done = True
 
-    def _refused(self, refusal: Refused) -> None:
-        by = "rank 0 turned it away" if refusal.by_peer else "it turned rank 0 away"
-        self.error = AuthenticationError(
-            f"rank {self.mesh.rank}: rendezvous at {self.endpoint}: {by}: {refusal.reason}",
-            rank=self.mesh.rank,
-            peer=0,
-            op="rendezvous",
-        )
+    def _call(self, peer: int, endpoint: Endpoint, *, patient: bool) -> None:
+        """Call a peer; `patient`: it may not have started yet."""
+        mesh = self.mesh
+        addresses = resolve(endpoint)
+        if mesh.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
+            self._fail(
+                AuthenticationError,
+                peer,
+                f"rank {peer} at {endpoint} is on another host, and without a token only this host "
+                "is trusted; set PHALANX_TOKEN to the same secret on every rank",
+            )
+            return
+
+        def refused(refusal: Refused) -> None:
+            by = "turned it away" if refusal.by_peer else "was turned away"
+            kind = AuthenticationError if refusal.final else PeerLostError
+            reason = f"rank {peer} at {endpoint} {by}" if refusal.final else f"rank {peer} was lost"
+            self._fail(kind, peer, f"{reason}: {refusal.reason}")
+
+        self._dials[peer] = Dial(mesh, peer, addresses, refused, patient=patient)
+
+    def _fail(self, kind: type[DistributedError], peer: int, reason: str) -> None:
+        rank = self.mesh.rank
+        message = f"rank {rank}: rendezvous at {self.endpoint}: {reason}"
+        self.error = self.error or kind(message, rank=rank, peer=peer, op="rendezvous")
         self.done = True
 
     def _too_late(self, timeout: float) -> CollectiveTimeoutError:
         mesh = self.mesh
-        if mesh.rank == 0:
-            missing = [rank for rank in range(mesh.world_size) if rank not in self._known]
+        unknown = [rank for rank in range(mesh.world_size) if rank not in self._known]
+        unconnected = {*range(mesh.world_size)} - self._connected - {mesh.rank}
+        if mesh.rank == 0 and unknown:
+            missing = unknown
             what = f"{_ranks(missing)} of {mesh.world_size} did not come"
             if mesh.last_rejection:
                 what += f" (last turned away: {mesh.last_rejection})"
             peer = missing[0]
-        elif 0 in mesh.links:
+        elif 0 in unconnected:
+            what, peer = f"rank 0 cannot be reached: {self._dials[0].trouble}", 0
+        elif unknown:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
         else:
-            what, peer = f"rank 0 cannot be reached: {mesh.trouble_with(0)}", 0
+            what, peer = f"no connection with {_ranks(sorted(unconnected))}", min(unconnected)
         return CollectiveTimeoutError(
             f"rank {mesh.rank}: rendezvous at {self.endpoint}: {what}, within {timeout:g} s",
             rank=mesh.rank,
