@@ -52,6 +52,13 @@ INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=
 BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
 
 
+def check_timeout(timeout: float) -> float:
+    """The timeout as a float. Raises ValueError unless it is a positive number of seconds."""
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return float(timeout)
+
+
 class Backend(ABC):
     """One rank's view of one group of ranks, and the ways to move bytes between them.
 
@@ -70,11 +77,9 @@ class Backend(ABC):
     topology: tuple[int, ...]
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
         self.engine = engine
         self.group = group
-        self.timeout = float(timeout)
+        self.timeout = check_timeout(timeout)
         self.seconds_waiting = 0.0
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
@@ -268,15 +273,15 @@ class Backend(ABC):
         return operation
 
     def _timeout(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self.timeout
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        return float(timeout)
+        return self.timeout if timeout is None else check_timeout(timeout)
 
     def check_rank(self, rank: int, what: str = "rank") -> None:
         """Raise `InvalidRankError` unless `rank` is one of this group's."""
-        if not 0 <= index(rank) < self.world_size:
+        try:
+            exists = 0 <= index(rank) < self.world_size
+        except TypeError:
+            exists = False
+        if not exists:
             raise InvalidRankError(
                 f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
                 f"0 to {self.world_size - 1}",
@@ -312,8 +317,8 @@ class Backend(ABC):
             if not group.closed:
                 whole = group.ranks[group.rank]
                 reason = f"rank {group.name_of(group.rank)} was lost: it aborted"
-                self.engine.tell(group, Failure(PeerLostError, whole, whole, reason))
                 group.close()
+                self.engine.tell(group, Failure(PeerLostError, whole, whole, reason))
                 self.engine.run_ready()
 
     def __enter__(self) -> Self:

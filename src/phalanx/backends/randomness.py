@@ -7,6 +7,7 @@ then, and for NumPy only if it has been imported, since it costs some 20 microse
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any, NamedTuple
@@ -41,8 +42,10 @@ def restore(state: RandomState) -> None:
         numpy.random.set_state(state.numpy)
 
 
-def seeded(seed: int) -> RandomState:
-    """Fresh states from a seed, without touching the global ones."""
+def seeded(seed: int, rank: int) -> RandomState:
+    """Fresh states for a rank, without touching the global ones. Any whole number is a seed."""
+    digest = hashlib.sha256(f"rank {rank} of a run with seed {seed}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
     numpy = sys.modules.get("numpy")
     return RandomState(
         torch.Generator().manual_seed(seed).get_state(),
@@ -55,7 +58,7 @@ class RandomStates:
     """The random states of `size` ranks, seeded differently, of which one is in force."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self._states = [seeded(seed * 1_000_003 + rank) for rank in range(size)]
+        self._states = [seeded(seed, rank) for rank in range(size)]
         self._outside = current()
         self._owner: int | None = None
 

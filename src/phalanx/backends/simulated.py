@@ -10,7 +10,6 @@ operating system likes; the `Baton` lets one run at a time (see `phalanx.simulat
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,7 +19,6 @@ from typing_extensions import override
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
 from phalanx.backends.engine.engine import LONGEST_WAIT
-from phalanx.backends.engine.mailbox import Mailbox
 from phalanx.errors import InvalidWorldSizeError
 
 
@@ -80,7 +78,7 @@ class SimulatedEngine(Engine):
     """Delivers by copying, under the hub's lock."""
 
     def __init__(self, hub: Hub, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size, Mailbox(early_limit=math.inf), hub.lock)
+        super().__init__(rank, world_size, hub.lock)
         self.hub = hub
         self.ready = hub.ready  # whoever delivers last carries the operation on
         self.left = False

@@ -103,7 +103,8 @@ class Handshake:
                 break
             kind, content = message
             if kind == REFUSE:
-                reason = content.decode("utf-8", "replace")
+                words = content.decode("utf-8", "replace")
+                reason = "".join(c if c.isprintable() else "?" for c in words)  # it gets logged
                 raise Refused(reason, peer=self.peer, by_peer=True)
             reply += self._answer(kind, content)
         return reply

@@ -34,12 +34,11 @@ class Engine(ABC):
         self,
         rank: int,
         world_size: int,
-        mailbox: Mailbox | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.mailbox = mailbox if mailbox is not None else Mailbox()
+        self.mailbox = Mailbox()
         self.lock = lock if lock is not None else threading.RLock()
         self.groups: dict[int, Group] = {}
         self.ready: deque[Operation] = deque()  # operations whose round is complete
@@ -156,6 +155,8 @@ class Engine(ABC):
     def failure_came(self, group_id: int, failure: Failure) -> None:
         """Another member says that a group is broken. Lock held."""
         group = self.groups.get(group_id)
+        if self.mailbox.is_over(group_id):
+            return
         if group is None:
             self._early_failures.setdefault(group_id, failure)
         else:
@@ -177,7 +178,7 @@ class Engine(ABC):
         group = self.groups.get(group_id)
         if group is not None:
             group.member_left(peer)
-        else:
+        elif not self.mailbox.is_over(group_id):
             self._early_leavers.setdefault(group_id, set()).add(peer)
 
     def peer_left(self, peer: int) -> None:

@@ -67,6 +67,8 @@ class Group:
         """A new group of some of the members."""
         group = Group(self.engine, self._child_id(ranks), ranks)
         self._made.add(group)
+        if self.closed:
+            group.close()
         return group
 
     def next_sequence(self) -> int:

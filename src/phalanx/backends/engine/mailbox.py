@@ -24,15 +24,23 @@ BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the 
 
 
 class Arrival:
-    """A message that is arriving, and where its bytes go."""
+    """A message that is arriving, and where its bytes go.
+
+    wanted, not combined    straight into the receiver's memory
+    wanted, combined        into a block; when that is full, it is reduced into the memory
+    not wanted yet          into chunks, taken as the bytes come
+    not wanted any more     nowhere
+    """
 
     __slots__ = (
         "_block",
-        "_early",
+        "_chunk_left",
+        "_chunks",
         "_staged",
         "channel",
         "filled",
         "fingerprint",
+        "kept",
         "mailbox",
         "peer",
         "posted",
@@ -49,7 +57,9 @@ class Arrival:
         self.fingerprint = fingerprint
         self.filled = 0
         self.posted: PostedReceive | None = None
-        self._early: bytearray | None = None
+        self.kept = False  # nobody has asked for it yet
+        self._chunks: list[bytearray] = []
+        self._chunk_left = 0  # free bytes at the end of the last chunk
         self._block: memoryview | None = None  # where bytes wait to be combined,
         self._staged = 0  # and how many do
 
@@ -58,21 +68,28 @@ class Arrival:
     def space(self) -> memoryview:
         """Room for the bytes that come next."""
         posted = self.posted
-        if self._early is not None:
-            return memoryview(self._early)[self.filled :]
-        if posted is None:  # nobody wants it any more
-            return self.mailbox.waste[: self.total - self.filled]
+        left = self.total - self.filled
+        if self.kept or self._chunks:
+            if not self._chunk_left:
+                self._add_chunk(bytearray(min(left, BLOCK)))
+                self._chunk_left = len(self._chunks[-1])
+            chunk = self._chunks[-1]
+            return memoryview(chunk)[len(chunk) - self._chunk_left :]
+        if posted is None:
+            return self.mailbox.waste[:left]
         if posted.combine:
             if self._block is None:
                 self._block = self.mailbox.borrow_block()
-            return self._block[self._staged : self._staged + self.total - self.filled]
+            return self._block[self._staged : self._staged + left]
         return posted.view[self.filled :]
 
     def advance(self, count: int) -> None:
         """`count` more bytes are in `space()`."""
         self.filled += count
         posted = self.posted
-        if posted is not None and posted.combine and self._early is None:
+        if self.kept or self._chunks:
+            self._chunk_left -= count
+        elif posted is not None and posted.combine:
             assert self._block is not None
             self._staged += count
             if self._staged == BLOCK or self.filled == self.total:
@@ -84,53 +101,70 @@ class Arrival:
 
     # For the mailbox ----------------------------------------------------------------------
 
-    def keep(self) -> None:
-        """Nobody asked for it yet: keep it."""
-        self._early = bytearray(self.total)
+    def keep_whole(self, message: memoryview) -> None:
+        """Copy a message that is here, but for which nobody has asked."""
+        self._add_chunk(bytearray(message))
+        self.filled = self.total
 
     def hand_over(self, posted: PostedReceive) -> None:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
-        early = self._early
-        assert early is not None
-        if posted.combine:
-            if self.filled == self.total:
-                _combine(posted, posted.start, memoryview(early))
+        self.kept = False
+        if posted.combine and self.filled < self.total:
             return  # combined when it is whole
-        if self.filled:
-            posted.view[: self.filled] = memoryview(early)[: self.filled]
-        self._early = None
+        self._empty_chunks(posted)
 
     def whole(self) -> None:
         """The last byte is here."""
-        self._return_block()
         posted = self.posted
-        if posted is None:
-            return
-        if posted.combine and self._early is not None:
-            _combine(posted, posted.start, memoryview(self._early))
-        posted.complete()
+        if posted is not None:
+            self._empty_chunks(posted)
+            posted.complete()
+        self._return_block()
 
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""
         self.posted = None
-        self._early = None
+        self.kept = False
+        self._drop_chunks()
         self._return_block()
+
+    def take_back(self) -> None:
+        """The receive was given up, but the message is not lost: keep it for the next one."""
+        posted = self.posted
+        assert posted is not None
+        assert not posted.combine
+        self.posted = None
+        self.kept = True
+        if self.filled:
+            self._add_chunk(bytearray(posted.view[: self.filled]))
+
+    def _empty_chunks(self, posted: PostedReceive) -> None:
+        """Put what is in the chunks where it belongs."""
+        start = 0
+        for chunk in self._chunks:
+            part = memoryview(chunk)[: self.filled - start]
+            if posted.combine:
+                _combine(posted, posted.start + start, part)
+            else:
+                posted.view[start : start + len(part)] = part
+            start += len(part)
+        self._drop_chunks()
+
+    def _add_chunk(self, chunk: bytearray) -> None:
+        self._chunks.append(chunk)
+        self.mailbox.early_bytes[self.peer] += len(chunk)
+
+    def _drop_chunks(self) -> None:
+        self.mailbox.early_bytes[self.peer] -= sum(map(len, self._chunks))
+        self._chunks.clear()
+        self._chunk_left = 0
 
     def _return_block(self) -> None:
         self._staged = 0
         if self._block is not None:
             self.mailbox.return_block(self._block)
             self._block = None
-
-    def take_back(self) -> None:
-        """The receive was given up, but the message is not lost: keep it for the next one."""
-        posted = self.posted
-        assert posted is not None
-        if self._early is None:
-            self._early = bytearray(self.total)
-            self._early[: self.filled] = posted.view[: self.filled]
-        self.posted = None
 
 
 def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
@@ -146,15 +180,14 @@ def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
 class Mailbox:
     """The messages that came to one rank, and the receives that wait for messages."""
 
-    def __init__(self, early_limit: float = EARLY_LIMIT) -> None:
-        self._early_limit = early_limit
+    def __init__(self) -> None:
         self._over: set[int] = set()  # groups whose messages nobody will ask for
         self.waste = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
         self._early: defaultdict[tuple[Channel, int], deque[Arrival]] = defaultdict(deque)
         self._arriving: dict[PostedReceive, Arrival] = {}
-        self._early_bytes: defaultdict[int, int] = defaultdict(int)
+        self.early_bytes: defaultdict[int, int] = defaultdict(int)  # that are kept of each peer
 
     def expect(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive was posted. Raises if the message that is already here does not fit it."""
@@ -166,19 +199,21 @@ class Mailbox:
         arrival = early.popleft()
         if not early:
             del self._early[key]
-        self._early_bytes[posted.peer] -= arrival.total
         problem = _misfit(arrival, posted)
         if problem is not None:
             arrival.forget()
             raise problem
+        self._hand_over(arrival, posted)
+
+    def _hand_over(self, arrival: Arrival, posted: PostedReceive) -> None:
         arrival.hand_over(posted)
         if arrival.filled == arrival.total:
             posted.complete()
         else:
             self._arriving[posted] = arrival
 
-    def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival | None:
-        """A message begins to arrive: where it goes, or None while there is no room for it."""
+    def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival:
+        """A message begins to arrive: where it goes."""
         key = (channel, peer)
         waiting = self._posted.get(key)
         arrival = Arrival(self, channel, peer, total, fingerprint)
@@ -194,10 +229,7 @@ class Mailbox:
                 operation = posted.ticket.operation
                 operation.group.operation_failed(operation, problem)
         elif channel.group not in self._over:
-            if total and self._early_bytes[peer] + total > self._early_limit:
-                return None
-            self._early_bytes[peer] += total
-            arrival.keep()
+            arrival.kept = True
             self._early[key].append(arrival)
         if total == 0:
             self.arrived(arrival)
@@ -212,17 +244,29 @@ class Mailbox:
     def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
         """A whole message is here, in memory that may be read now but not later."""
         arrival = self.arriving(channel, peer, len(message), fingerprint)
-        assert arrival is not None, "in one process there is no limit to keep to"
         posted = arrival.posted
-        if posted is not None and posted.combine:
+        if not len(message):
+            return
+        if arrival.kept:
+            arrival.keep_whole(message)
+        elif posted is not None and posted.combine:
             _combine(posted, posted.start, message)
             arrival.filled = arrival.total
             self.arrived(arrival)
-            return
-        while arrival.filled < arrival.total:
-            room = arrival.space()
-            room[:] = message[arrival.filled : arrival.filled + len(room)]
-            arrival.advance(len(room))
+        elif posted is not None:
+            posted.view[:] = message
+            arrival.filled = arrival.total
+            self.arrived(arrival)
+
+    def has_room(self, arrival: Arrival | None, peer: int, count: int) -> bool:
+        """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
+        if arrival is not None and not arrival.kept:
+            return True
+        return self.early_bytes[peer] + count <= EARLY_LIMIT
+
+    def is_wanted(self, channel: Channel, peer: int) -> bool:
+        """Whether a receive waits for a message on this channel, or it would be dropped."""
+        return bool(self._posted.get((channel, peer))) or channel.group in self._over
 
     def borrow_block(self) -> memoryview:
         """A block to collect bytes in before they are combined."""
@@ -247,8 +291,11 @@ class Mailbox:
             arrival.forget()
         else:
             arrival.take_back()
-            self._early[key].appendleft(arrival)
-            self._early_bytes[posted.peer] += arrival.total
+            waiting = self._posted.get(key)
+            if waiting:  # in another thread
+                self._hand_over(arrival, waiting.popleft())
+            else:
+                self._early[key].appendleft(arrival)
 
     def cancelled(self, arrival: Arrival) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
@@ -259,15 +306,17 @@ class Mailbox:
             self._posted[key].appendleft(posted)
         elif arrival in self._early.get(key, ()):
             self._early[key].remove(arrival)
-            self._early_bytes[arrival.peer] -= arrival.total
         arrival.forget()
+
+    def is_over(self, group: int) -> bool:
+        """Whether a group is broken or closed."""
+        return group in self._over
 
     def forget_group(self, group: int) -> None:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
         for key in [key for key in self._early if key[0].group == group]:
             for arrival in self._early.pop(key):
-                self._early_bytes[key[1]] -= arrival.total
                 arrival.forget()
 
 

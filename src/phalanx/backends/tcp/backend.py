@@ -8,7 +8,7 @@ import socket
 import weakref
 from contextlib import suppress
 
-from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
+from phalanx.backends.base import DEFAULT_TIMEOUT, Backend, check_timeout
 from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
@@ -60,6 +60,7 @@ class TcpBackend(Backend):
             raise InvalidRankError(
                 f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
             )
+        check_timeout(timeout)
         endpoint = parse_address(master_addr)
         secret = token if token is not None else os.environ.get("PHALANX_TOKEN", "")
         engine = TcpEngine(

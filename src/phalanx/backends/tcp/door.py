@@ -88,8 +88,12 @@ class _Unproved:
 
     def _send(self, data: bytes) -> None:
         # A handshake is a few hundred bytes: an empty socket buffer takes them whole.
-        if data and self.sock.send(data) != len(data):
-            raise Refused("the connection does not take the handshake", final=False)
+        try:
+            if data and self.sock.send(data) != len(data):
+                raise Refused("the connection does not take the handshake", final=False)
+        except OSError as error:
+            log.debug("a connection broke during the handshake: %s", error)
+            raise Refused(HUNG_UP, final=False) from None
 
     def _farewell(self) -> None:
         if self.handshake.farewell:
@@ -204,7 +208,10 @@ class Dial(_Unproved):
         assert isinstance(handshake, DialerHandshake)
         self.trouble = "it accepts connections but does not answer"
         self.mesh.reactor.watch(self.sock, self._on_ready)
-        self._send(handshake.start())
+        try:
+            self._send(handshake.start())
+        except Refused as refusal:
+            self._try_again(0, refusal)
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         try:

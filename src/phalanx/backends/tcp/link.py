@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import socket
 import sys
 import termios
@@ -16,6 +17,8 @@ from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, 
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
+
+log = logging.getLogger("phalanx")
 
 READS_AT_A_TIME = 8  # then others have their turn
 
@@ -111,7 +114,12 @@ class Link:
         except BlockingIOError:
             self._watch(write=True)
         except OSError as error:
-            self.mesh.link_broke(self, f"writing failed: {error.strerror or error}")
+            # What the peer has sent before is still to be read; that ends the link.
+            log.debug("writing to rank %d failed: %s", self.peer, error)
+            self._outbox.clear()
+            self._control.clear()
+            self._pieces = []
+            self._watch(write=False)
         else:
             self._watch(write=False)
 
@@ -205,22 +213,27 @@ class Link:
 
     def message(self, header: Header) -> Arrival | None:
         """A frame of a message begins (from the decoder)."""
+        mailbox = self.mesh.engine.mailbox
         arrival = self._arrival
+        channel = header.channel
         if header.offset == 0:
             if arrival is not None and arrival.filled < arrival.total:
                 raise FrameError("a message begins inside another one")
-            self._arrival = arrival = self.mesh.engine.mailbox.arriving(
-                header.channel, self.peer, header.total, header.fingerprint
+            wanted = mailbox.is_wanted(channel, self.peer)
+            if not wanted and not mailbox.has_room(None, self.peer, header.length):
+                return None
+            self._arrival = arrival = mailbox.arriving(
+                channel, self.peer, header.total, header.fingerprint
             )
             return arrival
         if (
             arrival is None
-            or arrival.channel != header.channel
+            or arrival.channel != channel
             or arrival.filled != header.offset
             or arrival.total != header.total
         ):
             raise FrameError("a frame that continues no message")
-        return arrival
+        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
 
     def control(self, header: Header, payload: bytes) -> None:
         """A control frame came (from the decoder)."""

@@ -94,7 +94,7 @@ class Rendezvous:
             self._known.pop(link.peer, None)
             self._connected.discard(link.peer)
         else:
-            self._fail(PeerLostError, link.peer, f"rank {link.peer} was lost: {reason}")
+            self._lost(link.peer, reason)
 
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
@@ -141,18 +141,29 @@ class Rendezvous:
             self._fail(
                 AuthenticationError,
                 peer,
-                f"rank {peer} at {endpoint} is on another host, and without a token only this host "
+                f"rank {peer} at {endpoint} is another host, and without a token only this host "
                 "is trusted; set PHALANX_TOKEN to the same secret on every rank",
             )
             return
 
-        def refused(refusal: Refused) -> None:
-            by = "turned it away" if refusal.by_peer else "was turned away"
-            kind = AuthenticationError if refusal.final else PeerLostError
-            reason = f"rank {peer} at {endpoint} {by}" if refusal.final else f"rank {peer} was lost"
-            self._fail(kind, peer, f"{reason}: {refusal.reason}")
+        def failed(refusal: Refused) -> None:
+            if refusal.final:
+                by = "turned it away" if refusal.by_peer else "was turned away"
+                reason = f"rank {peer} at {endpoint} {by}: {refusal.reason}"
+                self._fail(AuthenticationError, peer, reason)
+            else:
+                self._lost(peer, refusal.reason)
 
-        self._dials[peer] = Dial(mesh, peer, addresses, refused, patient=patient)
+        self._dials[peer] = Dial(mesh, peer, addresses, failed, patient=patient)
+
+    def _lost(self, peer: int, reason: str) -> None:
+        """A peer was there and is gone: without rank 0 nothing forms, else the first call says."""
+        if len(self._known) < self.mesh.world_size:
+            self._fail(PeerLostError, peer, f"rank {peer} was lost: {reason}")
+        else:
+            self.mesh.engine.peer_lost(peer, f"rank {peer} was lost: {reason}")
+            self._connected.add(peer)
+            self._check_done()
 
     def _fail(self, kind: type[DistributedError], peer: int, reason: str) -> None:
         rank = self.mesh.rank
