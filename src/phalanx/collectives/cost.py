@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from phalanx.backends.base import Backend, LinkCost
+from phalanx.collectives.memo import remembered
 
 
 class Work(NamedTuple):
@@ -131,14 +132,12 @@ def seconds(work: Work, link: LinkCost) -> float:
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
     """The cheapest algorithm for a tensor of `count` bytes in this group."""
-    key = ("choice", collective, count)
-    choice = backend.plans.get(key)
-    if choice is None:
+
+    def estimate() -> Choice:
         estimates = {
             name: seconds(formula(backend.world_size, count), backend.link_cost)
             for name, formula in FORMULAS[collective].items()
         }
-        choice = Choice(min(estimates, key=estimates.__getitem__), estimates)
-        backend.plans[key] = choice
-    assert isinstance(choice, Choice)
-    return choice
+        return Choice(min(estimates, key=estimates.__getitem__), estimates)
+
+    return remembered(backend, (collective, count), estimate)

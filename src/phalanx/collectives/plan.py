@@ -21,12 +21,12 @@ import xxhash
 from phalanx.backends.base import Backend
 from phalanx.backends.engine.rounds import ReceiveBytes, Round, SendBytes
 from phalanx.collectives.chunks import chunk_ranges
+from phalanx.collectives.memo import remembered
 from phalanx.collectives.reduce_op import ReduceOp
 from phalanx.collectives.schedules import COLLECTIVES, Combine, Schedule, Send, rooted
 from phalanx.collectives.schedules.steps import Round as ChunkRound
 
 WORK, STAGE = 0, 1  # the buffers of an operation
-PLANS_KEPT = 1024
 
 
 class Fold(NamedTuple):
@@ -79,15 +79,8 @@ class Plan:
 
 
 def plan_for(backend: Backend, key: Key) -> Plan:
-    """The plan for this kind of call, from the backend's cache if it was made before."""
-    plan = backend.plans.get(key)
-    if plan is None:
-        plan = make_plan(key, backend.rank, backend.world_size)
-        if len(backend.plans) >= PLANS_KEPT:
-            del backend.plans[next(iter(backend.plans))]
-        backend.plans[key] = plan
-    assert isinstance(plan, Plan)
-    return plan
+    """The plan for this kind of call, made when it is needed first."""
+    return remembered(backend, key, lambda: make_plan(key, backend.rank, backend.world_size))
 
 
 def make_plan(key: Key, rank: int, size: int) -> Plan:

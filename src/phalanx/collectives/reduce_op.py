@@ -31,22 +31,17 @@ class ReduceOp(enum.Enum):
 
 
 class Reduction(NamedTuple):
-    """One row of the table: `combine(into, other)` works in place, `takes` says which dtypes."""
+    """One row of the table: `combine(into, other)` works in place, on these dtypes."""
 
     combine: Callable[[Tensor, Tensor], object]
-    takes: Callable[[torch.dtype], bool]
+    dtypes: frozenset[torch.dtype]
 
 
-def _numbers(dtype: torch.dtype) -> bool:
-    return dtype is not torch.bool
-
-
-def _ordered(dtype: torch.dtype) -> bool:
-    return not dtype.is_complex
-
-
-def _bits(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex
+_REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_TRUTH = frozenset({torch.bool})
+# Torch computes nothing with its other dtypes on a CPU (8-bit floats, larger unsigned integers).
 
 
 def _sum(into: Tensor, other: Tensor) -> object:
@@ -54,14 +49,14 @@ def _sum(into: Tensor, other: Tensor) -> object:
 
 
 REDUCTIONS = {
-    ReduceOp.SUM: Reduction(_sum, _numbers),
-    ReduceOp.MEAN: Reduction(_sum, _numbers),
-    ReduceOp.MIN: Reduction(lambda a, b: torch.minimum(a, b, out=a), _ordered),
-    ReduceOp.MAX: Reduction(lambda a, b: torch.maximum(a, b, out=a), _ordered),
-    ReduceOp.PRODUCT: Reduction(lambda a, b: torch.mul(a, b, out=a), _numbers),
-    ReduceOp.BAND: Reduction(lambda a, b: torch.bitwise_and(a, b, out=a), _bits),
-    ReduceOp.BOR: Reduction(lambda a, b: torch.bitwise_or(a, b, out=a), _bits),
-    ReduceOp.BXOR: Reduction(lambda a, b: torch.bitwise_xor(a, b, out=a), _bits),
+    ReduceOp.SUM: Reduction(_sum, _REAL | _WHOLE | _COMPLEX),
+    ReduceOp.MEAN: Reduction(_sum, _REAL | _WHOLE | _COMPLEX),
+    ReduceOp.MIN: Reduction(lambda a, b: torch.minimum(a, b, out=a), _REAL | _WHOLE | _TRUTH),
+    ReduceOp.MAX: Reduction(lambda a, b: torch.maximum(a, b, out=a), _REAL | _WHOLE | _TRUTH),
+    ReduceOp.PRODUCT: Reduction(lambda a, b: torch.mul(a, b, out=a), _REAL | _WHOLE | _COMPLEX),
+    ReduceOp.BAND: Reduction(lambda a, b: torch.bitwise_and(a, b, out=a), _WHOLE | _TRUTH),
+    ReduceOp.BOR: Reduction(lambda a, b: torch.bitwise_or(a, b, out=a), _WHOLE | _TRUTH),
+    ReduceOp.BXOR: Reduction(lambda a, b: torch.bitwise_xor(a, b, out=a), _WHOLE | _TRUTH),
 }
 
 
@@ -71,7 +66,7 @@ def reduction_for(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     if reduction is None:
         names = ", ".join(f"ReduceOp.{member.name}" for member in ReduceOp)
         raise TypeError(f"op must be one of {names}, not {op!r}")
-    if not reduction.takes(dtype):
+    if dtype not in reduction.dtypes:
         raise UnsupportedOperationError(
             f"{op} has no meaning for {dtype}; convert the tensor first", op=op.value
         )

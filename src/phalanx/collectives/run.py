@@ -20,7 +20,7 @@ from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Finish, Fold, Key, Plan, plan_for
 from phalanx.collectives.reduce_op import ReduceOp, divide_, reduction_for
 from phalanx.collectives.schedules import COLLECTIVES
-from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
 
 
 class Prepared(NamedTuple):
@@ -139,6 +139,7 @@ def empty(
 def in_place(tensor: Tensor) -> Prepared:
     """Work on `tensor` itself, or on a contiguous copy that is copied back."""
     check_on_cpu(tensor)
+    check_distinct(tensor)
     work = tensor.detach().contiguous()
     return Prepared(work, lambda: finish_into(tensor, work))
 
@@ -152,12 +153,24 @@ def finish_into(into: Tensor, work: Tensor) -> Tensor:
     return into
 
 
+def check_distinct(tensor: Tensor) -> None:
+    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise MisuseError(
+            f"a tensor of shape {list(tensor.shape)} has several elements in one place (strides "
+            f"{list(tensor.stride())}), which cannot hold several results; use .contiguous()"
+        )
+
+
 def check_into(
     into: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, op: str
 ) -> None:
     """Raise `SizeMismatchError` unless `into` can hold the result."""
     if into is None:
         return
+    check_distinct(into)
     if tuple(into.shape) != shape or into.dtype != dtype:
         raise SizeMismatchError(
             f"rank {backend.rank}: {op}: into= is {into.dtype} {list(into.shape)}, the result is "
