@@ -23,6 +23,7 @@ from phalanx.backends.engine.operation import Operation
 from phalanx.backends.engine.rounds import Round
 from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
 from phalanx.errors import PeerLostError
+from phalanx.wire.frame import Channel, Kind
 
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 
@@ -38,7 +39,7 @@ class Engine(ABC):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(self._came_too_late)
         self.lock = lock if lock is not None else threading.RLock()
         self.groups: dict[int, Group] = {}
         self.ready: deque[Operation] = deque()  # operations whose round is complete
@@ -190,6 +191,14 @@ class Engine(ABC):
     def has_left(self, peer: int) -> bool:
         """Whether a peer has closed in good order."""
         return False
+
+    def _came_too_late(self, channel: Channel, peer: int) -> bool:
+        """Whether a message is for a collective that is over on this rank: a disagreement."""
+        group = self.groups.get(channel.group)
+        if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
+            return False
+        group.was_sent_too_much(channel.number, peer)
+        return True
 
     def _check_reachable(self, operation: Operation, peer: int) -> None:
         group = operation.group

@@ -48,6 +48,7 @@ class Group:
         self.closed = False
         self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
+        self.finished = 0  # collectives of this group that are over on this rank
         self._sequence = 0
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
@@ -109,6 +110,11 @@ class Group:
         if operation.is_collective:
             was_head = self._queue[0] is operation
             self._queue.remove(operation)
+            if operation.error is None:
+                self.finished = operation.sequence + 1
+                sender = self.engine.mailbox.unasked(operation.channel)
+                if sender is not None:
+                    self.was_sent_too_much(operation.sequence, sender)
             if was_head and self._queue:
                 self.engine.ready.append(self._queue[0])
         else:
@@ -146,6 +152,20 @@ class Group:
         if left <= 0 and not operation.done:
             self.operation_failed(first, first.timed_out())
         return left
+
+    def was_sent_too_much(self, number: int, peer: int) -> None:
+        """A member sent something for a collective in which nothing was expected from it."""
+        name = self.name_of(self.to_local[peer])
+        self.fail(
+            Failure(
+                DesyncError,
+                peer,
+                self.engine.rank,
+                f"rank {name} sent something in collective #{number}{self.suffix} that rank "
+                f"{self.rank} did not expect: the two called different things, or with other "
+                "arguments",
+            )
+        )
 
     def abandon(self, operation: Operation, reason: str) -> None:
         """The caller was interrupted while it waited."""
@@ -232,7 +252,8 @@ class Group:
             peer = self.to_local.get(failure.reporter) if peer == self.rank else peer
             reporter = self.to_local.get(failure.reporter)
             name = self.name_of(reporter) if reporter is not None else str(failure.reporter)
-            reason = f"met {failure.signature} from rank {name}"
+            if failure.signature:
+                reason = f"met {failure.signature} from rank {name}"
         elif failure.reporter not in (self.engine.rank, failure.culprit):
             reason = f"{reason} (as rank {failure.reporter} of the job found)"
         broken = "the group is broken: " if later else ""

@@ -14,6 +14,7 @@ so that ranks may send before the others receive.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from phalanx.backends.engine.ticket import PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
@@ -180,7 +181,8 @@ def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
 class Mailbox:
     """The messages that came to one rank, and the receives that wait for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_stale: Callable[[Channel, int], bool]) -> None:
+        self._is_stale = is_stale  # whether a message of this peer comes too late to be asked for
         self._over: set[int] = set()  # groups whose messages nobody will ask for
         self.waste = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
@@ -228,7 +230,7 @@ class Mailbox:
             else:
                 operation = posted.ticket.operation
                 operation.group.operation_failed(operation, problem)
-        elif channel.group not in self._over:
+        elif channel.group not in self._over and not self._is_stale(channel, peer):
             arrival.kept = True
             self._early[key].append(arrival)
         if total == 0:
@@ -267,6 +269,10 @@ class Mailbox:
     def is_wanted(self, channel: Channel, peer: int) -> bool:
         """Whether a receive waits for a message on this channel, or it would be dropped."""
         return bool(self._posted.get((channel, peer))) or channel.group in self._over
+
+    def unasked(self, channel: Channel) -> int | None:
+        """Who has sent a message on this channel that nobody has asked for, if anyone."""
+        return next((peer for known, peer in self._early if known == channel), None)
 
     def borrow_block(self) -> memoryview:
         """A block to collect bytes in before they are combined."""

@@ -1,0 +1,168 @@
+"""Ranks that do different things are told so: no hang, no wrong number, whatever connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from clusters import Cluster
+
+import phalanx
+from phalanx import Backend, CollectiveTimeoutError, DesyncError, DistributedError, ReduceOp
+
+Call = Callable[[Backend], object]
+ONES = torch.ones(8)
+PROMPT = 2.0  # seconds after which a rank that was not told gives up, with an error that shows it
+
+
+def ring(values: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:
+    return lambda backend: phalanx.all_reduce(values, backend, op, algorithm="ring")
+
+
+# What the odd one does, and what all the others do.
+DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
+    "another op": (lambda b: phalanx.all_gather(ONES, b, algorithm="ring"), ring(ONES)),
+    "a barrier": (lambda b: b.barrier(), ring(ONES)),
+    "another shape": (ring(torch.ones(6)), ring(ONES)),
+    "the same bytes in another shape": (ring(torch.ones(2, 4)), ring(ONES)),
+    "another dtype of the same size": (ring(ONES.to(torch.int32)), ring(ONES)),
+    "another reduction": (ring(ONES, ReduceOp.MAX), ring(ONES)),
+    "one call too many": (lambda b: (ring(ONES)(b), ring(ONES)(b)), ring(ONES)),
+}
+
+# Here some ranks have all that they need without a word from the odd one, or it from them.
+ONE_SIDED: dict[str, tuple[Call, Call]] = {
+    "another root": (
+        lambda b: phalanx.broadcast(ONES + b.rank, b, root=1 % b.world_size),
+        lambda b: phalanx.broadcast(ONES + b.rank, b, root=0),
+    ),
+    "another algorithm": (
+        lambda b: phalanx.all_reduce(ONES, b, algorithm="tree"),
+        lambda b: phalanx.all_reduce(ONES, b, algorithm="star"),
+    ),
+    "nothing at all": (ring(torch.ones(0)), ring(ONES)),
+    "fewer elements than ranks": (ring(torch.ones(1)), ring(torch.ones(3))),
+    "another order": (
+        lambda b: (phalanx.broadcast(ONES, b), phalanx.all_reduce(ONES, b)),
+        lambda b: (phalanx.all_reduce(ONES, b), phalanx.broadcast(ONES, b)),
+    ),
+}
+
+
+def errors_when_one_disagrees(
+    cluster: Cluster, odd_call: Call, usual_call: Call, size: int
+) -> Iterator[tuple[int, list[DistributedError]]]:
+    """With each rank in turn as the odd one: its number, and the errors of all ranks."""
+
+    def disagree(backend: Backend) -> list[DistributedError]:
+        errors: list[DistributedError] = []
+        for odd in range(size):
+            group = backend.subgroup(range(size))
+            try:
+                (odd_call if group.rank == odd else usual_call)(group)
+                group.barrier()  # who does not wait learns at its next call
+            except DistributedError as error:
+                errors.append(error)
+            else:
+                pytest.fail(f"rank {group.rank} noticed nothing when rank {odd} was the odd one")
+            backend.barrier()
+        return errors
+
+    for odd, errors in enumerate(zip(*cluster.run(disagree, size, timeout=PROMPT), strict=True)):
+        for error in errors:
+            assert not isinstance(error, CollectiveTimeoutError), error
+            if isinstance(error, DesyncError):
+                assert isinstance(error, RuntimeError)
+                assert error.peer not in (None, error.rank), error
+        yield odd, list(errors)
+
+
+@pytest.mark.parametrize("disagreement", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_whoever_is_the_odd_one_out_is_named_and_every_rank_learns_it(
+    cluster: Cluster, disagreement: tuple[Call, Call], size: int
+) -> None:
+    for odd, errors in errors_when_one_disagrees(cluster, *disagreement, size):
+        desyncs = [error for error in errors if isinstance(error, DesyncError)]
+        assert any(odd in (error.rank, error.peer) for error in desyncs), errors
+
+
+@pytest.mark.parametrize("disagreement", ONE_SIDED.values(), ids=ONE_SIDED.keys())
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_need_nothing_of_the_odd_one_learn_it_too(
+    cluster: Cluster, disagreement: tuple[Call, Call], size: int
+) -> None:
+    for _, errors in errors_when_one_disagrees(cluster, *disagreement, size):
+        assert any(isinstance(error, DesyncError) for error in errors), errors
+
+
+def test_the_error_says_what_both_were_doing(cluster: Cluster) -> None:
+    def disagree(backend: Backend) -> str:
+        with pytest.raises(DesyncError) as info:
+            ring(torch.ones(6 + 2 * backend.rank))(backend)
+        return str(info.value)
+
+    texts = cluster.run(disagree, 2, timeout=PROMPT)
+    assert any("float32 [6]" in text and "float32 [8]" in text for text in texts), texts
+
+
+def test_a_desync_breaks_the_group_for_good(cluster: Cluster) -> None:
+    def disagree(backend: Backend) -> None:
+        call = phalanx.all_reduce if backend.rank else phalanx.all_gather
+        with pytest.raises(DesyncError):
+            call(ONES, backend)
+        for _ in range(2):
+            with pytest.raises(DesyncError, match="the group is broken"):
+                backend.barrier()
+
+    cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_a_desync_in_a_subgroup_leaves_the_parent_usable(cluster: Cluster) -> None:
+    def disagree(backend: Backend) -> float:
+        if backend.rank < 2:
+            group = backend.subgroup([0, 1])
+            with pytest.raises(DesyncError, match=r"group of ranks \["):
+                phalanx.all_reduce(torch.ones(3 + backend.rank), group)
+        return phalanx.all_reduce(torch.ones(1), backend).item()
+
+    assert cluster.run(disagree, 3, timeout=PROMPT) == [3.0] * 3
+
+
+def test_a_rank_that_did_not_wait_learns_at_its_next_call(cluster: Cluster) -> None:
+    """A root has sent, and gone on, before anybody finds that it was the only broadcast."""
+
+    def disagree(backend: Backend) -> str:
+        if backend.rank == 0:
+            phalanx.broadcast(ONES, backend, algorithm="star")
+            backend.send(b"go", 1)
+            with pytest.raises(DesyncError) as info:
+                backend.barrier()
+            return str(info.value)
+        backend.recv(bytearray(2), 0)
+        with pytest.raises(DesyncError) as info:
+            phalanx.all_reduce(ONES, backend, algorithm="star")
+        return str(info.value)
+
+    texts = cluster.run(disagree, 2, timeout=PROMPT)
+    assert "broadcast #0" in texts[1] or "all_reduce #0" in texts[0]
+
+
+def test_blocking_and_async_calls_of_one_collective_agree(cluster: Cluster) -> None:
+    def agree(backend: Backend) -> list[float]:
+        if backend.rank == 0:
+            return phalanx.all_reduce(ONES, backend).tolist()
+        if backend.rank == 1:
+            return phalanx.async_all_reduce(ONES, backend).wait().tolist()
+        return phalanx.all_reduce_(ONES.clone(), backend).tolist()
+
+    assert cluster.run(agree, 3) == [[3.0] * 8] * 3
+
+
+def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster) -> None:
+    def disagree(backend: Backend) -> None:
+        with pytest.raises(DesyncError):
+            phalanx.all_reduce(torch.ones([1] * backend.rank), backend)
+
+    cluster.run(disagree, 2, timeout=PROMPT)

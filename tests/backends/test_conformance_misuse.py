@@ -1,0 +1,200 @@
+"""Calls that cannot be right are refused before anything is sent, on every kind of backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from clusters import Cluster
+
+import phalanx
+from phalanx import (
+    Backend,
+    InvalidRankError,
+    SelfSendError,
+    SimulatedBackend,
+    UnsupportedOperationError,
+)
+
+Call = Callable[[Backend, int], object]  # (backend, peer)
+
+CALLS: dict[str, Call] = {
+    "send": lambda backend, peer: backend.send(b"x", peer),
+    "recv": lambda backend, peer: backend.recv(bytearray(1), peer),
+    "sendrecv to": lambda backend, peer: backend.sendrecv(b"x", peer, bytearray(1), 1),
+    "sendrecv from": lambda backend, peer: backend.sendrecv(b"x", 1, bytearray(1), peer),
+}
+
+WAITING: dict[str, Callable[[Backend, float], object]] = {
+    "send": lambda backend, seconds: backend.send(b"x", 1, timeout=seconds),
+    "recv": lambda backend, seconds: backend.recv(bytearray(1), 1, timeout=seconds),
+    "sendrecv": lambda backend, s: backend.sendrecv(b"x", 1, bytearray(1), 1, timeout=s),
+    "barrier": lambda backend, seconds: backend.barrier(timeout=seconds),
+    "all_reduce": lambda b, s: phalanx.all_reduce(torch.ones(2), b, timeout=s),
+    "all_gather": lambda b, s: phalanx.all_gather(torch.ones(2), b, timeout=s),
+    "broadcast": lambda b, s: phalanx.broadcast(torch.ones(2), b, timeout=s),
+    "reduce_scatter": lambda b, s: phalanx.reduce_scatter(torch.ones(2), b, timeout=s),
+    "async_all_reduce": lambda b, s: phalanx.async_all_reduce(torch.ones(2), b, timeout=s),
+    "async_barrier": lambda b, s: phalanx.async_barrier(b, timeout=s),
+}
+
+
+def still_in_step(backend: Backend) -> None:
+    """What every one of these tests ends with: the refused call has left no trace."""
+    total = phalanx.all_reduce(torch.tensor([backend.rank + 1]), backend)
+    assert total.tolist() == [sum(range(backend.world_size + 1))]
+    other = backend.rank ^ 1
+    if other < backend.world_size:
+        into = bytearray(1)
+        backend.sendrecv(b"y", other, into, other)
+        assert into == b"y"
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_message_to_oneself_is_refused(cluster: Cluster, call: Call) -> None:
+    def talk_to_oneself(backend: Backend) -> None:
+        if backend.rank == 0:
+            with pytest.raises(SelfSendError, match="rank 0: a message to or from itself") as info:
+                call(backend, 0)
+            assert (info.value.rank, info.value.peer) == (0, 0)
+            assert isinstance(info.value, ValueError)
+        still_in_step(backend)
+
+    cluster.run(talk_to_oneself, 2)
+
+
+@pytest.mark.parametrize("peer", [2, -1, 10**6])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_peer_that_does_not_exist_is_refused(cluster: Cluster, call: Call, peer: int) -> None:
+    def call_nobody(backend: Backend) -> None:
+        if backend.rank == 0:
+            with pytest.raises(InvalidRankError, match=f"{peer} is not one of the 2 ranks") as info:
+                call(backend, peer)
+            assert (info.value.rank, info.value.peer) == (0, peer)
+            assert isinstance(info.value, ValueError)
+        still_in_step(backend)
+
+    cluster.run(call_nobody, 2)
+
+
+@pytest.mark.parametrize("peer", [None, "1", 1.0])
+def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
+    def call(backend: Backend) -> None:
+        for each in CALLS.values() if backend.rank == 0 else ():
+            with pytest.raises(InvalidRankError):
+                each(backend, peer)  # type: ignore[arg-type]
+        still_in_step(backend)
+
+    cluster.run(call, 2)
+
+
+@pytest.mark.parametrize("call", WAITING.values(), ids=WAITING.keys())
+def test_a_timeout_must_be_positive_and_a_refused_one_leaves_the_group_in_step(
+    cluster: Cluster, call: Callable[[Backend, float], object]
+) -> None:
+    def refuse(backend: Backend) -> None:
+        if backend.rank == 0:
+            for seconds in (0, -1, -0.5, math.nan, -math.inf):
+                with pytest.raises(ValueError, match="timeout must be a positive number"):
+                    call(backend, seconds)
+        still_in_step(backend)
+
+    cluster.run(refuse, 2, timeout=3)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan])
+def test_a_backend_without_a_positive_timeout_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be a positive number"):
+        SimulatedBackend.create_group(2, timeout=seconds)
+
+
+@pytest.mark.parametrize("tag", [-1, 2**31, 2**70])
+def test_a_tag_out_of_range_is_refused(cluster: Cluster, tag: int) -> None:
+    def refuse(backend: Backend) -> None:
+        other = 1 - backend.rank
+        with pytest.raises(ValueError, match="tag must be between 0 and 2147483647"):
+            backend.send(b"x", other, tag=tag)
+        with pytest.raises(ValueError, match="tag must be between 0 and 2147483647"):
+            backend.recv(bytearray(1), other, tag=tag)
+        still_in_step(backend)
+
+    cluster.run(refuse, 2)
+
+
+def test_receiving_into_read_only_memory_is_refused_and_the_message_stays(cluster: Cluster) -> None:
+    frozen = np.zeros(3, dtype=np.uint8)
+    frozen.setflags(write=False)
+
+    def exchange(backend: Backend) -> bytes:
+        if backend.rank == 0:
+            backend.send(b"abc", 1)
+            return b""
+        for target in (b"xyz", memoryview(b"xyz"), frozen):
+            with pytest.raises(TypeError, match="read-only"):
+                backend.recv(target, 0)
+        into = bytearray(3)
+        backend.recv(into, 0)
+        return bytes(into)
+
+    assert cluster.run(exchange, 2)[1] == b"abc"
+
+
+def test_what_is_no_tensor_and_no_buffer_is_a_type_error(cluster: Cluster) -> None:
+    def exchange(backend: Backend) -> None:
+        other = 1 - backend.rank
+        for thing in ("text", 5, None, [1, 2]):
+            with pytest.raises(TypeError):
+                backend.send(thing, other)  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                backend.recv(thing, other)  # type: ignore[arg-type]
+        still_in_step(backend)
+
+    cluster.run(exchange, 2)
+
+
+def test_a_tensor_on_another_device_is_refused(cluster: Cluster) -> None:
+    def exchange(backend: Backend) -> None:
+        other = 1 - backend.rank
+        elsewhere = torch.empty(3, device="meta")
+        for call in (
+            lambda: backend.send(elsewhere, other),
+            lambda: backend.recv(elsewhere, other),
+            lambda: phalanx.all_reduce(elsewhere, backend),
+            lambda: phalanx.all_reduce_(elsewhere, backend),
+            lambda: phalanx.broadcast_(elsewhere, backend),
+        ):
+            with pytest.raises(UnsupportedOperationError, match="meta"):
+                call()
+        still_in_step(backend)
+
+    cluster.run(exchange, 2)
+
+
+def test_a_message_of_another_size_is_refused_by_name_and_the_next_one_is_fine(
+    cluster: Cluster,
+) -> None:
+    def exchange(backend: Backend) -> None:
+        if backend.rank == 0:
+            for size in (12, 0, 3 << 20, 8):
+                backend.send(bytes(size), 1, tag=5)
+            backend.recv(bytearray(1), 1)
+            for size in (12, 0, 3 << 20, 8):
+                backend.send(bytes(size), 1, tag=5)
+            return
+        for time in ("the messages are here first", "the receives are posted first"):
+            for number, size in enumerate((12, 0, 3 << 20)):
+                with pytest.raises(phalanx.SizeMismatchError) as info:
+                    backend.recv(bytearray(8), 0, tag=5)
+                error = info.value
+                assert "expected 8 bytes" in str(error), time
+                assert f"sent {size} bytes" in str(error), time
+                assert (error.rank, error.peer, error.op) == (1, 0, "recv"), time
+                assert error.sequence == number + (time != "the messages are here first") * 4
+            backend.recv(bytearray(8), 0, tag=5)
+            if time == "the messages are here first":
+                backend.send(b"!", 0)
+
+    cluster.run(exchange, 2)

@@ -1,0 +1,211 @@
+"""TCP: how ranks meet, and what they are told if they do not."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from clusters import TOKEN, loopback_listener
+
+import phalanx
+from phalanx import (
+    AuthenticationError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    TcpBackend,
+)
+
+PATIENT = 20.0
+Start = Callable[..., "Future[TcpBackend]"]
+
+
+@pytest.fixture(autouse=True)
+def _no_token_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_TOKEN", raising=False)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(rank, size, address, ...)`: makes a backend in a thread; all are closed afterwards."""
+    made: list[Future[TcpBackend]] = []
+
+    def start_one(rank: int, size: int, address: str, **options: object) -> Future[TcpBackend]:
+        options = {"token": TOKEN, "timeout": PATIENT, **options}
+        made.append(pool.submit(TcpBackend, rank, size, address, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    with ThreadPoolExecutor(8) as pool:
+        yield start_one
+        backends = [f.result() for f in made if f.exception() is None]
+        for closing in [pool.submit(backend.close) for backend in backends]:
+            closing.result()
+
+
+def place() -> tuple[socket.socket, str]:
+    """A listener for rank 0, and its address."""
+    listener = loopback_listener()
+    return listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def works(*futures: Future[TcpBackend]) -> None:
+    """The group that came to be is one in which every rank can talk to every other."""
+    backends = [future.result() for future in futures]
+    with ThreadPoolExecutor(len(backends)) as pool:
+        call = lambda b: phalanx.all_reduce(torch.ones(1), b, algorithm="direct").item()  # noqa: E731
+        assert list(pool.map(call, backends)) == [len(backends)] * len(backends)
+
+
+def test_ranks_may_come_in_any_order_long_before_rank_0(start: Start) -> None:
+    with socket.socket() as reserved:  # bound, but not listening: callers are refused
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 cannot be reached") as info:
+            start(2, 3, address, timeout=0.2).result()
+        assert (info.value.rank, info.value.peer, info.value.seconds) == (2, 0, 0.2)
+        assert "refused" in str(info.value)
+        early = [start(rank, 3, address) for rank in (2, 1)]
+        reserved.listen()
+        reserved.setblocking(False)
+        works(start(0, 3, address, listener=reserved.dup()), *early)
+
+
+def test_a_listener_may_be_an_ordinary_blocking_socket(start: Start) -> None:
+    """ "A socket that listens there already" is what `socket.create_server` gives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    zero = start(0, 2, address, listener=listener, timeout=3)
+    one = start(1, 2, address, timeout=3)
+    try:
+        works(zero, one)
+    finally:
+        if not zero.done():  # it is in accept(): let it go
+            socket.create_connection(listener.getsockname()).close()
+            listener.setblocking(False)
+
+
+def test_rank_0_may_be_given_just_an_address(start: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    works(start(1, 2, address), start(0, 2, address))
+
+
+def test_ranks_meet_over_ipv6(start: Start) -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    listener.setblocking(False)
+    address = f"[::1]:{listener.getsockname()[1]}"
+    ranks = [
+        start(rank, 3, address, listener=listener if rank == 0 else None) for rank in (2, 0, 1)
+    ]
+    works(*ranks)
+
+
+def test_names_are_addresses_too(start: Start) -> None:
+    listener, address = place()
+    name = address.replace("127.0.0.1", "localhost")
+    works(start(1, 2, name), start(0, 2, address, listener=listener))
+
+
+def test_the_ranks_that_did_not_come_are_named(start: Start) -> None:
+    listener, address = place()
+    zero = start(0, 4, address, listener=listener, timeout=0.5)
+    two = start(2, 4, address, timeout=0.5)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks 1, 3 of 4 did not come") as info:
+        zero.result()
+    assert (info.value.rank, info.value.peer, info.value.seconds) == (0, 1, 0.5)
+    with pytest.raises(
+        DistributedError, match=r"rank 2: .*127\.0\.0\.1.*rendezvous|rank 2: rendezvous at 127"
+    ) as info:
+        two.result()
+    assert info.value.peer == 0
+
+
+def test_a_port_in_use_says_so() -> None:
+    listener, address = place()
+    with listener, pytest.raises(BackendUnavailableError, match="port is in use") as info:
+        TcpBackend(0, 2, address, token=TOKEN, timeout=1)
+    assert address in str(info.value)
+    assert "MASTER_PORT" in str(info.value)
+
+
+def test_an_address_of_another_host_says_so() -> None:
+    with pytest.raises(BackendUnavailableError, match="one of the host on which rank 0 runs"):
+        TcpBackend(0, 2, "192.0.2.1:29500", token=TOKEN, timeout=1)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "localhost",
+        ":29500",
+        "localhost:",
+        "localhost:0",
+        "localhost:65536",
+        "localhost:-1",
+        "localhost:http",
+        "::1:29500",
+        "[::1]",
+        "[]:29500",
+        "http://localhost:29500",
+        "localhost:\uff12\uff19\uff15\uff10\uff10",
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_address_says_what_one_looks_like(address: str, rank: int) -> None:
+    with pytest.raises(ValueError, match="is not an address"):
+        TcpBackend(rank, 2, address, token=TOKEN, timeout=1)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_of_nobody_is_refused(size: int) -> None:
+    with pytest.raises(InvalidWorldSizeError, match="at least one rank"):
+        TcpBackend(0, size, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 99])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(InvalidRankError, match="not one of the 2 ranks 0 to 1"):
+        TcpBackend(rank, 2, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be a positive number"):
+        TcpBackend(0, 2, "127.0.0.1:1", timeout=timeout)
+    gc.collect()  # a socket that was left open would be an error here
+
+
+def test_a_world_of_one_touches_no_network() -> None:
+    """Nobody could listen at, or reach, this address."""
+    with TcpBackend(0, 1, "192.0.2.1:1", timeout=5) as backend:
+        backend.barrier()
+        assert phalanx.all_reduce(torch.ones(2), backend).tolist() == [1, 1]
+        assert phalanx.async_all_gather(torch.ones(2), backend).wait().tolist() == [1, 1]
+        assert backend.topology == (0,)
+
+
+def test_without_a_token_only_this_host_is_trusted(start: Start) -> None:
+    with pytest.raises(AuthenticationError, match=r"is another host.*set PHALANX_TOKEN") as info:
+        TcpBackend(1, 2, "192.0.2.1:29500", timeout=5)
+    assert isinstance(info.value, PermissionError)
+    listener, address = place()
+    works(start(0, 2, address, token=None, listener=listener), start(1, 2, address, token=None))
+
+
+def test_the_token_of_the_environment_is_the_default(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
+    listener, address = place()
+    works(start(0, 2, address, token=None, listener=listener), start(1, 2, address, token=TOKEN))

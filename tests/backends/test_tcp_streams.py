@@ -1,0 +1,215 @@
+"""TCP: what a connection may do to messages, with a peer that the test plays byte by byte."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from raw_peer import WORLD, message, rank_0_and_a_raw_peer
+
+import phalanx
+from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
+from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
+from phalanx.wire.messages import FailureNotice
+
+LONG = bytes(range(256)) * 1000
+
+
+@pytest.mark.parametrize("cut", [1, HEADER_SIZE - 1, HEADER_SIZE, HEADER_SIZE + 1, 70_000, -1])
+def test_half_a_message_is_not_lost_and_not_taken_for_the_next_one(cut: int) -> None:
+    """The receive times out in the middle; the next one gets the whole message."""
+    stream = message(LONG)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        into = bytearray(len(LONG))
+        peer.sock.sendall(stream[:cut])
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(into, 1, timeout=0.1)
+        peer.sock.sendall(stream[cut:] + message(b"next"))
+        other = bytearray(len(LONG))
+        backend.recv(other, 1)
+        assert other == LONG
+        small = bytearray(4)
+        backend.recv(small, 1)
+        assert small == b"next"
+
+
+def test_a_message_of_which_half_came_early_goes_where_the_receive_says() -> None:
+    stream = message(LONG, tag=1)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(message(b"x") + stream[:100_000])
+        backend.recv(bytearray(1), 1)
+        into = torch.zeros(len(LONG), dtype=torch.uint8)
+        with pytest.raises(CollectiveTimeoutError):
+            backend.recv(into, 1, tag=1, timeout=0.05)
+        peer.sock.sendall(stream[100_000:])
+        backend.recv(into, 1, tag=1)
+        assert bytes(into.tolist()) == LONG
+
+
+def test_half_a_message_of_another_size_is_refused_and_its_rest_is_dropped() -> None:
+    stream = message(LONG)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(stream[:1000])
+        with pytest.raises(SizeMismatchError, match=f"expected 4 bytes.*sent {len(LONG)} bytes"):
+            backend.recv(bytearray(4), 1)
+        peer.sock.sendall(stream[1000:] + message(b"next"))
+        into = bytearray(4)
+        backend.recv(into, 1)
+        assert into == b"next"
+
+
+def test_a_message_that_its_sender_gave_up_is_not_read_as_a_part_of_the_next_one() -> None:
+    size = MAX_PAYLOAD + 10
+    channel = Channel(WORLD, Kind.POINT_TO_POINT, 0)
+    begun = pack_header(channel, length=MAX_PAYLOAD, total=size) + bytes(MAX_PAYLOAD)
+    cancel = pack_header(Channel(WORLD, Kind.CANCEL, 0))
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        whole = b"\7" * size
+        sender = threading.Thread(target=peer.sock.sendall, args=(begun + cancel + message(whole),))
+        sender.start()
+        into = bytearray(size)
+        backend.recv(into, 1)
+        sender.join()
+        assert into == whole
+
+
+def test_a_receive_that_gives_up_leaves_its_message_to_the_one_that_waits_behind_it() -> None:
+    """Of two threads that receive, the first gives up when half of the message is here."""
+    stream = message(b"a" * 1000)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(stream[:500])
+        got = bytearray(1000)
+
+        def give_up() -> None:
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(1000), 1, timeout=0.5)
+            peer.sock.sendall(stream[500:])
+
+        def go_on() -> None:
+            backend.recv(got, 1, timeout=4)
+
+        first, second = threading.Thread(target=give_up), threading.Thread(target=go_on)
+        first.start()
+        second.start()
+        first.join()
+        second.join()
+        assert got == b"a" * 1000
+
+
+# Peers that end -----------------------------------------------------------------------------
+
+
+def test_a_connection_that_ends_within_a_message_says_so() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(message(LONG)[:100])
+        peer.sock.close()
+        with pytest.raises(PeerLostError, match="rank 1 was lost") as info:
+            backend.recv(bytearray(len(LONG)), 1)
+        assert info.value.peer == 1
+        assert "ended within a message" in str(info.value)
+
+
+def test_a_connection_that_is_reset_is_a_lost_peer() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.sock.close()
+        with pytest.raises(PeerLostError, match="rank 1 was lost"):
+            phalanx.all_reduce(torch.ones(1000), backend)
+
+
+def test_what_came_before_the_end_is_still_received() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(message(b"one") + message(b"two"))
+        peer.send_control(Kind.LEAVE)
+        peer.sock.close()
+        into = bytearray(3)
+        for expected in (b"one", b"two"):
+            backend.recv(into, 1)
+            assert into == expected
+        with pytest.raises(PeerLostError, match="rank 1 left"):
+            backend.recv(into, 1)
+
+
+def test_what_came_before_the_end_is_received_though_a_send_has_failed_meanwhile() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(message(b"one"))
+        peer.send_control(Kind.LEAVE)
+        peer.sock.close()
+        for _ in range(3):
+            with suppress(PeerLostError):
+                backend.send(bytes(1 << 20), 1)
+        into = bytearray(3)
+        backend.recv(into, 1)
+        assert into == b"one"
+
+
+def test_word_of_a_failure_overtakes_a_large_message_that_nobody_asked_for() -> None:
+    """Of 300 MiB, more than is kept without being asked for, one frame has come."""
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        channel = Channel(WORLD, Kind.POINT_TO_POINT, 0)
+        peer.sock.sendall(pack_header(channel, length=1000, total=300 << 20) + bytes(1000))
+        peer.fail(FailureNotice("MisuseError", 1, 1, "it will not come"))
+        with pytest.raises(MisuseError, match="it will not come") as info:
+            backend.barrier(timeout=3)
+        assert info.value.peer == 1
+
+
+def test_the_end_of_a_peer_is_seen_behind_a_large_message_that_nobody_asked_for() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        channel = Channel(WORLD, Kind.POINT_TO_POINT, 0)
+        peer.sock.sendall(pack_header(channel, length=200_000, total=300 << 20) + bytes(200_000))
+        peer.sock.close()
+        with pytest.raises(PeerLostError, match="rank 1 was lost"):
+            backend.barrier(timeout=3)
+
+
+# Peers that are not what they should be -----------------------------------------------------
+
+P2P = Channel(WORLD, Kind.POINT_TO_POINT, 0)
+NONSENSE = {
+    "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(60),
+    "a frame that continues nothing": pack_header(P2P, length=1, total=10, offset=5) + b"x",
+    "a message inside another": 2 * (pack_header(P2P, length=1, total=10) + b"x"),
+    "a frame of another message": pack_header(P2P, length=1, total=10)
+    + b"x"
+    + pack_header(P2P, length=1, total=11, offset=1)
+    + b"x",
+    "an address after the meeting": pack_header(Channel(0, Kind.ADDRESS, 0), length=2, total=2)
+    + b"{}",
+    "a table": pack_header(Channel(0, Kind.TABLE, 0), length=1, total=1) + b"\x90",
+    "a failure that cannot be read": pack_header(Channel(0, Kind.FAILURE, 0), length=3, total=3)
+    + b"abc",
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
+def test_a_peer_that_talks_nonsense_is_lost_and_nothing_else_happens(nonsense: bytes) -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(nonsense)
+        with pytest.raises(PeerLostError, match="rank 1 was lost") as info:
+            backend.recv(bytearray(1), 1, tag=7)
+        assert (info.value.rank, info.value.peer, info.value.op) == (0, 1, "recv")
+        with pytest.raises(PeerLostError, match="the group is broken"):
+            backend.barrier()
+
+
+def test_a_message_that_announces_a_terabyte_takes_no_memory() -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        channel = Channel(WORLD, Kind.POINT_TO_POINT, 3)
+        peer.sock.sendall(message(b"y") + pack_header(channel, length=1, total=1 << 40) + b"x")
+        backend.recv(bytearray(1), 1)
+        with pytest.raises(SizeMismatchError, match=f"sent {1 << 40} bytes"):
+            backend.recv(bytearray(1), 1, tag=3)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 77, 2**31])
+def test_a_failure_with_a_strange_culprit_is_an_error_like_any_other(culprit: int) -> None:
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.fail(FailureNotice("DesyncError", culprit, 1, "because", "all_reduce #7", 7))
+        with pytest.raises(phalanx.DistributedError):
+            backend.barrier()

@@ -1,0 +1,246 @@
+"""Clusters: the ways to run a function on every rank of a group, inside this process.
+
+    cluster.run(fn, 3)  ->  [fn(backend of rank 0), fn(backend of rank 1), fn(backend of rank 2)]
+
+If ranks fail, the error that came first is raised, and not one that follows from it; a note on it
+names the rank. A rank that hangs is named too, with the line where it hangs. Backends stay open
+until the last rank has returned, and are closed then; that of a rank that fails is aborted at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+import phalanx
+from phalanx import Backend, RankStopped, SimulatedBackend, SubBackend, TcpBackend
+
+T = TypeVar("T")
+RankFunction = Callable[[Backend], T]
+Maker = Callable[[], Backend]
+
+TIMEOUT = 20.0  # of the backends: whoever waits in vain says so
+PATIENCE = 3 * TIMEOUT  # of the test: what hangs for longer is stuck without a timeout
+TOKEN = "the token of the tests"
+
+
+class Cluster(ABC):
+    """One way to connect ranks."""
+
+    name: str
+    keeps_time = True  # False: nothing takes time, so no timeout passes and a deadlock is an error
+    speaks_tcp = False
+
+    @abstractmethod
+    def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
+        """Run `fn(backend)` on `size` ranks; the results in rank order."""
+
+
+class Baton(Cluster):
+    """`phalanx.simulate`: one rank at a time."""
+
+    name = "baton"
+    keeps_time = False
+
+    def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
+        def named(backend: Backend) -> T:
+            try:
+                return fn(backend)
+            except Exception as error:
+                _note(error, f"raised on rank {backend.rank} of {size} ({self.name})")
+                raise
+
+        results: list[T] = []
+        failures: list[BaseException] = []
+
+        def simulate() -> None:
+            try:
+                results.extend(phalanx.simulate(named, size, timeout=timeout))
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=simulate, name="simulate", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            raise AssertionError("simulate() hangs:\n" + _where(thread))
+        if failures:
+            raise failures[0]
+        return results
+
+
+class Threads(Cluster):
+    """Ranks are threads that run freely."""
+
+    @abstractmethod
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        """For each rank of the world, what makes its backend; called in that rank's thread."""
+
+    def place(self, world: Backend, size: int) -> tuple[Backend, bool]:
+        """This rank's backend, and whether it is one of the `size` ranks under test."""
+        return world, True
+
+    def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+        everybody_ended = threading.Event()
+        ended = threading.Semaphore(0)
+
+        def be_a_rank(make: Maker) -> None:
+            world: Backend | None = None
+            try:
+                world = make()
+                backend, under_test = self.place(world, size)
+                if under_test:
+                    results[backend.rank] = fn(backend)
+                else:
+                    keep_busy(backend)
+            except BaseException as error:
+                _note(error, f"raised by {threading.current_thread().name} ({self.name})")
+                failures.append(error)
+                end(world, "abort")
+            ended.release()
+            everybody_ended.wait(PATIENCE)
+            end(world, "close")
+
+        def end(world: Backend | None, how: str) -> None:
+            try:
+                if world is not None:
+                    getattr(world, how)()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=be_a_rank, args=(make,), name=f"rank {n}", daemon=True)
+            for n, make in enumerate(self.makers(size, timeout))
+        ]
+        for thread in threads:
+            thread.start()
+        all_came = all(ended.acquire(timeout=PATIENCE) for _ in threads)
+        hanging = "" if all_came else "\n".join(map(_where, threads))
+        everybody_ended.set()
+        for thread in threads:
+            thread.join(PATIENCE if all_came else 0.1)
+        if hanging:
+            raise AssertionError(f"ranks hang ({self.name}); where each is:\n{hanging}")
+        if failures:
+            raise next((e for e in failures if not _follows(e)), failures[0])
+        stuck = [thread for thread in threads if thread.is_alive()]
+        assert not stuck, "close() hangs:\n" + "\n".join(map(_where, stuck))
+        return [results[rank] for rank in range(size)]
+
+
+class Simulated(Threads):
+    """`SimulatedBackend.create_group`."""
+
+    name = "simulated"
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        group = SimulatedBackend.create_group(size, timeout=timeout)
+        return [lambda backend=backend: backend for backend in group]  # type: ignore[misc]
+
+
+class Tcp(Threads):
+    """`TcpBackend` over real sockets of this host."""
+
+    name = "tcp"
+    speaks_tcp = True
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        listener = loopback_listener()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def maker(rank: int) -> Maker:
+            return lambda: TcpBackend(
+                rank,
+                size,
+                address,
+                token=TOKEN,
+                timeout=timeout,
+                listener=listener if rank == 0 else None,
+            )
+
+        return [maker(rank) for rank in range(size)]
+
+
+class SubOf(Threads):
+    """A subgroup of a group with two more ranks, which are busy with something else.
+
+    Ranks of the outer group   0  1  2  3  4 ...      0 and 2 are the others
+    ranks under test              0     1  2 ...
+    """
+
+    def __init__(self, outer: Threads) -> None:
+        self.outer = outer
+        self.name = f"sub of {outer.name}" if outer.name != "simulated" else "sub"
+        self.speaks_tcp = outer.speaks_tcp
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        return self.outer.makers(size + 2, timeout)
+
+    def place(self, world: Backend, size: int) -> tuple[Backend, bool]:
+        outer, inside = self.outer.place(world, size + 2)
+        if not inside:
+            return outer, False
+        others = (0, 2)
+        if outer.rank in others:
+            return outer.subgroup(others), False
+        return outer.subgroup(set(range(size + 2)) - set(others)), True
+
+
+def keep_busy(backend: Backend) -> None:
+    """Traffic beside the ranks under test, which must not notice it."""
+    other = 1 - backend.rank
+    into = torch.empty(5)
+    for number in range(5):
+        backend.sendrecv(torch.full((5,), float(number)), other, into, other, tag=number)
+        assert into.tolist() == [number] * 5
+        assert phalanx.all_reduce(into, backend).tolist() == [2 * number] * 5
+
+
+def whole(backend: Backend) -> Backend:
+    """The backend that a subgroup's bytes go through: closing it is what the end of a rank does."""
+    while isinstance(backend, SubBackend):
+        backend = backend.parent
+    return backend
+
+
+def loopback_listener() -> socket.socket:
+    """A free port of this host, already listening, so that nobody else can take it."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    listener.setblocking(False)
+    return listener
+
+
+CLUSTERS: list[Cluster] = [
+    Simulated(),
+    Baton(),
+    Tcp(),
+    SubOf(Simulated()),
+    SubOf(Tcp()),
+    SubOf(SubOf(Simulated())),
+]
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether an error only tells that another rank is gone."""
+    return isinstance(error, (phalanx.PeerLostError, RankStopped))
+
+
+def _note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
+
+
+def _where(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or not thread.is_alive():
+        return f"{thread.name}: has ended"
+    return f"{thread.name}:\n" + "".join(traceback.format_stack(frame)[-6:])

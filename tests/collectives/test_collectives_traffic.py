@@ -1,0 +1,171 @@
+"""What collectives cost: the bytes that the papers say, no more, and nothing for nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import phalanx
+from phalanx import Backend, ReduceOp, simulate
+from phalanx.backends.engine import Round
+from phalanx.collectives.cost import choose
+from phalanx.collectives.plan import Key, Plan, make_plan
+from phalanx.collectives.schedules import COLLECTIVES
+
+F32 = torch.float32
+REDUCES = ("all_reduce", "reduce_scatter")
+ROWS = [(collective, name) for collective, rows in COLLECTIVES.items() for name in rows]
+
+
+def plans(collective: str, algorithm: str, count: int, size: int, root: int = 0) -> list[Plan]:
+    """Each rank's plan for `count` elements of float32."""
+    op = ReduceOp.SUM if collective in REDUCES else None
+    key = Key(collective, algorithm, (count,), F32, op, root)
+    return [make_plan(key, rank, size) for rank in range(size)]
+
+
+def messages(plan: Plan) -> tuple[int, int]:
+    """How many messages a rank sends and receives."""
+    rounds = [step for step in plan.program if isinstance(step, Round)]
+    return sum(len(r.sends) for r in rounds), sum(len(r.receives) for r in rounds)
+
+
+def sent(collective: str, algorithm: str, count: int, size: int) -> list[int]:
+    return [plan.bytes_sent() for plan in plans(collective, algorithm, count, size)]
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_a_ring_sends_the_least_that_is_possible_from_every_rank(p: int) -> None:
+    n = 4 * 12 * p
+    assert sent("all_reduce", "ring", 12 * p, p) == [2 * (p - 1) * n // p] * p
+    assert sent("reduce_scatter", "ring", 12 * p, p) == [(p - 1) * n // p] * p
+    assert sent("all_gather", "ring", 12 * p, p) == [(p - 1) * n // p] * p
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_direct_sends_as_little_in_one_round_each_way(p: int) -> None:
+    n = 4 * 12 * p
+    assert sent("all_reduce", "direct", 12 * p, p) == [2 * (p - 1) * n // p] * p
+    for plan in plans("all_reduce", "direct", 12 * p, p):
+        assert sum(isinstance(step, Round) for step in plan.program) == (2 if p > 1 else 0)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_halving_and_doubling_sends_the_rings_bytes_in_logarithmic_rounds(p: int) -> None:
+    n = 4 * 12 * p
+    assert sent("all_reduce", "halving_doubling", 12 * p, p) == [2 * (p - 1) * n // p] * p
+    for plan in plans("all_reduce", "halving_doubling", 12 * p, p):
+        assert sum(isinstance(step, Round) for step in plan.program) == 2 * int(math.log2(p))
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+@pytest.mark.parametrize("algorithm", ["tree", "star"])
+def test_a_tree_or_a_star_sends_every_tensor_to_the_root_and_back(p: int, algorithm: str) -> None:
+    n = 4 * 12 * p
+    assert sum(sent("all_reduce", algorithm, 12 * p, p)) == 2 * (p - 1) * n
+    assert sum(sent("broadcast", algorithm, 12 * p, p)) == (p - 1) * n
+    busiest = (p - 1).bit_length() if algorithm == "tree" else p - 1
+    assert max(sent("broadcast", algorithm, 12 * p, p)) == busiest * n
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(ROWS), st.integers(0, 60), st.integers(1, 9), st.data())
+def test_everything_that_is_sent_is_received_and_no_message_is_empty(
+    row: tuple[str, str], count: int, size: int, data: st.DataObject
+) -> None:
+    root = data.draw(st.integers(0, size - 1)) if row[0] == "broadcast" else 0
+    outgoing: dict[tuple[int, int], list[int]] = {}
+    incoming: dict[tuple[int, int], list[int]] = {}
+    for rank, plan in enumerate(plans(*row, count, size, root)):
+        for step in plan.program:
+            if not isinstance(step, Round):
+                continue
+            for send in step.sends:
+                outgoing.setdefault((rank, send.peer), []).append(send.stop - send.start)
+            for receive in step.receives:
+                length = receive.stop - receive.start
+                incoming.setdefault((receive.peer, rank), []).append(length)
+    assert outgoing == incoming
+    assert all(length > 0 for lengths in outgoing.values() for length in lengths)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), ROWS)
+def test_nothing_and_nobody_cost_no_message(collective: str, algorithm: str) -> None:
+    for count, size in ((0, 2), (0, 7), (10, 1), (0, 1)):
+        for plan in plans(collective, algorithm, count, size):
+            assert plan.program == ()
+            assert plan.bytes_sent() == 0
+            assert messages(plan) == (0, 0)
+
+
+def test_one_rank_waits_for_nobody_and_gets_its_value_back() -> None:
+    def run(backend: Backend) -> None:
+        for op in ReduceOp:
+            value = torch.tensor([3, -7, 0])
+            result = phalanx.all_reduce(value, backend, op)
+            assert result.tolist() == [3, -7, 0]
+            assert result.data_ptr() != value.data_ptr()
+            assert phalanx.async_reduce_scatter(value, backend, op).done()
+        assert phalanx.async_barrier(backend).done()
+
+    simulate(run, 1)
+
+
+def test_collectives_of_nothing_are_done_at_once_even_if_nobody_else_comes() -> None:
+    def run(backend: Backend) -> None:
+        if backend.rank == 0:
+            assert phalanx.async_all_reduce(torch.empty(0), backend).done()
+            assert phalanx.all_gather(torch.empty(0, 5), backend).shape == (0, 5)
+
+    simulate(run, 3)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(list(COLLECTIVES)), st.integers(0, 1 << 28), st.integers(1, 9))
+def test_auto_picks_the_same_on_every_rank_and_says_why(
+    collective: str, count: int, size: int
+) -> None:
+    choices = simulate(lambda backend: choose(collective, count, backend), size)
+    assert len({choice.algorithm for choice in choices}) == 1
+    first = choices[0]
+    assert first.algorithm in COLLECTIVES[collective]
+    assert str(first).startswith(f"{first.algorithm}: ")
+    assert set(first.estimates) == set(COLLECTIVES[collective])
+    assert first.estimates[first.algorithm] == min(first.estimates.values())
+
+
+def test_auto_prefers_few_rounds_for_few_bytes_and_few_bytes_for_many() -> None:
+    small, large = simulate(
+        lambda b: (choose("all_reduce", 8, b).algorithm, choose("all_reduce", 1 << 28, b)), 8
+    )[0]
+    assert small in ("star", "tree", "direct", "halving_doubling")
+    assert large.algorithm in ("ring", "direct", "halving_doubling")
+    assert large.estimates["tree"] > large.estimates[large.algorithm]
+
+
+def test_a_plan_is_made_once_for_calls_of_a_kind() -> None:
+    def run(backend: Backend) -> int:
+        phalanx.all_reduce(torch.ones(5), backend)
+        before = len(backend.plans)
+        for _ in range(10):
+            phalanx.all_reduce(torch.ones(5), backend)
+            phalanx.async_all_reduce_(torch.ones(5), backend).wait()
+        return len(backend.plans) - before
+
+    assert simulate(run, 3) == [0, 0, 0]
+
+
+def test_what_is_remembered_of_earlier_calls_is_bounded() -> None:
+    def run(backend: Backend) -> list[int]:
+        kept = []
+        for count in range(5000):
+            phalanx.broadcast(torch.empty(count), backend)
+            kept.append(len(backend.plans))
+        return kept
+
+    (kept,) = simulate(run, 1)
+    assert max(kept[:2500]) == max(kept)

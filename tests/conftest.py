@@ -1,0 +1,29 @@
+"""What all tests share: the clusters, and how hypothesis behaves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
+
+from clusters import CLUSTERS
+
+hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("phalanx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeouts: of the clusters, only those in which time passes")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `cluster` is run on every kind of backend."""
+    if "cluster" not in metafunc.fixturenames:
+        return
+    time_passes = metafunc.definition.get_closest_marker("timeouts") is not None
+    chosen = [cluster for cluster in CLUSTERS if cluster.keeps_time or not time_passes]
+    metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])

@@ -1,0 +1,8 @@
+"""Makes examples/ importable, as it is for a script in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

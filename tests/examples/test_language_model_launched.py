@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from language_model_runs import ROOT, SCRIPT, TINY, write_text
+
+
+def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = [*TINY, f"--data={write_text(tmp_path)}", f"--out={out}", "--steps=6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", str(SCRIPT), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[rank 0] held-out loss" in done.stdout
+    assert "[rank 1]" not in done.stdout
+    log = json.loads((out / "log.json").read_text())
+    assert log["world_size"] == 2
+    assert len(log["steps"]) == 6
