@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_every_call_after_close_is_misuse(cluster: Cluster) -> None:
 def test_every_call_after_abort_is_misuse(cluster: Cluster) -> None:
     def abort(backend: Backend) -> None:
         other = 1 - backend.rank
-        backend.sendrecv(b"!", other, bytearray(1), other)
+        with suppress(phalanx.PeerLostError):  # the other one may be quicker
+            backend.sendrecv(b"!", other, bytearray(1), other)
         backend.abort()
         refused(backend)
 

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from phalanx.backends.engine.describe import describe
 from phalanx.backends.engine.failure import Failure
 from phalanx.errors import (
     CollectiveTimeoutError,
@@ -48,7 +49,8 @@ class Group:
         self.closed = False
         self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
-        self.finished = 0  # collectives of this group that are over on this rank
+        self.finished = 0  # collectives of this group that are over on this rank, the last being
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=64)  # (number, name, signature)
         self._sequence = 0
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
@@ -112,6 +114,7 @@ class Group:
             self._queue.remove(operation)
             if operation.error is None:
                 self.finished = operation.sequence + 1
+                self._recent.append((operation.sequence, operation.name, operation.signature))
                 sender = self.engine.mailbox.unasked(operation.channel)
                 if sender is not None:
                     self.was_sent_too_much(operation.sequence, sender)
@@ -155,17 +158,14 @@ class Group:
 
     def was_sent_too_much(self, number: int, peer: int) -> None:
         """A member sent something for a collective in which nothing was expected from it."""
+        known = (describe(*recent) for recent in self._recent if recent[0] == number)
+        mine = next(known, f"collective #{number}") + self.suffix
         name = self.name_of(self.to_local[peer])
-        self.fail(
-            Failure(
-                DesyncError,
-                peer,
-                self.engine.rank,
-                f"rank {name} sent something in collective #{number}{self.suffix} that rank "
-                f"{self.rank} did not expect: the two called different things, or with other "
-                "arguments",
-            )
+        reason = (
+            f"in {mine} rank {self.rank} was sent something by rank {name} that it did not "
+            "expect: the two called different things, or with other arguments"
         )
+        self.fail(Failure(DesyncError, peer, self.engine.rank, reason, mine, number))
 
     def abandon(self, operation: Operation, reason: str) -> None:
         """The caller was interrupted while it waited."""

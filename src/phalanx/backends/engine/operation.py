@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from phalanx.backends.engine.describe import describe
 from phalanx.backends.engine.rounds import Round
 from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.frame import Channel, Kind
@@ -144,8 +145,7 @@ class Operation:
 
     def describe(self) -> str:
         """What the operation is, for a message: `all_reduce #41 (float32 [32, 32], sum)`."""
-        details = f" ({self.signature})" if self.signature else ""
-        return f"{self.name} #{self.sequence}{details}{self.group.suffix}"
+        return describe(self.sequence, self.name, self.signature) + self.group.suffix
 
     def timed_out(self) -> CollectiveTimeoutError:
         """The error for a deadline that has passed."""
