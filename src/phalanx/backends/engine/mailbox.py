@@ -16,166 +16,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from phalanx.backends.engine.arrival import BLOCK, Arrival, combine_into
 from phalanx.backends.engine.ticket import PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import Channel
 
 EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
-BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
-
-
-class Arrival:
-    """A message that is arriving, and where its bytes go.
-
-    wanted, not combined    straight into the receiver's memory
-    wanted, combined        into a block; when that is full, it is reduced into the memory
-    not wanted yet          into chunks, taken as the bytes come
-    not wanted any more     nowhere
-    """
-
-    __slots__ = (
-        "_block",
-        "_chunk_left",
-        "_chunks",
-        "_staged",
-        "channel",
-        "filled",
-        "fingerprint",
-        "kept",
-        "mailbox",
-        "peer",
-        "posted",
-        "total",
-    )
-
-    def __init__(
-        self, mailbox: Mailbox, channel: Channel, peer: int, total: int, fingerprint: int
-    ) -> None:
-        self.mailbox = mailbox
-        self.channel = channel
-        self.peer = peer
-        self.total = total
-        self.fingerprint = fingerprint
-        self.filled = 0
-        self.posted: PostedReceive | None = None
-        self.kept = False  # nobody has asked for it yet
-        self._chunks: list[bytearray] = []
-        self._chunk_left = 0  # free bytes at the end of the last chunk
-        self._block: memoryview | None = None  # where bytes wait to be combined,
-        self._staged = 0  # and how many do
-
-    # As a sink of the frame decoder -------------------------------------------------------
-
-    def space(self) -> memoryview:
-        """Room for the bytes that come next."""
-        posted = self.posted
-        left = self.total - self.filled
-        if self.kept or self._chunks:
-            if not self._chunk_left:
-                self._add_chunk(bytearray(min(left, BLOCK)))
-                self._chunk_left = len(self._chunks[-1])
-            chunk = self._chunks[-1]
-            return memoryview(chunk)[len(chunk) - self._chunk_left :]
-        if posted is None:
-            return self.mailbox.waste[:left]
-        if posted.combine:
-            if self._block is None:
-                self._block = self.mailbox.borrow_block()
-            return self._block[self._staged : self._staged + left]
-        return posted.view[self.filled :]
-
-    def advance(self, count: int) -> None:
-        """`count` more bytes are in `space()`."""
-        self.filled += count
-        posted = self.posted
-        if self.kept or self._chunks:
-            self._chunk_left -= count
-        elif posted is not None and posted.combine:
-            assert self._block is not None
-            self._staged += count
-            if self._staged == BLOCK or self.filled == self.total:
-                start = posted.start + self.filled - self._staged
-                _combine(posted, start, self._block[: self._staged])
-                self._staged = 0
-        if self.filled == self.total:
-            self.mailbox.arrived(self)
-
-    # For the mailbox ----------------------------------------------------------------------
-
-    def keep_whole(self, message: memoryview) -> None:
-        """Copy a message that is here, but for which nobody has asked."""
-        self._add_chunk(bytearray(message))
-        self.filled = self.total
-
-    def hand_over(self, posted: PostedReceive) -> None:
-        """A receive was posted for a message that is here, or partly here, already."""
-        self.posted = posted
-        self.kept = False
-        if posted.combine and self.filled < self.total:
-            return  # combined when it is whole
-        self._empty_chunks(posted)
-
-    def whole(self) -> None:
-        """The last byte is here."""
-        posted = self.posted
-        if posted is not None:
-            self._empty_chunks(posted)
-            posted.complete()
-        self._return_block()
-
-    def forget(self) -> None:
-        """The receive was given up: what is still to come of the message is dropped."""
-        self.posted = None
-        self.kept = False
-        self._drop_chunks()
-        self._return_block()
-
-    def take_back(self) -> None:
-        """The receive was given up, but the message is not lost: keep it for the next one."""
-        posted = self.posted
-        assert posted is not None
-        assert not posted.combine
-        self.posted = None
-        self.kept = True
-        if self.filled:
-            self._add_chunk(bytearray(posted.view[: self.filled]))
-
-    def _empty_chunks(self, posted: PostedReceive) -> None:
-        """Put what is in the chunks where it belongs."""
-        start = 0
-        for chunk in self._chunks:
-            part = memoryview(chunk)[: self.filled - start]
-            if posted.combine:
-                _combine(posted, posted.start + start, part)
-            else:
-                posted.view[start : start + len(part)] = part
-            start += len(part)
-        self._drop_chunks()
-
-    def _add_chunk(self, chunk: bytearray) -> None:
-        self._chunks.append(chunk)
-        self.mailbox.early_bytes[self.peer] += len(chunk)
-
-    def _drop_chunks(self) -> None:
-        self.mailbox.early_bytes[self.peer] -= sum(map(len, self._chunks))
-        self._chunks.clear()
-        self._chunk_left = 0
-
-    def _return_block(self) -> None:
-        self._staged = 0
-        if self._block is not None:
-            self.mailbox.return_block(self._block)
-            self._block = None
-
-
-def _combine(posted: PostedReceive, start: int, block: memoryview) -> None:
-    operation = posted.ticket.operation
-    assert operation.combine is not None
-    if len(block) and not operation.done:
-        try:
-            operation.combine(posted.buffer, start, block)
-        except Exception as error:
-            operation.group.operation_failed(operation, error)
 
 
 class Mailbox:
@@ -252,7 +98,7 @@ class Mailbox:
         if arrival.kept:
             arrival.keep_whole(message)
         elif posted is not None and posted.combine:
-            _combine(posted, posted.start, message)
+            combine_into(posted, posted.start, message)
             arrival.filled = arrival.total
             self.arrived(arrival)
         elif posted is not None:
@@ -300,6 +146,8 @@ class Mailbox:
             waiting = self._posted.get(key)
             if waiting:  # in another thread
                 self._hand_over(arrival, waiting.popleft())
+                if not waiting:
+                    del self._posted[key]
             else:
                 self._early[key].appendleft(arrival)
 
@@ -312,6 +160,8 @@ class Mailbox:
             self._posted[key].appendleft(posted)
         elif arrival in self._early.get(key, ()):
             self._early[key].remove(arrival)
+            if not self._early[key]:
+                del self._early[key]
         arrival.forget()
 
     def is_over(self, group: int) -> bool:

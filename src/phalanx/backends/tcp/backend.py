@@ -32,10 +32,10 @@ class TcpBackend(Backend):
     job, generation   ranks of another job, or of an earlier start of it, are turned away
     listener          for rank 0: a socket that listens at `master_addr` already
 
-    Blocks until all ranks have met; those that start early try again until the others are there.
-    Ranks are connected to each other when they first have something to say. A message is sent when
-    the kernel has taken it; up to 256 MiB that a peer has not asked for are kept by its process
-    whenever it is in a call of this backend.
+    Blocks until all ranks have met and are connected, each with each; those that start early try
+    again until the others are there. A message is sent when the kernel has taken it; up to 256 MiB
+    of each peer's that nobody has asked for are kept by this process, whenever it is in a call of
+    this backend.
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
     use, the address is not this host's), `AuthenticationError` (another token, job or world size),

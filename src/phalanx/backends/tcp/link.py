@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from phalanx.backends.engine.mailbox import Arrival
+from phalanx.backends.engine.arrival import Arrival
 from phalanx.backends.engine.ticket import PostedSend
 from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, frames, pack_header
 
