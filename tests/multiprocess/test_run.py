@@ -100,15 +100,18 @@ def test_the_first_failure_is_told_last_and_the_others_are_stopped(
 ) -> None:
     script = write(
         tmp_path,
-        "import os, signal, time\n"
+        "import os, pathlib, signal, time\n"
         "from phalanx.errors import PeerLostError\n"
+        "failing = pathlib.Path(__file__).with_name('failing')\n"
         "rank = os.environ['RANK']\n"
         "if rank == '0':\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    time.sleep(60)\n"
         "if rank == '1':\n"
+        "    while not failing.exists():\n"
+        "        time.sleep(0.001)\n"
         "    raise PeerLostError('rank 2 is lost', peer=2)\n"
-        "time.sleep(0.2)\n"
+        "failing.touch()\n"
         "raise ValueError('on rank 2')\n",
     )
     code, lines, errors = run([*PHALANX, "run", "-n", "3", script], environ)
@@ -116,7 +119,7 @@ def test_the_first_failure_is_told_last_and_the_others_are_stopped(
     assert told[:3] == [
         "rank 2 failed (exit code 1); its traceback:",
         "Traceback (most recent call last):",
-        f'  File "{script}", line 10, in <module>',
+        f'  File "{script}", line 13, in <module>',
     ]
     assert told[-1] == "ValueError: on rank 2"
     assert "PeerLostError" not in errors

@@ -79,12 +79,21 @@ if __name__ == "__main__":
 """
 
 
+def hear_sigint() -> None:
+    """What a shell has started in the background ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(("sent", "exitcode"), [("SIGINT", -2), ("SIGKILL", -9)])
 def test_no_rank_outlives_its_parent(tmp_path: Path, sent: str, exitcode: int) -> None:
     script = tmp_path / "sleepers.py"
     script.write_text(SLEEPERS)
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_sigint,
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
