@@ -67,7 +67,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
 
 
 SLEEPERS = """
-import os, time
+import os, signal, time
 from phalanx.launch.spawn import spawn
 
 def sleep(backend):
@@ -75,13 +75,10 @@ def sleep(backend):
     time.sleep(60)
 
 if __name__ == "__main__":
+    # What a shell has started in the background ignores SIGINT, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     spawn(sleep, 1)
 """
-
-
-def hear_sigint() -> None:
-    """What a shell has started in the background ignores SIGINT, and so do its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(("sent", "exitcode"), [("SIGINT", -2), ("SIGKILL", -9)])
@@ -93,7 +90,6 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, sent: str, exitcode: int) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_sigint,
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
