@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -52,12 +51,10 @@ def test_results_come_in_rank_order_and_tensors_outlive_their_rank(
 
 
 def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() -> None:
-    start = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="on rank 1 alone") as caught:
         spawn(partial(fail_on_rank_1, how="raise"), 2)
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "fail_on_rank_1" in caught.value.__cause__.text
-    assert time.monotonic() - start < 30
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
