@@ -25,6 +25,7 @@ import phalanx
 from phalanx import Backend
 
 DEFAULT_SIZES = "8,1K,4K,64K,1M,16M,64M"
+WIDTH = 100  # columns that the table needs, also when it goes to a file
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -122,7 +123,7 @@ def main() -> None:
             {"sizes": sizes, "rounds": options.rounds, "port": port}
         )
         rows += phalanx.spawn(benchmark_rank, ranks, "tcp")[0]
-    show(rows, Console())
+    show(rows, Console(width=max(WIDTH, Console().width)))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

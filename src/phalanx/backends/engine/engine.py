@@ -155,9 +155,10 @@ class Engine(ABC):
 
     def failure_came(self, group_id: int, failure: Failure) -> None:
         """Another member says that a group is broken. Lock held."""
-        group = self.groups.get(group_id)
         if self.mailbox.is_over(group_id):
             return
+        self.run_ready()  # what is complete has not failed
+        group = self.groups.get(group_id)
         if group is None:
             self._early_failures.setdefault(group_id, failure)
         else:
@@ -168,6 +169,7 @@ class Engine(ABC):
         """A peer is gone without a word: every group that it is in is broken. Lock held."""
         if peer in self.lost or self.closed:
             return
+        self.run_ready()  # what is complete has not failed
         failure = Failure(PeerLostError, peer, self.rank, reason)
         self.lost[peer] = failure
         for group in list(self.groups.values()):

@@ -143,13 +143,14 @@ class Mailbox:
             arrival.forget()
         else:
             arrival.take_back()
-            waiting = self._posted.get(key)
-            if waiting:  # in another thread
-                self._hand_over(arrival, waiting.popleft())
-                if not waiting:
-                    del self._posted[key]
-            else:
-                self._early[key].appendleft(arrival)
+            waiting = self._posted.pop(key, None)
+            self._early[key].appendleft(arrival)
+            for other in waiting or ():  # receives of other threads, in their order
+                operation = other.ticket.operation
+                try:
+                    self.expect(operation.channel, other)
+                except DistributedError as error:
+                    operation.group.operation_failed(operation, error)
 
     def cancelled(self, arrival: Arrival) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""

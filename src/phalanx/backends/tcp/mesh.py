@@ -64,8 +64,10 @@ class Mesh:
     # Messages -------------------------------------------------------------------------------
 
     def send(self, send: PostedSend) -> None:
-        """Send a message."""
-        self.links[send.peer].send(send)
+        """Send a message. To a peer whose loss is just being told, it goes nowhere."""
+        link = self.links.get(send.peer)
+        if link is not None:
+            link.send(send)
 
     def retract(self, send: PostedSend) -> None:
         """Give up a message."""
