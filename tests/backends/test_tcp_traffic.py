@@ -15,15 +15,23 @@ LARGE = 64 << 20
 tcp = Tcp()
 
 
-def test_two_ranks_send_64_mib_to_each_other_at_the_same_moment() -> None:
+def test_two_ranks_send_256_mib_to_each_other_at_the_same_moment() -> None:
     def exchange(backend: Backend) -> None:
         other = 1 - backend.rank
-        mine = torch.full((LARGE,), backend.rank + 1, dtype=torch.uint8)
-        into = torch.zeros(LARGE, dtype=torch.uint8)
-        backend.send(mine, other)
-        backend.recv(into, other)
+        mine = torch.full((4 * LARGE,), backend.rank + 1, dtype=torch.uint8)
+        into = torch.zeros(4 * LARGE, dtype=torch.uint8)
+        backend.sendrecv(mine, other, into, other)
         assert (into == other + 1).all()
-        backend.sendrecv(mine, other, into.zero_(), other)
+
+    tcp.run(exchange, 2)
+
+
+def test_two_ranks_that_both_send_64_mib_before_they_receive_finish() -> None:
+    def exchange(backend: Backend) -> None:
+        other = 1 - backend.rank
+        into = torch.zeros(LARGE, dtype=torch.uint8)
+        backend.send(torch.full((LARGE,), backend.rank + 1, dtype=torch.uint8), other)
+        backend.recv(into, other)
         assert (into == other + 1).all()
 
     tcp.run(exchange, 2)
