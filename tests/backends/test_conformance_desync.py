@@ -13,7 +13,7 @@ from phalanx import Backend, CollectiveTimeoutError, DesyncError, DistributedErr
 
 Call = Callable[[Backend], object]
 ONES = torch.ones(8)
-PROMPT = 2.0  # seconds after which a rank that was not told gives up, with an error that shows it
+PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 
 
 def ring(values: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:

@@ -17,7 +17,7 @@ import phalanx
 from phalanx import Backend, PeerLostError
 from phalanx.collectives.schedules import COLLECTIVES
 
-PROMPT = 4.0  # seconds after which a rank that should have been told gives up with another error
+PROMPT = 15.0  # seconds after which a rank that should have been told gives up with another error
 
 LEAVE: dict[str, Callable[[Backend], None]] = {
     "close": lambda backend: whole(backend).close(),

@@ -102,7 +102,7 @@ def test_a_timeout_must_be_positive_and_a_refused_one_leaves_the_group_in_step(
                     call(backend, seconds)
         still_in_step(backend)
 
-    cluster.run(refuse, 2, timeout=3)
+    cluster.run(refuse, 2, timeout=15)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan])

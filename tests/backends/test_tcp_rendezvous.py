@@ -80,8 +80,8 @@ def test_a_listener_may_be_an_ordinary_blocking_socket(start: Start) -> None:
     """ "A socket that listens there already" is what `socket.create_server` gives."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    zero = start(0, 2, address, listener=listener, timeout=3)
-    one = start(1, 2, address, timeout=3)
+    zero = start(0, 2, address, listener=listener, timeout=15)
+    one = start(1, 2, address, timeout=15)
     try:
         works(zero, one)
     finally:
@@ -118,11 +118,11 @@ def test_names_are_addresses_too(start: Start) -> None:
 
 def test_the_ranks_that_did_not_come_are_named(start: Start) -> None:
     listener, address = place()
-    zero = start(0, 4, address, listener=listener, timeout=0.5)
-    two = start(2, 4, address, timeout=0.5)
+    two = start(2, 4, address)  # it is at the door, or soon will be, when rank 0 opens it
+    zero = start(0, 4, address, listener=listener, timeout=3)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks 1, 3 of 4 did not come") as info:
         zero.result()
-    assert (info.value.rank, info.value.peer, info.value.seconds) == (0, 1, 0.5)
+    assert (info.value.rank, info.value.peer, info.value.seconds) == (0, 1, 3.0)
     with pytest.raises(
         DistributedError, match=r"rank 2: .*127\.0\.0\.1.*rendezvous|rank 2: rendezvous at 127"
     ) as info:

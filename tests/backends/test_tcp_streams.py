@@ -91,7 +91,7 @@ def test_a_receive_that_gives_up_leaves_its_message_to_the_one_that_waits_behind
             peer.sock.sendall(stream[500:])
 
         def go_on() -> None:
-            backend.recv(got, 1, timeout=4)
+            backend.recv(got, 1, timeout=15)
 
         first, second = threading.Thread(target=give_up), threading.Thread(target=go_on)
         first.start()
@@ -155,7 +155,7 @@ def test_word_of_a_failure_overtakes_a_large_message_that_nobody_asked_for() -> 
         peer.sock.sendall(pack_header(channel, length=1000, total=300 << 20) + bytes(1000))
         peer.fail(FailureNotice("MisuseError", 1, 1, "it will not come"))
         with pytest.raises(MisuseError, match="it will not come") as info:
-            backend.barrier(timeout=3)
+            backend.barrier(timeout=15)
         assert info.value.peer == 1
 
 
@@ -165,7 +165,7 @@ def test_the_end_of_a_peer_is_seen_behind_a_large_message_that_nobody_asked_for(
         peer.sock.sendall(pack_header(channel, length=200_000, total=300 << 20) + bytes(200_000))
         peer.sock.close()
         with pytest.raises(PeerLostError, match="rank 1 was lost"):
-            backend.barrier(timeout=3)
+            backend.barrier(timeout=15)
 
 
 # Peers that are not what they should be -----------------------------------------------------
