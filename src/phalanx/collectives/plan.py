@@ -65,8 +65,8 @@ class Plan:
 
     program: tuple[Round | Fold | Finish, ...]
     stage_size: int  # bytes
-    signature: str
-    fingerprint: int
+    signature: str  # what it is besides the collective's name, for messages
+    fingerprint: int  # the hash of both
 
     def bytes_sent(self) -> int:
         """The payload that this rank sends."""
@@ -100,16 +100,15 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
             spread = rooted(row.spread, key.root) if key.collective == "broadcast" else row.spread
             program += binder.bind(spread(rank, size))
     signature = _signature(key)
-    return Plan(
-        tuple(program), binder.stage_size, signature, xxhash.xxh3_64_intdigest(signature.encode())
-    )
+    fingerprint = xxhash.xxh3_64_intdigest(f"{key.collective} {signature}".encode())
+    return Plan(tuple(program), binder.stage_size, signature, fingerprint)
 
 
 def _signature(key: Key) -> str:
     what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
     op = f", {key.op.value}" if key.op is not None else ""
     root = f", root {key.root}" if key.collective == "broadcast" else ""
-    return f"{key.collective} {what}{op}{root}, {key.algorithm}"
+    return f"{what}{op}{root}, {key.algorithm}"
 
 
 class _Binder:

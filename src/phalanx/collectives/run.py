@@ -17,7 +17,7 @@ from phalanx.backends.engine.operation import LocalStep
 from phalanx.backends.memory import check_on_cpu, tensor_bytes
 from phalanx.collectives.cost import choose
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.plan import Finish, Fold, Key, Plan, plan_for
+from phalanx.collectives.plan import Finish, Fold, Key, plan_for
 from phalanx.collectives.reduce_op import ReduceOp, divide_, reduction_for
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
@@ -67,16 +67,12 @@ def start(
         buffers,
         combine=arithmetic.combine if arithmetic is not None else None,
         local=arithmetic.local if arithmetic is not None else None,
-        signature=_details(plan, collective) + (f", {label}" if label else ""),
+        signature=plan.signature + (f", {label}" if label else ""),
         fingerprint=plan.fingerprint ^ (xxh3_64_intdigest(label.encode()) if label else 0),
         timeout=timeout,
         background=background,
     )
     return PendingCollective(backend, operation, result)
-
-
-def _details(plan: Plan, collective: str) -> str:
-    return plan.signature.removeprefix(collective + " ")
 
 
 class _Arithmetic:

@@ -181,13 +181,9 @@ class Group:
 
     def break_alone(self, operation: Operation, error: DistributedError) -> None:
         """End an operation and break the group without telling: the others know it, too."""
-        if self.failure is None:
-            self.failure = Failure(
-                type(error), self.ranks[error.peer or 0], self.engine.rank, str(error)
-            )
         operation.fail(error)
-        for other in [*self._queue, *self._messages]:
-            other.fail(self._error(self.failure, other))
+        culprit = self.ranks[error.peer or 0]
+        self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
 
     # Failure ------------------------------------------------------------------------------
 

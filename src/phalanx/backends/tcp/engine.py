@@ -1,4 +1,4 @@
-"""The engine over TCP: one connection to each peer, made when first needed, and one reactor.
+"""The engine over TCP: one connection to each peer, and one reactor.
 
 Whoever waits drives: the thread in `progress` runs the reactor until its operation is done, and
 thereby moves everybody's bytes. Other threads that wait meanwhile sleep on a condition. Only when
@@ -62,18 +62,18 @@ class TcpEngine(Engine):
 
     @override
     def tell(self, group: Group, failure: Failure) -> None:
-        payload = encode(failure.notice())
-        for rank in group.ranks:
-            link = self.mesh.links.get(rank)
-            if link is not None and not link.left:  # the culprit, too, if it lives
-                link.send_control(Kind.FAILURE, payload, group.id)
+        # The culprit is told, too, if it lives.
+        self._send_to_members(group, Kind.FAILURE, encode(failure.notice()))
 
     @override
     def tell_leaving(self, group: Group) -> None:
+        self._send_to_members(group, Kind.LEAVE_GROUP)
+
+    def _send_to_members(self, group: Group, kind: Kind, payload: bytes = b"") -> None:
         for rank in group.ranks:
             link = self.mesh.links.get(rank)
             if link is not None and not link.left:
-                link.send_control(Kind.LEAVE_GROUP, group=group.id)
+                link.send_control(kind, payload, group.id)
 
     @override
     def has_left(self, peer: int) -> bool:
