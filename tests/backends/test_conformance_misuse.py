@@ -80,7 +80,7 @@ def test_a_peer_that_does_not_exist_is_refused(cluster: Cluster, call: Call, pee
     cluster.run(call_nobody, 2)
 
 
-@pytest.mark.parametrize("peer", [None, "1", 1.0])
+@pytest.mark.parametrize("peer", [(), "1", 1.0])
 def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     def call(backend: Backend) -> None:
         for each in CALLS.values() if backend.rank == 0 else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.engine import (
+    ANY,
     Combine,
     Engine,
     Failure,
@@ -23,6 +26,7 @@ from phalanx.backends.engine import (
     ReceiveBytes,
     Round,
     SendBytes,
+    caller,
     ring_barrier,
 )
 from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
@@ -81,6 +85,7 @@ class Backend(ABC):
         self.group = group
         self.timeout = check_timeout(timeout)
         self.seconds_waiting = 0.0
+        self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
     @property
@@ -112,30 +117,62 @@ class Backend(ABC):
         order. Raises `InvalidRankError`, `SelfSendError`, `PeerLostError` and
         `CollectiveTimeoutError`. Moves the tensor's bytes once.
         """
+        self.wait(self.start_send(data, dst, tag=tag, timeout=timeout))
+
+    def start_send(
+        self,
+        data: Tensor | Buffer,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> Operation:
+        """Begin to send; its memory may be used again when the operation is done."""
         self.check_peer(dst)
         view = readable_bytes(data)
-        number = self.group.next_message("send", dst)
         sends = (SendBytes(dst, 0, len(view)),)
-        operation = self._message("send", number, tag, Round(sends=sends), (view,), timeout)
-        self.wait(operation)
+        return self._message("send", dst, tag, Round(sends=sends), (view,), timeout, background)
+
+    def start_recv(
+        self,
+        into: Tensor | Buffer,
+        src: int | None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> tuple[Operation, Callable[[], int]]:
+        """Begin to receive. When the operation is done, call the function: it gives the sender."""
+        if src is None:
+            self._check_others()
+        else:
+            self.check_peer(src)
+        view, stand_in = writable_bytes(into)
+        peer = ANY if src is None else src
+        round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
+        operation = self._message("recv", peer, tag, round_, (view,), timeout, background)
+
+        def finish() -> int:
+            if stand_in is not None:
+                into.detach().copy_(stand_in)
+            return self.group.to_local[operation.sender]
+
+        return operation, finish
 
     def recv(
-        self, into: Tensor | Buffer, src: int, *, tag: int = 0, timeout: float | None = None
-    ) -> None:
+        self, into: Tensor | Buffer, src: int | None, *, tag: int = 0, timeout: float | None = None
+    ) -> int:
         """Receive from rank `src` into a tensor or writable buffer, which is filled whole.
 
+        `src=None` takes the first message with this tag, whoever sends it. Returns the sender.
         Raises `SizeMismatchError` if the message has another size than `into`; the message is
         dropped then. After a `CollectiveTimeoutError` the message is not lost: the next `recv`
         gets it. Also raises `InvalidRankError`, `SelfSendError` and `PeerLostError`.
         """
-        self.check_peer(src)
-        view, stand_in = writable_bytes(into)
-        number = self.group.next_message("recv", src)
-        receives = (ReceiveBytes(src, 0, len(view)),)
-        operation = self._message("recv", number, tag, Round(receives=receives), (view,), timeout)
+        operation, finish = self.start_recv(into, src, tag=tag, timeout=timeout)
         self.wait(operation)
-        if stand_in is not None:
-            into.detach().copy_(stand_in)
+        return finish()
 
     def sendrecv(
         self,
@@ -152,11 +189,10 @@ class Backend(ABC):
         self.check_peer(src)
         outgoing = readable_bytes(data)
         view, stand_in = writable_bytes(into)
-        number = self.group.next_message("sendrecv", dst)
         round_ = Round(
             (SendBytes(dst, 0, len(outgoing)),), (ReceiveBytes(src, 0, len(view), buffer=1),)
         )
-        operation = self._message("sendrecv", number, tag, round_, (outgoing, view), timeout)
+        operation = self._message("sendrecv", dst, tag, round_, (outgoing, view), timeout)
         self.wait(operation)
         if stand_in is not None:
             into.detach().copy_(stand_in)
@@ -199,6 +235,9 @@ class Backend(ABC):
         """
         group = self.group
         seconds = self._timeout(timeout)
+        site = caller()
+        if self._strict:
+            fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with self.engine.lock:
             sequence = group.next_sequence()
             operation = Operation(
@@ -212,6 +251,7 @@ class Backend(ABC):
                 local=local,
                 signature=signature,
                 fingerprint=fingerprint,
+                site=site,
                 timeout=seconds,
             )
             self.engine.issue(operation)
@@ -225,6 +265,8 @@ class Backend(ABC):
             if timeout is not None:
                 operation.expect_within(self._timeout(timeout))
             began = monotonic()
+            awaited = self.engine.awaited
+            awaited.append(operation)
             try:
                 self.engine.progress(operation)
             except BaseException as interruption:
@@ -232,6 +274,7 @@ class Backend(ABC):
                     self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
                 raise
             finally:
+                awaited.remove(operation)
                 self.seconds_waiting += monotonic() - began
         error = operation.error
         if error is not None:
@@ -251,25 +294,32 @@ class Backend(ABC):
     def _message(
         self,
         name: str,
-        number: int,
+        peer: int,
         tag: int,
         round_: Round,
         buffers: tuple[memoryview, ...],
         timeout: float | None,
+        background: bool = False,
     ) -> Operation:
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
-        operation = Operation(
-            self.group,
-            name,
-            Channel(self.group.id, Kind.POINT_TO_POINT, tag),
-            number,
-            (round_,),
-            buffers,
-            signature=f"tag {tag}" if tag else "",
-            timeout=self._timeout(timeout),
-        )
-        self.engine.issue(operation)
+        signature = [f"tag {tag}"] if tag else []
+        signature += ["from any rank"] if peer == ANY else []
+        with self.engine.lock:
+            operation = Operation(
+                self.group,
+                name,
+                Channel(self.group.id, Kind.POINT_TO_POINT, tag),
+                self.group.next_message(name, peer),
+                (round_,),
+                buffers,
+                signature=", ".join(signature),
+                site=caller(),
+                timeout=self._timeout(timeout),
+            )
+            self.engine.issue(operation)
+        if background and not operation.done:
+            self.engine.in_background(operation)
         return operation
 
     def _timeout(self, timeout: float | None) -> float:
@@ -298,6 +348,14 @@ class Backend(ABC):
                 "copy the tensor instead",
                 rank=self.rank,
                 peer=peer,
+            )
+
+    def _check_others(self) -> None:
+        """Raise unless there is another rank to receive from."""
+        if self.world_size == 1:
+            raise SelfSendError(
+                f"rank {self.rank}: there is no other rank in this group to receive from",
+                rank=self.rank,
             )
 
     # The end ------------------------------------------------------------------------------

@@ -122,7 +122,15 @@ class Baton(Scheduler):
             )
 
     def _deadlock(self) -> None:
-        """Nobody can go on: every rank that waits gets the whole picture."""
+        """Nobody can go on: ranks that disagree are told so, the others get the whole picture."""
+        with self._hub.lock:
+            for operation in list(self._waiting.values()):
+                if operation.is_collective and not operation.done:
+                    head = operation.group.head_of_queue(operation)
+                    operation.group.agreement.ask(head)
+            self._hub.engines[0].run_ready()
+        if self._ready:
+            return
         picture = "; ".join(self._waits(sorted(self._waiting)))
         with self._hub.lock:
             for rank, operation in list(self._waiting.items()):

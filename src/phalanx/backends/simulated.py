@@ -20,6 +20,7 @@ from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
 from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.errors import InvalidWorldSizeError
+from phalanx.wire.messages import Answer, Ask
 
 
 class Scheduler(ABC):
@@ -49,7 +50,7 @@ class FreeThreads(Scheduler):
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.done:
-                left = until.group.seconds_left(until)
+                left = until.group.attend(until)
                 if left <= 0:
                     engine.run_ready()
                 else:
@@ -121,6 +122,16 @@ class SimulatedEngine(Engine):
         for rank in group.ranks:
             if rank != self.rank:
                 self.hub.engines[rank].member_left(group.id, self.rank)
+
+    @override
+    def ask(self, peer: int, group: int, ask: Ask) -> None:
+        engine = self.hub.engines[peer]
+        if not engine.closed:
+            engine.asked(group, self.rank, ask)
+
+    @override
+    def answer(self, peer: int, answer: Answer) -> None:
+        self.hub.engines[peer].answered(self.rank, answer)
 
     @override
     def has_left(self, peer: int) -> bool:

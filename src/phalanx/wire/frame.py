@@ -53,6 +53,9 @@ class Kind(enum.IntEnum):
     LEAVE_GROUP = 6  # the sender closes one group
     ADDRESS = 7  # to rank 0: where I listen
     TABLE = 8  # from rank 0: where everyone listens
+    ASK = 9  # are you in this operation, too, and what do you wait for?
+    ANSWER = 10  # what I wait for
+    BEAT = 11  # I am here
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -33,6 +33,23 @@ class FailureNotice(msgspec.Struct, frozen=True):
     # For ranks that disagree: what the reporter was doing, and under which number.
     signature: str = ""
     sequence: int = -1
+    met: str = ""  # what the culprit was doing, where that is known
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """To a rank that is waited for, in the group of the frame."""
+
+    sequence: int  # of the asker's collective; -1: this is not about one
+    fingerprint: int
+    what: str  # that collective in words
+    answer: bool = False  # say what you wait for
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a rank waits for: `what` in words, or "" if it waits in no call."""
+
+    waits_for: list[int]  # ranks of the job
+    what: str
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)

@@ -5,18 +5,24 @@ rounds      sends and receives that may happen together, bound to bytes
 ticket      one round under way
 mailbox     where messages and receives meet, whichever comes first
 group       which ranks, in which order they do things, and whether they still can
+agreement   whether they do the same things
+overdue     whose fault it is when a deadline passes
 failure     why a group is broken
+history     what this rank has done last
+trace       the same in a file, if it is asked for
 engine      what a backend implements: transmit, reach, progress
 """
 
+from phalanx.backends.engine.caller import caller
 from phalanx.backends.engine.engine import Engine
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.group import WORLD_ID, Group
 from phalanx.backends.engine.operation import Combine, LocalStep, Operation
-from phalanx.backends.engine.rounds import ReceiveBytes, Round, SendBytes, ring_barrier
+from phalanx.backends.engine.rounds import ANY, ReceiveBytes, Round, SendBytes, ring_barrier
 from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
 
 __all__ = [
+    "ANY",
     "WORLD_ID",
     "Combine",
     "Engine",
@@ -30,5 +36,6 @@ __all__ = [
     "Round",
     "SendBytes",
     "Ticket",
+    "caller",
     "ring_barrier",
 ]

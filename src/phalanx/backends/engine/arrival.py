@@ -32,6 +32,7 @@ class Arrival:
         "fingerprint",
         "kept",
         "mailbox",
+        "order",
         "peer",
         "posted",
         "total",
@@ -48,6 +49,7 @@ class Arrival:
         self.filled = 0
         self.posted: PostedReceive | None = None
         self.kept = False  # nobody has asked for it yet
+        self.order = 0  # among the messages that are kept
         self._chunks: list[bytearray] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
         self._block: memoryview | None = None  # where bytes wait to be combined,

@@ -15,15 +15,19 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from time import monotonic
 
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.group import Group
+from phalanx.backends.engine.history import History, Record
 from phalanx.backends.engine.mailbox import Mailbox
 from phalanx.backends.engine.operation import Operation
-from phalanx.backends.engine.rounds import Round
+from phalanx.backends.engine.rounds import ANY, Round
 from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
+from phalanx.backends.engine.trace import Trace
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Channel, Kind
+from phalanx.wire.messages import Answer, Ask
 
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 
@@ -45,8 +49,13 @@ class Engine(ABC):
         self.ready: deque[Operation] = deque()  # operations whose round is complete
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
+        self.awaited: list[Operation] = []  # operations in which a thread waits, oldest first
+        self.history = History(rank)
+        self.trace = Trace.wanted(rank, world_size)
+        self.mailbox.traced = self.trace is not None
         self._early_failures: dict[int, Failure] = {}  # of groups that are not made here yet
         self._early_leavers: dict[int, set[int]] = {}  # likewise
+        self._early_asks: dict[int, dict[int, Ask]] = {}  # likewise
         self._advancing = False
 
     # What a backend implements ------------------------------------------------------------
@@ -76,6 +85,14 @@ class Engine(ABC):
         """Let the other members of a group know that this rank has closed it."""
 
     @abstractmethod
+    def ask(self, peer: int, group: int, ask: Ask) -> None:
+        """Ask a peer about an operation of a group, or what it waits for. Lock held."""
+
+    @abstractmethod
+    def answer(self, peer: int, answer: Answer) -> None:
+        """Say what this rank waits for. Lock held."""
+
+    @abstractmethod
     def retract(self, send: PostedSend) -> None:
         """A send was given up: its memory must not be read from now on."""
 
@@ -99,11 +116,14 @@ class Engine(ABC):
         ticket = Ticket(operation)
         ranks = operation.group.ranks
         for peer, start, stop, buffer, combine in round_.receives:
-            posted = PostedReceive(ticket, ranks[peer], buffer, start, stop, combine)
+            whole = ranks[peer] if peer != ANY else ANY
+            posted = PostedReceive(ticket, whole, buffer, start, stop, combine)
             ticket.receives.append(posted)
         for peer, start, stop, buffer in round_.sends:
             ticket.sends.append(PostedSend(ticket, ranks[peer], buffer, start, stop))
         operation.ticket = ticket
+        if self.mailbox.traced:
+            ticket.posted = monotonic()
         for posted in ticket.receives:
             self.mailbox.expect(operation.channel, posted)
         for send in ticket.sends:
@@ -116,7 +136,9 @@ class Engine(ABC):
                 break
             if not posted.done:
                 self._check_reachable(operation, posted.peer)
-            self.reach(posted.peer)  # also if done: there is room again for what comes next
+            # Also if done: there is room again for what comes next.
+            for peer in ranks if posted.peer == ANY else (posted.peer,):
+                self.reach(peer)
         ticket.arm()
         return ticket
 
@@ -152,6 +174,8 @@ class Engine(ABC):
             if failure is not None:
                 group.failure = failure
             group.left |= self._early_leavers.pop(group.id, set())
+            for peer, ask in self._early_asks.pop(group.id, {}).items():
+                group.agreement.asked(peer, ask)
 
     def failure_came(self, group_id: int, failure: Failure) -> None:
         """Another member says that a group is broken. Lock held."""
@@ -164,6 +188,39 @@ class Engine(ABC):
         else:
             # Told on: a member that is not connected to the reporter may be to this rank.
             group.fail(failure)
+
+    def asked(self, group_id: int, peer: int, ask: Ask) -> None:
+        """A peer asks about an operation of a group, or what this rank waits for. Lock held."""
+        self.run_ready()
+        group = self.groups.get(group_id)
+        if ask.sequence >= 0 and group is not None and peer in group.to_local:
+            group.agreement.asked(peer, ask)
+        elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
+            self._early_asks.setdefault(group_id, {})[peer] = ask
+        if ask.answer:
+            self.answer(peer, self._what_it_waits_for(group))
+
+    def _what_it_waits_for(self, group: Group | None) -> Answer:
+        """In that group, if there is something under way in it; else anywhere."""
+        under_way = group.under_way() if group is not None else []
+        operation = next(iter([*under_way, *self.awaited]), None)
+        if operation is None:
+            return Answer([], "")
+        return Answer(operation.waiting_for_whole(), operation.describe())
+
+    def answered(self, peer: int, answer: Answer) -> None:
+        """A peer says what it waits for. Lock held."""
+        for group in list(self.groups.values()):
+            for operation in group.under_way():
+                if operation.inquiry is not None:
+                    operation.inquiry.answered(peer, answer)
+
+    def operation_ended(self, operation: Operation, record: Record) -> None:
+        """An operation is over. Lock held."""
+        self.history.add(record)
+        if self.trace is not None:
+            self.trace.ended(operation, record)
+        self.operation_done(operation)
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone without a word: every group that it is in is broken. Lock held."""
@@ -199,17 +256,21 @@ class Engine(ABC):
         group = self.groups.get(channel.group)
         if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
             return False
-        group.was_sent_too_much(channel.number, peer)
+        group.agreement.was_sent_too_much(channel.number, peer)
         return True
 
     def _check_reachable(self, operation: Operation, peer: int) -> None:
         group = operation.group
-        if self.has_left(peer) or peer in group.left:
-            local = group.to_local[peer]
+        if peer == ANY:
+            gone, who = not group.others(), "every other rank"
+        else:
+            gone = self.has_left(peer) or peer in group.left
+            who = f"rank {group.name_of_whole(peer)}"
+        if gone:
             raise PeerLostError(
-                f"rank {group.rank}: {operation.describe()}: rank {group.name_of(local)} left",
+                f"rank {group.rank}: {operation.describe()}: {who} left",
                 rank=group.rank,
-                peer=local,
+                peer=group.to_local.get(peer),
                 op=operation.name,
                 sequence=operation.sequence,
             )

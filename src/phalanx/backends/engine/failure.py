@@ -15,8 +15,9 @@ class Failure(NamedTuple):
     culprit: int
     reporter: int
     reason: str
-    signature: str = ""
+    signature: str = ""  # what the reporter was doing
     sequence: int = -1
+    met: str = ""  # what the culprit was doing instead
 
     def notice(self) -> FailureNotice:
         """As it goes to the other members."""
@@ -27,6 +28,7 @@ class Failure(NamedTuple):
             self.reason,
             self.signature,
             self.sequence,
+            self.met,
         )
 
     @classmethod
@@ -42,4 +44,5 @@ class Failure(NamedTuple):
             notice.reason,
             notice.signature,
             notice.sequence,
+            notice.met,
         )

@@ -11,11 +11,14 @@ import hashlib
 import struct
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from phalanx.backends.engine.describe import describe
+from phalanx.backends.engine.agreement import ASK_EVERY, Agreement
 from phalanx.backends.engine.failure import Failure
+from phalanx.backends.engine.history import Record
+from phalanx.backends.engine.overdue import Inquiry, inquiry_time
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -50,8 +53,8 @@ class Group:
         self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
         self.finished = 0  # collectives of this group that are over on this rank, the last being
-        self._recent: deque[tuple[int, str, str]] = deque(maxlen=64)  # (number, name, signature)
-        self._sequence = 0
+        self.agreement = Agreement(self)
+        self.next_number = 0  # of the next collective
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
@@ -76,8 +79,8 @@ class Group:
 
     def next_sequence(self) -> int:
         """The number of the next collective of this group."""
-        self._sequence += 1
-        return self._sequence - 1
+        self.next_number += 1
+        return self.next_number - 1
 
     def next_message(self, direction: str, peer: int) -> int:
         """The number of the next message to or from this peer."""
@@ -90,6 +93,20 @@ class Group:
         whole = self.ranks[local]
         return str(local) if whole == local else f"{local} (rank {whole} of the job)"
 
+    def others(self) -> list[int]:
+        """The other members, by their ranks here, that have not left."""
+        engine = self.engine
+        return [
+            local
+            for local, whole in enumerate(self.ranks)
+            if local != self.rank and whole not in self.left and not engine.has_left(whole)
+        ]
+
+    def name_of_whole(self, rank: int) -> str:
+        """The same for a rank of the job, which need not be a member."""
+        local = self.to_local.get(rank)
+        return f"{rank} of the job" if local is None else self.name_of(local)
+
     # Operations ---------------------------------------------------------------------------
 
     def issue(self, operation: Operation) -> None:
@@ -100,29 +117,47 @@ class Group:
             operation.advance()
         else:
             self._queue.append(operation)
-            if len(self._queue) == 1:
+            self.agreement.check(operation)
+            if self._queue and self._queue[0] is operation:
                 operation.advance()
+
+    def queued(self) -> Iterator[Operation]:
+        """The collectives that are under way, in their order."""
+        return iter(self._queue)
+
+    def under_way(self) -> list[Operation]:
+        """Everything that has begun and not ended; the collectives first, in their order."""
+        return [*self._queue, *self._messages]
 
     def head_of_queue(self, operation: Operation) -> Operation:
         """The operation that has to end before this one can: itself, if it is under way."""
         return self._queue[0] if operation.is_collective and self._queue else operation
 
+    def may_finish(self, operation: Operation) -> bool:
+        """Whether an operation that has all that it needs is complete: not while ranks disagree."""
+        if not operation.is_collective:
+            return True
+        if self.agreement.dispute is not None:
+            return False
+        sender = self.engine.mailbox.unasked(operation.channel)
+        if sender is not None:
+            self.agreement.was_sent_too_much(operation.sequence, sender)
+        return sender is None
+
     def operation_done(self, operation: Operation) -> None:
         """An operation has ended: the next one in the queue may begin."""
+        record = Record.of(operation, monotonic())
         if operation.is_collective:
             was_head = self._queue[0] is operation
             self._queue.remove(operation)
+            self.agreement.ended(record)
             if operation.error is None:
                 self.finished = operation.sequence + 1
-                self._recent.append((operation.sequence, operation.name, operation.signature))
-                sender = self.engine.mailbox.unasked(operation.channel)
-                if sender is not None:
-                    self.was_sent_too_much(operation.sequence, sender)
             if was_head and self._queue:
                 self.engine.ready.append(self._queue[0])
         else:
             self._messages.discard(operation)
-        self.engine.operation_done(operation)
+        self.engine.operation_ended(operation, record)
 
     def operation_failed(self, operation: Operation, error: Exception) -> None:
         """An operation cannot be completed. If it is a collective, neither can the group."""
@@ -148,24 +183,34 @@ class Group:
         operation.fail(error)
         self.fail(failure)
 
-    def seconds_left(self, operation: Operation) -> float:
-        """Until this operation, or what it is queued behind, is overdue; then that one fails."""
-        first = min(operation, self.head_of_queue(operation), key=lambda other: other.deadline)
-        left = first.deadline - monotonic()
-        if left <= 0 and not operation.done:
-            self.operation_failed(first, first.timed_out())
-        return left
+    def attend(self, operation: Operation) -> float:
+        """See to what is due while an operation is under way; seconds until this is needed again.
 
-    def was_sent_too_much(self, number: int, peer: int) -> None:
-        """A member sent something for a collective in which nothing was expected from it."""
-        known = (describe(*recent) for recent in self._recent if recent[0] == number)
-        mine = next(known, f"collective #{number}") + self.suffix
-        name = self.name_of(self.to_local[peer])
-        reason = (
-            f"in {mine} rank {self.rank} was sent something by rank {name} that it did not "
-            "expect: the two called different things, or with other arguments"
-        )
-        self.fail(Failure(DesyncError, peer, self.engine.rank, reason, mine, number))
+        A collective that waits asks whether the others are in it, too. Past its deadline it fails,
+        and what is queued behind it; shortly before, it asks who waits for whom.
+        """
+        now = monotonic()
+        dispute = self.agreement.dispute
+        if dispute is not None and now >= dispute.deadline:
+            self.fail(dispute.failure)
+        head = self.head_of_queue(operation)
+        first = min(operation, head, key=lambda other: other.deadline)
+        inquire_at = first.deadline - inquiry_time(first.timeout)
+        if now >= inquire_at and first.inquiry is None and not first.done:
+            first.inquiry = Inquiry(first)
+            first.inquiry.begin()
+        if now >= first.deadline and not first.done:
+            assert first.inquiry is not None
+            self.operation_failed(first, first.inquiry.verdict())
+        if head.is_collective and now >= head.ask_at and not head.done:
+            head.ask_at = now + ASK_EVERY
+            self.agreement.ask(head)
+        due = first.deadline if first.inquiry is not None else inquire_at
+        if head.is_collective:
+            due = min(due, head.ask_at)
+        if dispute is not None:
+            due = min(due, dispute.deadline)
+        return 0.0 if operation.done else due - now
 
     def abandon(self, operation: Operation, reason: str) -> None:
         """The caller was interrupted while it waited."""
@@ -192,7 +237,7 @@ class Group:
         if self.failure is not None:
             return
         self.failure = failure
-        for operation in [*self._queue, *self._messages]:
+        for operation in self.under_way():
             operation.fail(self._error(failure, operation))
         self.engine.mailbox.forget_group(self.id)
         if tell:
@@ -201,13 +246,11 @@ class Group:
     def member_left(self, rank: int) -> None:
         """A member has closed the group, in good order: only who waits for it cannot go on."""
         self.left.add(rank)
-        failure = Failure(
-            PeerLostError, rank, rank, f"rank {self.name_of(self.to_local[rank])} left"
-        )
+        failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_whole(rank)} left")
         waiting = self._messages | set(list(self._queue)[:1])
         for operation in waiting:
             ticket = operation.ticket
-            if ticket is not None and self.to_local[rank] in ticket.outstanding_peers():
+            if ticket is not None and ticket.needs(rank):
                 self.operation_failed(operation, self._error(failure, operation))
 
     def close(self) -> None:
@@ -217,7 +260,7 @@ class Group:
         self.closed = True
         for child in self._made:
             child.close()
-        for operation in [*self._queue, *self._messages]:
+        for operation in self.under_way():
             operation.fail(self._closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
@@ -227,7 +270,9 @@ class Group:
         if self.closed or self.engine.closed:
             raise self._closed_error(operation)
         if self.failure is not None:
-            raise self._error(self.failure, operation, later=True)
+            error = self._error(self.failure, operation, later=True)
+            self.engine.history.note_on(error)
+            raise error
 
     def _closed_error(self, operation: Operation) -> MisuseError:
         return MisuseError(
@@ -241,25 +286,38 @@ class Group:
         self, failure: Failure, operation: Operation, *, later: bool = False
     ) -> DistributedError:
         """This failure, as it looks from this operation."""
-        peer = self.to_local.get(failure.culprit)
-        reason = failure.reason
-        if failure.error is DesyncError and failure.reporter != self.engine.rank:
-            # The reporter found that it and the culprit disagree; the culprit may be this rank.
-            peer = self.to_local.get(failure.reporter) if peer == self.rank else peer
-            reporter = self.to_local.get(failure.reporter)
-            name = self.name_of(reporter) if reporter is not None else str(failure.reporter)
-            if failure.signature:
-                reason = f"met {failure.signature} from rank {name}"
-        elif failure.reporter not in (self.engine.rank, failure.culprit):
-            reason = f"{reason} (as rank {failure.reporter} of the job found)"
         broken = "the group is broken: " if later else ""
+        mine = operation.describe()
+        if failure.error is DesyncError and failure.signature:
+            culprit, own, reason = self._disagreement(failure)
+            text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
+        else:
+            culprit, reason = failure.culprit, failure.reason
+            if failure.reporter not in (self.engine.rank, culprit):
+                reason = f"{reason} (as rank {failure.reporter} of the job found)"
+            text = f"{mine}: {broken}{reason}"
         return failure.error(
-            f"rank {self.rank}: {operation.describe()}: {broken}{reason}",
+            f"rank {self.rank}: {text}",
             rank=self.rank,
-            peer=peer,
+            peer=self.to_local.get(culprit),
             op=operation.name,
             sequence=operation.sequence,
             seconds=monotonic() - operation.started
             if failure.error is CollectiveTimeoutError
             else None,
         )
+
+    def _disagreement(self, failure: Failure) -> tuple[int, str, str]:
+        """For a `DesyncError` on this rank: the other one, what this one did, and the sentence."""
+        here = self.engine.rank
+        if failure.culprit == here:
+            other, theirs = failure.reporter, failure.signature
+            own = failure.met or self.agreement.words_for(failure)
+            name = self.name_of_whole(other)
+            return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
+        other, own = failure.culprit, failure.signature
+        name = self.name_of_whole(other)
+        reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
+        if failure.reporter == here:
+            return other, own, reason
+        return other, "", f"on rank {self.name_of_whole(failure.reporter)} {reason}"

@@ -1,8 +1,9 @@
 """Where messages and receives meet, whichever comes first.
 
 A message is known by who sent it and on which channel; those of one sender and one channel stay
-in order. A message that nobody has asked for yet is kept ("early"), up to a limit for each peer,
-so that ranks may send before the others receive.
+in order. A message that nobody has asked for yet is kept ("early"), up to a limit for each peer, so
+that ranks may send before the others receive. Receives of one channel are served in the order in
+which they were posted; one from any sender takes the message that came first.
 
               message begins                      receive is posted
                     |                                    |
@@ -13,10 +14,12 @@ so that ranks may send before the others receive.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 
 from phalanx.backends.engine.arrival import BLOCK, Arrival, combine_into
+from phalanx.backends.engine.rounds import ANY
 from phalanx.backends.engine.ticket import PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import Channel
@@ -34,51 +37,98 @@ class Mailbox:
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
         self._early: defaultdict[tuple[Channel, int], deque[Arrival]] = defaultdict(deque)
+        self._from_any = 0  # how many of the posted receives take any sender's message
         self._arriving: dict[PostedReceive, Arrival] = {}
+        self._order = itertools.count(1)
+        self.traced = False  # whether to note when the first byte of a round comes
         self.early_bytes: defaultdict[int, int] = defaultdict(int)  # that are kept of each peer
 
     def expect(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive was posted. Raises if the message that is already here does not fit it."""
+        if not posted.order:
+            posted.order = next(self._order)
+        if posted.from_any:
+            posted.peer = self._first_sender(channel)
         key = (channel, posted.peer)
         early = self._early.get(key)
         if not early:
-            self._posted[key].append(posted)
+            self._put_in_line(key, posted)
             return
         arrival = early.popleft()
         if not early:
             del self._early[key]
         problem = _misfit(arrival, posted)
-        if problem is not None:
-            arrival.forget()
+        if problem is None:
+            arrival.hand_over(posted)
+            if arrival.filled == arrival.total:
+                posted.complete()
+            else:
+                self._arriving[posted] = arrival
+            return
+        arrival.forget()
+        if isinstance(problem, SizeMismatchError):
             raise problem
-        self._hand_over(arrival, posted)
+        _dispute(posted, arrival.peer)
 
-    def _hand_over(self, arrival: Arrival, posted: PostedReceive) -> None:
-        arrival.hand_over(posted)
-        if arrival.filled == arrival.total:
-            posted.complete()
-        else:
-            self._arriving[posted] = arrival
+    def _first_sender(self, channel: Channel) -> int:
+        """Of the early messages on a channel, whose came first."""
+        heads = [(early[0].order, peer) for (c, peer), early in self._early.items() if c == channel]
+        return min(heads)[1] if heads else ANY
+
+    def _put_in_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        """A receive waits, behind those that were posted before."""
+        line = self._posted[key]
+        place = len(line)
+        while place and line[place - 1].order > posted.order:
+            place -= 1
+        line.insert(place, posted)
+        self._from_any += posted.from_any
+
+    def _leave_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        line = self._posted.get(key)
+        if line and posted in line:
+            line.remove(posted)
+            self._from_any -= posted.from_any
+            if not line:
+                del self._posted[key]
+
+    def _take_from_line(self, channel: Channel, peer: int) -> PostedReceive | None:
+        """The receive whose turn it is for a message of this peer."""
+        key = (channel, peer)
+        line = self._posted.get(key)
+        if self._from_any:
+            others = self._posted.get((channel, ANY))
+            if others and (not line or others[0].order < line[0].order):
+                key, line = (channel, ANY), others
+        if not line:
+            return None
+        posted = line.popleft()
+        if not line:
+            del self._posted[key]
+        self._from_any -= posted.from_any
+        posted.peer = peer
+        return posted
 
     def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival:
         """A message begins to arrive: where it goes."""
-        key = (channel, peer)
-        waiting = self._posted.get(key)
         arrival = Arrival(self, channel, peer, total, fingerprint)
-        if waiting:
-            posted = waiting.popleft()
-            if not waiting:
-                del self._posted[key]
+        posted = self._take_from_line(channel, peer)
+        if posted is not None:
+            if self.traced:
+                posted.ticket.first_heard()
             problem = _misfit(arrival, posted)
             if problem is None:
                 arrival.posted = posted
                 self._arriving[posted] = arrival
-            else:
+            elif isinstance(problem, SizeMismatchError):
                 operation = posted.ticket.operation
                 operation.group.operation_failed(operation, problem)
+            else:
+                _dispute(posted, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
             arrival.kept = True
-            self._early[key].append(arrival)
+            arrival.order = next(self._order)
+            self._early[channel, peer].append(arrival)
         if total == 0:
             self.arrived(arrival)
         return arrival
@@ -114,7 +164,11 @@ class Mailbox:
 
     def is_wanted(self, channel: Channel, peer: int) -> bool:
         """Whether a receive waits for a message on this channel, or it would be dropped."""
-        return bool(self._posted.get((channel, peer))) or channel.group in self._over
+        return (
+            (channel, peer) in self._posted
+            or (channel, ANY) in self._posted
+            or channel.group in self._over
+        )
 
     def unasked(self, channel: Channel) -> int | None:
         """Who has sent a message on this channel that nobody has asked for, if anyone."""
@@ -131,26 +185,29 @@ class Mailbox:
     def withdraw(self, posted: PostedReceive) -> None:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""
         operation = posted.ticket.operation
-        key = (operation.channel, posted.peer)
+        channel = operation.channel
         arrival = self._arriving.pop(posted, None)
         if arrival is None:
-            waiting = self._posted.get(key)
-            if waiting and posted in waiting:
-                waiting.remove(posted)
-                if not waiting:
-                    del self._posted[key]
+            self._leave_line((channel, posted.peer), posted)
         elif operation.is_collective:
             arrival.forget()
         else:
             arrival.take_back()
-            waiting = self._posted.pop(key, None)
-            self._early[key].appendleft(arrival)
-            for other in waiting or ():  # receives of other threads, in their order
-                operation = other.ticket.operation
-                try:
-                    self.expect(operation.channel, other)
-                except DistributedError as error:
-                    operation.group.operation_failed(operation, error)
+            self._early[channel, posted.peer].appendleft(arrival)
+            self._serve_again(channel, posted.peer)
+
+    def _serve_again(self, channel: Channel, peer: int) -> None:
+        """A message is to be had again: for other threads' receives, in their order."""
+        waiting = [
+            p for key in ((channel, peer), (channel, ANY)) for p in self._posted.get(key, ())
+        ]
+        for posted in sorted(waiting, key=lambda posted: posted.order):
+            operation = posted.ticket.operation
+            self._leave_line((channel, posted.peer), posted)
+            try:
+                self.expect(channel, posted)
+            except DistributedError as error:
+                operation.group.operation_failed(operation, error)
 
     def cancelled(self, arrival: Arrival) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
@@ -158,12 +215,13 @@ class Mailbox:
         posted = arrival.posted
         if posted is not None:
             del self._arriving[posted]
-            self._posted[key].appendleft(posted)
         elif arrival in self._early.get(key, ()):
             self._early[key].remove(arrival)
             if not self._early[key]:
                 del self._early[key]
         arrival.forget()
+        if posted is not None:
+            self.expect(arrival.channel, posted)
 
     def is_over(self, group: int) -> bool:
         """Whether a group is broken or closed."""
@@ -175,6 +233,12 @@ class Mailbox:
         for key in [key for key in self._early if key[0].group == group]:
             for arrival in self._early.pop(key):
                 arrival.forget()
+
+
+def _dispute(posted: PostedReceive, peer: int) -> None:
+    """What came is another operation's. The receive stays open until the two have talked."""
+    operation = posted.ticket.operation
+    operation.group.agreement.met_another(operation, peer)
 
 
 def _misfit(arrival: Arrival, posted: PostedReceive) -> DistributedError | None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from phalanx.backends.engine.agreement import ASK_EVERY
+from phalanx.backends.engine.caller import NOWHERE, Site
 from phalanx.backends.engine.describe import describe
 from phalanx.backends.engine.rounds import Round
-from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.group import Group
+    from phalanx.backends.engine.overdue import Inquiry
     from phalanx.backends.engine.ticket import Ticket
 
 LocalStep = Any  # whatever the operation's `local` understands
@@ -33,10 +35,15 @@ class Operation:
     combine      reduces bytes that came into a buffer
     local        carries out a local step
     signature    what the operation is, for messages; `fingerprint` is its hash on the wire
+    site         the user's line that asked for it
+    ask_at       when to ask the others whether they are in it, too
+    inquiry      whose fault it is that the deadline is about to pass
+    sender       of a received message: whose it was, as a rank of the job
     """
 
     __slots__ = (
         "_next",
+        "ask_at",
         "buffers",
         "channel",
         "combine",
@@ -45,14 +52,18 @@ class Operation:
         "error",
         "fingerprint",
         "group",
+        "inquiry",
         "local",
         "name",
         "program",
+        "sender",
         "sequence",
         "signature",
+        "site",
         "started",
         "ticket",
         "timeout",
+        "waited",
     )
 
     def __init__(
@@ -68,6 +79,7 @@ class Operation:
         local: Callable[[LocalStep], None] | None = None,
         signature: str = "",
         fingerprint: int = 0,
+        site: Site = NOWHERE,
         timeout: float,
     ) -> None:
         self.group = group
@@ -80,9 +92,14 @@ class Operation:
         self.local = local
         self.signature = signature
         self.fingerprint = fingerprint
+        self.site = site
         self.timeout = timeout
         self.started = monotonic()
         self.deadline = self.started + timeout
+        self.ask_at = self.started + ASK_EVERY
+        self.inquiry: Inquiry | None = None
+        self.sender = -1
+        self.waited = 0.0  # seconds until the first byte of each round came, if it is traced
         self.ticket: Ticket | None = None
         self.done = False
         self.error: Exception | None = None
@@ -99,12 +116,14 @@ class Operation:
 
     def advance(self) -> None:
         """Go on from the round that is complete, as far as possible without waiting."""
-        post = self.group.engine.post
+        group = self.group
+        post = group.engine.post
         program = self.program
         try:
             while not self.done:
                 if self._next == len(program):
-                    self._finish()
+                    if group.may_finish(self):
+                        self._finish()
                     return
                 step = program[self._next]
                 self._next += 1
@@ -123,6 +142,7 @@ class Operation:
         if self.done:
             return
         self.error = error
+        self.group.engine.history.note_on(error)
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
             self.group.engine.withdraw(ticket)
@@ -130,38 +150,26 @@ class Operation:
 
     def _finish(self) -> None:
         self.done = True
-        self.ticket = None
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None and ticket.receives:
+            self.sender = ticket.receives[0].peer
         self.group.operation_done(self)
 
     def expect_within(self, seconds: float) -> None:
         """Set a new deadline, counted from now."""
         self.timeout = seconds
         self.deadline = monotonic() + seconds
+        self.inquiry = None
 
     def waits_for(self) -> list[int]:
         """The ranks of the group from or to which bytes are still to move."""
         head = self.group.head_of_queue(self)
         return head.ticket.outstanding_peers() if head.ticket is not None else []
 
-    def describe(self) -> str:
-        """What the operation is, for a message: `all_reduce #41 (float32 [32, 32], sum)`."""
-        return describe(self.sequence, self.name, self.signature) + self.group.suffix
+    def waiting_for_whole(self) -> list[int]:
+        """The same, as ranks of the job."""
+        return [self.group.ranks[peer] for peer in self.waits_for()]
 
-    def timed_out(self) -> CollectiveTimeoutError:
-        """The error for a deadline that has passed."""
-        group = self.group
-        peers = self.waits_for()
-        head = group.head_of_queue(self)
-        whom = ", ".join(str(group.name_of(p)) for p in peers) or "nobody"
-        behind = f" (it is queued behind {head.describe()})" if head is not self else ""
-        noun = "ranks" if len(peers) > 1 else "rank"
-        return CollectiveTimeoutError(
-            f"rank {group.rank}: {self.describe()} waited {self.timeout:g} s for {noun} {whom}"
-            f"{behind}. Either it never made the matching call, or it is slower than timeout= "
-            f"allows.",
-            rank=group.rank,
-            peer=peers[0] if peers else None,
-            op=self.name,
-            sequence=self.sequence,
-            seconds=self.timeout,
-        )
+    def describe(self) -> str:
+        """What the operation is: `all_reduce #41 (float32 [32, 32], sum) at train.py:57`."""
+        return describe(self.name, self.sequence, self.signature, self.group.suffix, self.site)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ANY = -1  # as the peer of a receive: whoever sends first
+
 
 class SendBytes(NamedTuple):
     """`buffers[buffer][start:stop]` goes to `peer`."""
@@ -20,7 +22,7 @@ class SendBytes(NamedTuple):
 
 
 class ReceiveBytes(NamedTuple):
-    """What `peer` sends is written to `buffers[buffer][start:stop]`, or combined into it."""
+    """What `peer` (or `ANY`) sends is written to `buffers[buffer][start:stop]`, or combined."""
 
     peer: int
     start: int

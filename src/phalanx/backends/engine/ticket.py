@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING
+
+from phalanx.backends.engine.rounds import ANY
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.operation import Operation
 
 
 class PostedReceive:
-    """A receive that waits for its message. `peer` is a rank of the whole job."""
+    """A receive that waits for its message.
 
-    __slots__ = ("buffer", "combine", "done", "peer", "start", "stop", "ticket", "view")
+    peer    a rank of the whole job; of a receive from `ANY`, the one whose message it has met
+    order   receives of one channel take messages in this order
+    """
+
+    __slots__ = (
+        "buffer",
+        "combine",
+        "done",
+        "from_any",
+        "order",
+        "peer",
+        "start",
+        "stop",
+        "ticket",
+        "view",
+    )
 
     def __init__(
         self, ticket: Ticket, peer: int, buffer: int, start: int, stop: int, combine: bool
     ) -> None:
         self.ticket = ticket
         self.peer = peer
+        self.from_any = peer == ANY
+        self.order = 0
         self.buffer = buffer
         self.start = start
         self.stop = stop
@@ -53,13 +73,15 @@ class PostedSend:
 class Ticket:
     """One round under way: done when all its sends and receives are."""
 
-    __slots__ = ("_armed", "_left", "done", "operation", "receives", "sends")
+    __slots__ = ("_armed", "_left", "done", "heard", "operation", "posted", "receives", "sends")
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         self.sends: list[PostedSend] = []
         self.receives: list[PostedReceive] = []
         self.done = False
+        self.posted = 0.0  # when, if it is traced
+        self.heard = False  # whether a byte has come, if it is traced
         self._left = 0
         self._armed = False
 
@@ -77,8 +99,29 @@ class Ticket:
             self.done = True
             self.operation.group.engine.ready.append(self.operation)
 
+    def first_heard(self) -> None:
+        """A message of this round begins to come (called while operations are traced)."""
+        if not self.heard:
+            self.heard = True
+            self.operation.waited += monotonic() - self.posted
+
+    def needs(self, rank: int) -> bool:
+        """Whether this round cannot be completed without a rank (of the job) that has left."""
+        group = self.operation.group
+        nobody = ANY if not group.others() else rank
+        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        return any(part.peer in (rank, nobody) for part in parts if not part.done)
+
     def outstanding_peers(self) -> list[int]:
         """The peers (ranks of the group) that this round waits for; receives come first."""
-        to_local = self.operation.group.to_local
+        group = self.operation.group
         parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        return list(dict.fromkeys(to_local[part.peer] for part in parts if not part.done))
+        peers: dict[int, None] = {}
+        for part in parts:
+            if part.done:
+                continue
+            if part.peer == ANY:
+                peers.update(dict.fromkeys(group.others()))
+            else:
+                peers[group.to_local[part.peer]] = None
+        return list(peers)

@@ -20,7 +20,7 @@ from phalanx.backends.tcp.reactor import Reactor
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
-from phalanx.wire.messages import encode
+from phalanx.wire.messages import Answer, Ask, encode
 
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
 
@@ -69,11 +69,22 @@ class TcpEngine(Engine):
     def tell_leaving(self, group: Group) -> None:
         self._send_to_members(group, Kind.LEAVE_GROUP)
 
+    @override
+    def ask(self, peer: int, group: int, ask: Ask) -> None:
+        self._send_control(peer, Kind.ASK, encode(ask), group)
+
+    @override
+    def answer(self, peer: int, answer: Answer) -> None:
+        self._send_control(peer, Kind.ANSWER, encode(answer))
+
     def _send_to_members(self, group: Group, kind: Kind, payload: bytes = b"") -> None:
         for rank in group.ranks:
-            link = self.mesh.links.get(rank)
-            if link is not None and not link.left:
-                link.send_control(kind, payload, group.id)
+            self._send_control(rank, kind, payload, group.id)
+
+    def _send_control(self, peer: int, kind: Kind, payload: bytes, group: int = 0) -> None:
+        link = self.mesh.links.get(peer)
+        if link is not None and not link.left:
+            link.send_control(kind, payload, group)
 
     @override
     def has_left(self, peer: int) -> bool:
@@ -85,7 +96,7 @@ class TcpEngine(Engine):
     def progress(self, until: Operation) -> None:
         with self.lock:
             while not until.done:
-                left = until.group.seconds_left(until)
+                left = until.group.attend(until)
                 if left <= 0:
                     self.run_ready()
                 elif self._driver is None:
@@ -156,7 +167,7 @@ class TcpEngine(Engine):
             else:
                 self.drive(_NothingLeft(self._background), monotonic() + EXPIRY_CHECK)
             for operation in list(self._background):
-                operation.group.seconds_left(operation)
+                operation.group.attend(operation)
             self.run_ready()
 
     @override

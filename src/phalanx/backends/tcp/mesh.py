@@ -17,7 +17,7 @@ from phalanx.backends.tcp.link import Link
 from phalanx.backends.tcp.reactor import Reactor
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Identity
-from phalanx.wire.messages import FailureNotice, decode
+from phalanx.wire.messages import Answer, Ask, FailureNotice, decode
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.rendezvous import Rendezvous
@@ -93,6 +93,10 @@ class Mesh:
             link.left = True
             self.left.add(link.peer)
             self.engine.peer_left(link.peer)
+        elif kind is Kind.ASK:
+            self.engine.asked(group, link.peer, decode(payload, Ask))
+        elif kind is Kind.ANSWER:
+            self.engine.answered(link.peer, decode(payload, Answer))
         elif self.rendezvous is not None:
             self.rendezvous.control_came(link, header, payload)
         else:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.backends.memory import Buffer
+from phalanx.collectives.pending import PendingCollective
 
 
 def send(
@@ -21,10 +22,47 @@ def send(
 
 
 def recv(
-    into: Tensor | Buffer, src: int, backend: Backend, *, tag: int = 0, timeout: float | None = None
-) -> None:
-    """Receive from rank `src` into `into`, which is filled whole; see `Backend.recv`."""
-    backend.recv(into, src, tag=tag, timeout=timeout)
+    into: Tensor | Buffer,
+    src: int | None,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> int:
+    """Receive from rank `src`, or with `None` from any, into `into`, which is filled whole.
+
+    Returns the sender; see `Backend.recv`.
+    """
+    return backend.recv(into, src, tag=tag, timeout=timeout)
+
+
+def isend(
+    tensor: Tensor | Buffer,
+    dst: int,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> PendingCollective[None]:
+    """`send` that returns at once; the tensor's memory may be used again after `wait()`."""
+    operation = backend.start_send(tensor, dst, tag=tag, timeout=timeout, background=True)
+    return PendingCollective(backend, operation, lambda: None)
+
+
+def irecv(
+    into: Tensor | Buffer,
+    src: int | None,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> PendingCollective[int]:
+    """`recv` that returns at once; `wait()` gives the sender, and `into` is filled then.
+
+    Receives with one tag from one rank are served in the order in which they were posted.
+    """
+    operation, finish = backend.start_recv(into, src, tag=tag, timeout=timeout, background=True)
+    return PendingCollective(backend, operation, finish)
 
 
 def sendrecv(

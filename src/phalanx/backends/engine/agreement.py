@@ -1,0 +1,125 @@
+"""Agreement: whether the members of a group do the same things in the same order.
+
+Three things show that they do not, and each leads to the same question:
+
+    a message that fits no receive        its fingerprint is another operation's
+    a message that was not expected       the collective is over here, or needs nothing from there
+    a long wait                           both may wait for the other
+
+        rank 1 (all_reduce #41)                     rank 2 (broadcast #41)
+            | -- ASK #41, fingerprint, what it is -->  |  compares with its own #41
+            | <-- FAILURE: both, in words ----------   |  breaks the group, tells everyone
+
+Whoever is asked knows both sides. It compares as soon as it can: with what it has done, does, or
+will do. So it need not be in the same operation, nor in a wait; and if it stays away, the one that
+asked raises after a while all the same, with only its own side of the story.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.backends.engine.failure import Failure
+from phalanx.backends.engine.history import Record
+from phalanx.errors import DesyncError
+from phalanx.wire.messages import Ask
+
+if TYPE_CHECKING:
+    from phalanx.backends.engine.group import Group
+    from phalanx.backends.engine.operation import Operation
+
+ASK_EVERY = 0.5  # seconds that a collective waits before it asks whether the others are in it, too
+ANSWER_WITHIN = 0.4  # seconds for the other side of a dispute to say what it was doing
+
+
+class Dispute(NamedTuple):
+    """The group will break: with the other side's words, or at `deadline` without them."""
+
+    deadline: float
+    failure: Failure
+
+
+class Agreement:
+    """One rank's knowledge of what the members of one group are doing."""
+
+    def __init__(self, group: Group) -> None:
+        self.dispute: Dispute | None = None
+        self._group = group
+        self._recent: deque[Record] = deque(maxlen=64)
+        self._early: dict[int, Ask] = {}  # member -> what it asked about an operation to come
+
+    def ended(self, record: Record) -> None:
+        """A collective is over on this rank."""
+        self._recent.append(record)
+
+    def check(self, operation: Operation) -> None:
+        """A collective begins: compare it with what others have asked about it before."""
+        for peer, ask in list(self._early.items()):
+            if ask.sequence <= operation.sequence:
+                del self._early[peer]
+                if ask.sequence == operation.sequence:
+                    self.asked(peer, ask)
+
+    def ask(self, operation: Operation, peers: list[int] | None = None) -> None:
+        """Ask those it waits for whether they are in this collective, too."""
+        group = self._group
+        ask = Ask(operation.sequence, operation.fingerprint, operation.describe())
+        for peer in operation.waits_for() if peers is None else peers:
+            group.engine.ask(group.ranks[peer], group.id, ask)
+
+    def asked(self, peer: int, ask: Ask) -> None:
+        """A member (a rank of the job) asks whether this rank is, was, or will be in that, too."""
+        mine = self._known(ask.sequence)
+        if mine is None:
+            if ask.sequence >= self._group.next_number:
+                self._early[peer] = ask
+        elif mine[0] != ask.fingerprint:
+            group = self._group
+            reason = f"{mine[1]} met {ask.what} from rank {group.name_of_whole(peer)}"
+            here = group.engine.rank
+            group.fail(
+                Failure(DesyncError, peer, here, reason, mine[1], ask.sequence, met=ask.what)
+            )
+
+    def met_another(self, operation: Operation, peer: int) -> None:
+        """A message came from `peer` (of the job) that another operation has sent."""
+        name = self._group.name_of_whole(peer)
+        mine = operation.describe()
+        reason = f"{mine} met another operation, or other arguments, from rank {name}"
+        self._open(peer, operation.sequence, operation.fingerprint, mine, reason)
+
+    def was_sent_too_much(self, number: int, peer: int) -> None:
+        """A member sent something for a collective in which nothing was expected from it."""
+        group = self._group
+        fingerprint, mine = self._known(number) or (0, f"collective #{number}{group.suffix}")
+        name = group.name_of_whole(peer)
+        reason = (
+            f"{mine} was sent something by rank {name} that it did not expect: the two called "
+            "different things, or with other arguments"
+        )
+        self._open(peer, number, fingerprint, mine, reason)
+
+    def _open(self, peer: int, sequence: int, fingerprint: int, mine: str, reason: str) -> None:
+        group = self._group
+        if self.dispute is not None or group.failure is not None:
+            return
+        failure = Failure(DesyncError, peer, group.engine.rank, reason, mine, sequence)
+        self.dispute = Dispute(monotonic() + ANSWER_WITHIN, failure)
+        group.engine.ask(peer, group.id, Ask(sequence, fingerprint, mine))
+
+    def words_for(self, failure: Failure) -> str:
+        """What this rank was doing when it, as `failure` says, did not do what others did."""
+        known = self._known(failure.sequence)
+        return known[1] if known is not None else ""
+
+    def _known(self, sequence: int) -> tuple[int, str] | None:
+        """The fingerprint and description of a collective of this rank, if it is remembered."""
+        for operation in self._group.queued():
+            if operation.sequence == sequence:
+                return operation.fingerprint, operation.describe()
+        for record in reversed(self._recent):
+            if record.sequence == sequence:
+                return record.fingerprint, record.describe()
+        return None

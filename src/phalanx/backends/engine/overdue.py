@@ -1,0 +1,120 @@
+"""Overdue: whose fault it is that a deadline passes.
+
+Shortly before, the rank asks those it waits for what they wait for, and then those, and so on. The
+chain ends with whoever waits for nobody, or does not answer because it is in no call at all:
+
+    rank 0  waits for  rank 1  waits for  rank 2  ... which has not called: it is named
+
+Where it ends nowhere, they wait for each other in a circle, or the bytes are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from phalanx.errors import CollectiveTimeoutError
+from phalanx.wire.messages import Answer, Ask
+
+if TYPE_CHECKING:
+    from phalanx.backends.engine.operation import Operation
+
+LONGEST_INQUIRY = 0.4  # seconds before the deadline at which it begins
+
+
+def inquiry_time(timeout: float) -> float:
+    """How long before the deadline an inquiry begins, for such a timeout."""
+    return min(LONGEST_INQUIRY, timeout / 4)
+
+
+def chain_of_waits(
+    first: Iterable[int], answers: Mapping[int, Answer | None]
+) -> tuple[list[int], bool]:
+    """The shortest chain of ranks that wait for each other, and whether it ends.
+
+    `answers` holds what the ranks that were asked have said: None for nothing. A chain ends with a
+    rank that waits for nobody. If none does, it is the first steps of a circle.
+    """
+    chains = [[rank] for rank in first]
+    seen: set[int] = set()
+    for chain in chains:  # grows while it is walked: breadth first
+        last = chain[-1]
+        if last in seen:
+            continue
+        seen.add(last)
+        answer = answers.get(last)
+        if answer is None or not answer.waits_for:
+            return chain, True
+        chains.extend([*chain, rank] for rank in answer.waits_for)
+    return (chains[0] if chains else []), False
+
+
+class Inquiry:
+    """The questions of one operation, and what came back. Ranks are those of the job."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._engine = operation.group.engine
+        self._first = operation.waiting_for_whole()
+        self._answers: dict[int, Answer | None] = {self._engine.rank: Answer(list(self._first), "")}
+
+    def begin(self) -> None:
+        """Ask those that the operation waits for."""
+        self._ask(self._first)
+
+    def answered(self, peer: int, answer: Answer) -> None:
+        """A rank says what it waits for."""
+        if peer in self._answers:
+            self._answers[peer] = answer
+            self._ask(answer.waits_for)
+
+    def _ask(self, ranks: Iterable[int]) -> None:
+        group = self._operation.group
+        for rank in ranks:
+            if rank not in self._answers and 0 <= rank < self._engine.world_size:
+                self._answers[rank] = None
+                self._engine.ask(rank, group.id, Ask(-1, 0, "", answer=True))
+
+    def verdict(self) -> CollectiveTimeoutError:
+        """The error for the deadline that has passed."""
+        operation = self._operation
+        group = operation.group
+        chain, ends = chain_of_waits(self._first, self._answers)
+        culprit = group.to_local.get(chain[-1]) if chain else None
+        if culprit is None and self._first:
+            culprit = group.to_local[self._first[0]]
+        head = group.head_of_queue(operation)
+        behind = f" (it is queued behind {head.describe()})" if head is not operation else ""
+        return CollectiveTimeoutError(
+            f"rank {group.rank}: {operation.describe()} waited {operation.timeout:g} s for "
+            f"{self._whom(chain)}{behind}{''.join(self._story(chain, ends))}",
+            rank=group.rank,
+            peer=culprit,
+            op=operation.name,
+            sequence=operation.sequence,
+            seconds=operation.timeout,
+        )
+
+    def _whom(self, chain: list[int]) -> str:
+        # The chain goes on from its first rank: which comes last, so that "which" is its.
+        ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
+        names = ", ".join(self._operation.group.name_of_whole(rank) for rank in ranks) or "nobody"
+        return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+    def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
+        name = self._operation.group.name_of_whole
+        for rank, next_rank in pairwise(chain):
+            answer = self._answers[rank]
+            assert answer is not None
+            yield f", which waits in {answer.what} for rank {name(next_rank)}"
+        last = self._answers.get(chain[-1]) if chain else None
+        if ends and last is None:
+            yield ", which does not answer: it has made no matching call, and is in none; or it "
+            yield "is slower than timeout= allows"
+        elif ends:
+            yield ", which has made no matching call, or is slower than timeout= allows"
+        elif last is not None:
+            on = ", ".join(f"rank {name(rank)}" for rank in last.waits_for)
+            yield f", which waits in {last.what} for {on}: either they wait for each other, or "
+            yield "moving the bytes takes longer than timeout= allows"

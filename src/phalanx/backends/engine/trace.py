@@ -1,0 +1,135 @@
+"""Traces: what a rank's operations did and when, for Perfetto or chrome://tracing.
+
+With PHALANX_TRACE=folder in the environment each backend writes `rank-<rank>-<process>-<n>.json`
+there, as it goes: the array form of Chrome's trace events, one event a line, which readers accept
+without its end. So the trace of a process that was killed is whole up to then. `phalanx trace`
+merges the files of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.backends.engine.rounds import Round
+from phalanx.wire.frame import Kind
+
+if TYPE_CHECKING:
+    from phalanx.backends.engine.history import Record
+    from phalanx.backends.engine.operation import Operation
+
+log = logging.getLogger("phalanx")
+
+VARIABLE = "PHALANX_TRACE"
+
+
+class Trace:
+    """One backend's file. Times are microseconds of this host's clock, since 1970."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._groups: dict[int, int] = {}
+        self._since = time() - monotonic()
+        self._file = _create(folder, rank)
+        weakref.finalize(self, _close, self._file)
+        self._write(b"[\n")
+        self._name("process_name", 0, name=f"rank {rank}")
+        self._name(
+            "phalanx",
+            0,
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            started=time(),
+        )
+
+    @classmethod
+    def wanted(cls, rank: int, world_size: int) -> Trace | None:
+        """A trace, if the environment asks for one. Raises OSError if the folder cannot be used."""
+        folder = os.environ.get(VARIABLE, "")
+        return cls(Path(folder), rank, world_size) if folder else None
+
+    def ended(self, operation: Operation, record: Record) -> None:
+        """Write down an operation that is over."""
+        seconds = record.ended - record.started
+        collective = operation.channel.kind is Kind.COLLECTIVE
+        arguments: dict[str, Any] = {
+            "sequence": record.sequence,
+            "bytes": len(operation.buffers[0]) if operation.buffers else 0,
+            **_traffic(operation),
+            "group": record.suffix.removeprefix(" in the group of ") or "world",
+            "waiting_us": round(operation.waited * 1e6, 1),
+            "moving_us": round((seconds - operation.waited) * 1e6, 1),
+            "signature": record.signature,
+            "where": str(record.site),
+        }
+        if operation.error is not None:
+            arguments["error"] = str(operation.error)
+        event = {
+            "ph": "X",
+            "name": record.name,
+            "cat": "collective" if collective else "message",
+            "pid": self._rank,
+            "tid": self._thread(operation.group.id, arguments["group"], collective),
+            "ts": round((record.started + self._since) * 1e6, 1),
+            "dur": round(seconds * 1e6, 1),
+            "args": arguments,
+        }
+        self._write_event(event)
+
+    def _thread(self, group: int, name: str, collective: bool) -> int:
+        """The line of the picture for a group's collectives, or for its messages."""
+        key = group if collective else ~group
+        if key not in self._groups:
+            self._groups[key] = len(self._groups)
+            what = name if collective else f"{name}: messages"
+            self._name("thread_name", self._groups[key], name=what)
+        return self._groups[key]
+
+    def _name(self, what: str, thread: int, **arguments: Any) -> None:
+        self._write_event(
+            {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "args": arguments}
+        )
+
+    def _write_event(self, event: dict[str, Any]) -> None:
+        self._write(json.dumps(event).encode() + b",\n")
+
+    def _write(self, line: bytes) -> None:
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, line)
+        except OSError as error:  # a full disk ends the trace, not the training
+            log.warning("rank %d: the trace ends here: %s", self._rank, error)
+            self._file = -1
+
+
+def _create(folder: Path, rank: int) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        path = folder / f"rank-{rank}-{os.getpid()}-{number}.json"
+        with suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        number += 1
+
+
+def _close(file: int) -> None:
+    with suppress(OSError):
+        os.close(file)
+
+
+def _traffic(operation: Operation) -> dict[str, int]:
+    rounds = [step for step in operation.program if isinstance(step, Round)]
+    return {
+        "sent": sum(send.stop - send.start for round_ in rounds for send in round_.sends),
+        "received": sum(recv.stop - recv.start for round_ in rounds for recv in round_.receives),
+    }
