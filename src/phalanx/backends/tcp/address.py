@@ -8,13 +8,22 @@ import socket
 from phalanx.errors import BackendUnavailableError
 from phalanx.wire.address import Endpoint
 
-BACKLOG = 1024
+BACKLOG = 4096
+"""Calls that the kernel keeps until they are looked at; it keeps fewer where it is told to
+(net.core.somaxconn)."""
 
 
-def resolve(endpoint: Endpoint) -> list[tuple[int, tuple[object, ...]]]:
-    """The (family, socket address) pairs under which a host may be reached."""
+def resolve(endpoint: Endpoint, *, numeric: bool = False) -> list[tuple[int, tuple[object, ...]]]:
+    """The (family, socket address) pairs under which a host may be reached.
+
+    A name is looked up, which may block, unless `numeric`: then it is an error, as is a name that
+    nobody knows.
+    """
+    flags = socket.AI_NUMERICHOST if numeric else 0
     try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=flags
+        )
     except OSError as error:
         raise BackendUnavailableError(
             f"the host name in {endpoint} cannot be resolved: {error.strerror or error}"

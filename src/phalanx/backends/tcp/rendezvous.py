@@ -5,22 +5,25 @@
             <-- TABLE: everyone's address --        when the last one has come
     rank k  -- calls, proves itself -->  ranks 1 to k-1
 
-Done when every connection is open.
+Done when every connection is open. Nobody else may come then, and nobody comes back: the door is
+closed, and this rank listens nowhere until it ends.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from phalanx.backends.tcp.address import listen_at, resolve
-from phalanx.backends.tcp.door import Dial
+from phalanx.backends.tcp.dial import Dial
 from phalanx.backends.tcp.host import host_id
 from phalanx.backends.tcp.link import Link
 from phalanx.errors import (
     AuthenticationError,
+    BackendUnavailableError,
     CollectiveTimeoutError,
     DistributedError,
     PeerLostError,
@@ -71,6 +74,9 @@ class Rendezvous:
             raise self.error
         if not self.done:
             raise self._too_late(timeout)
+        if mesh.door is not None:
+            mesh.door.close()
+            mesh.door = None
         hosts = [self._known[rank].host_id for rank in range(mesh.world_size)]
         return tuple(hosts.index(host) for host in hosts)
 
@@ -83,7 +89,12 @@ class Rendezvous:
         if link.peer == 0:
             # Only where rank 0 reaches us: not on other interfaces.
             name = link.sock.getsockname()
-            listener = listen_at(link.sock.family, (name[0], 0, *name[2:]))
+            try:
+                listener = listen_at(link.sock.family, (name[0], 0, *name[2:]))
+            except OSError as error:
+                reason = f"this rank cannot listen at {name[0]}: {error.strerror or error}"
+                self._fail(BackendUnavailableError, None, reason)
+                return
             self.mesh.open_door(listener)
             link.send_control(Kind.ADDRESS, encode(self._here(listener)))
         self._check_done()
@@ -99,12 +110,16 @@ class Rendezvous:
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
         kind = header.channel.kind
-        if kind is Kind.ADDRESS and self.mesh.rank == 0:
-            self._learn(link.peer, decode(payload, Address))
-        elif kind is Kind.TABLE and link.peer == 0:
+        if kind is Kind.ADDRESS and self.mesh.rank == 0 and link.peer not in self._known:
+            address = decode(payload, Address)
+            _check_number(link.peer, address)
+            self._learn(link.peer, address)
+        elif kind is Kind.TABLE and link.peer == 0 and not self._known:
             table = decode(payload, Table).addresses
             if len(table) != self.mesh.world_size:
                 raise FrameError(f"a table of {len(table)} ranks")
+            for peer, address in enumerate(table[1:], 1):
+                _check_number(peer, address)
             self._known = dict(enumerate(table))
             for peer in range(1, self.mesh.rank):
                 self._call(peer, Endpoint(table[peer].host, table[peer].port), patient=False)
@@ -136,7 +151,7 @@ class Rendezvous:
     def _call(self, peer: int, endpoint: Endpoint, *, patient: bool) -> None:
         """Call a peer; `patient`: it may not have started yet."""
         mesh = self.mesh
-        addresses = resolve(endpoint)
+        addresses = resolve(endpoint, numeric=peer != 0)  # only what the user gave may be a name
         if mesh.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
             self._fail(
                 AuthenticationError,
@@ -165,7 +180,7 @@ class Rendezvous:
             self._connected.add(peer)
             self._check_done()
 
-    def _fail(self, kind: type[DistributedError], peer: int, reason: str) -> None:
+    def _fail(self, kind: type[DistributedError], peer: int | None, reason: str) -> None:
         rank = self.mesh.rank
         message = f"rank {rank}: rendezvous at {self.endpoint}: {reason}"
         self.error = self.error or kind(message, rank=rank, peer=peer, op="rendezvous")
@@ -183,10 +198,16 @@ class Rendezvous:
             peer = missing[0]
         elif 0 in unconnected:
             what, peer = f"rank 0 cannot be reached: {self._dials[0].trouble}", 0
+            if self._dials[0].refused:
+                what += " (it has not started, or its group has formed without this rank)"
         elif unknown:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
         else:
             what, peer = f"no connection with {_ranks(sorted(unconnected))}", min(unconnected)
+            if peer in self._dials:
+                what += f" (rank {peer}: {self._dials[peer].trouble})"
+            elif mesh.last_rejection:
+                what += f" (last turned away: {mesh.last_rejection})"
         return CollectiveTimeoutError(
             f"rank {mesh.rank}: rendezvous at {self.endpoint}: {what}, within {timeout:g} s",
             rank=mesh.rank,
@@ -194,6 +215,16 @@ class Rendezvous:
             op="rendezvous",
             seconds=timeout,
         )
+
+
+def _check_number(rank: int, address: Address) -> None:
+    """What a rank says about itself is called as it stands: a number, never a name."""
+    try:
+        ipaddress.ip_address(address.host.partition("%")[0])
+    except ValueError:
+        raise FrameError(f"rank {rank} listens at a host that is no number") from None
+    if not 0 < address.port < 65536:
+        raise FrameError(f"rank {rank} listens at port {address.port}")
 
 
 def _ranks(ranks: list[int]) -> str:
