@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.backends.tcp.address import listen_at, resolve
 from phalanx.backends.tcp.door import Dial
-from phalanx.backends.tcp.host import host_id
+from phalanx.backends.tcp.host import host_id, process_id
 from phalanx.backends.tcp.link import Link
 from phalanx.errors import (
     AuthenticationError,
@@ -50,8 +50,8 @@ class Rendezvous:
         self._dials: dict[int, Dial] = {}
         mesh.rendezvous = self
 
-    def run(self, timeout: float, drive: Drive) -> tuple[int, ...]:
-        """Block until all ranks have met; return the number of the host of each. Lock held.
+    def run(self, timeout: float, drive: Drive) -> list[Address]:
+        """Block until all ranks have met; return the address of each. Lock held.
 
         `drive(until, deadline)` moves bytes until `until.done`.
         """
@@ -71,8 +71,7 @@ class Rendezvous:
             raise self.error
         if not self.done:
             raise self._too_late(timeout)
-        hosts = [self._known[rank].host_id for rank in range(mesh.world_size)]
-        return tuple(hosts.index(host) for host in hosts)
+        return [self._known[rank] for rank in range(mesh.world_size)]
 
     # Called by the mesh ---------------------------------------------------------------------
 
@@ -116,7 +115,7 @@ class Rendezvous:
 
     def _here(self, listener: socket.socket) -> Address:
         name = listener.getsockname()
-        return Address(str(name[0]), int(name[1]), host_id())
+        return Address(str(name[0]), int(name[1]), host_id(), process_id())
 
     def _learn(self, rank: int, address: Address) -> None:
         """Rank 0 hears where another rank listens; when it knows all, it tells all."""
