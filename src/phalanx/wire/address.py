@@ -35,6 +35,9 @@ def parse_address(text: str) -> Endpoint:
 def is_loopback(host: str) -> bool:
     """Whether `host` is written as one that only this machine can reach."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        number = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host == "localhost"
+    # How a socket of both families shows a caller over IPv4: ::ffff:127.0.0.1.
+    mapped = getattr(number, "ipv4_mapped", None)
+    return (mapped or number).is_loopback

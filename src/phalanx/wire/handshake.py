@@ -7,9 +7,16 @@
       | <- WELCOME                             |
 
 Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
-the job's token, over both nonces, the role, and both sides' identities, so that a proof can be
-neither replayed nor reflected. A message is a type byte, a 16-bit length of at most `LIMIT`, and
-its content: before it has proved itself a stranger costs no more memory than that.
+the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
+generation, world size, the two ranks, both nonces. So a proof can be neither replayed nor
+reflected, and a word changed on the way is found out by the first proof behind it.
+
+A message is a type byte, a 16-bit length of at most `LIMIT`, and its content. The driver reads
+`room` bytes at a time: what a stranger says is never kept beyond one message.
+
+The acceptor's proof comes first, so whoever may call can try tokens against it at leisure: this is
+why a token is random, of 128 bits at least. The handshake says who is there; what is sent
+afterwards is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -24,14 +31,16 @@ from typing import NamedTuple
 PROTOCOL_VERSION = 1
 NONCE_SIZE = 32
 PROOF_SIZE = 32
-LIMIT = 512
+LIMIT = 256
 
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = range(1, 6)
 
 _HEAD = struct.Struct("<4sBH")
+_VERSION = struct.Struct("<H")  # which every HELLO of every version begins with
 _HELLO = struct.Struct("<H16sIIII32s")
 _CHALLENGE = struct.Struct("<I32s")
 _MAGIC = b"PHX?"
+ROOM = _HEAD.size + LIMIT  # the longest message
 
 
 class Identity(NamedTuple):
@@ -75,8 +84,11 @@ class Handshake:
 
     `receive(data)` returns the bytes to send, and raises `Refused` when it has failed, with the
     last words for the peer in `farewell`. After it is `complete`, `peer` is the other rank, and
-    `surplus` what came behind the handshake.
+    `surplus` what came behind the handshake. A driver that gives it `room` bytes at most at a time
+    never makes it keep more than that.
     """
+
+    __slots__ = ("_buffer", "_token", "complete", "farewell", "identity", "peer")
 
     def __init__(self, identity: Identity, token: bytes) -> None:
         self.identity = identity
@@ -85,8 +97,11 @@ class Handshake:
         self.farewell = b""
         self._token = token
         self._buffer = bytearray()
-        self._nonce = secrets.token_bytes(NONCE_SIZE)
-        self._transcript = b""
+
+    @property
+    def room(self) -> int:
+        """How many bytes to read next, at most."""
+        return max(ROOM - len(self._buffer), 1)
 
     @property
     def surplus(self) -> bytes:
@@ -139,34 +154,34 @@ class Handshake:
                 f"got {kind} of {len(content)} bytes"
             )
 
-    def _proof(self, role: bytes) -> bytes:
-        return hmac.new(
-            self._token, b"phalanx " + role + b"\0" + self._transcript, "sha256"
-        ).digest()
+    def _proof(self, role: bytes, transcript: bytes) -> bytes:
+        return hmac.new(self._token, b"phalanx " + role + b"\0" + transcript, "sha256").digest()
 
 
 class DialerHandshake(Handshake):
     """The side that opened the connection, to reach `target`."""
 
+    __slots__ = ("_hello", "_proved")
+
     def __init__(self, identity: Identity, token: bytes, target: int) -> None:
         super().__init__(identity, token)
         self.peer = target
+        self._hello = b""
         self._proved = False
 
     def start(self) -> bytes:
         """The first message."""
         me = self.identity
-        hello = _HELLO.pack(
+        self._hello = _HELLO.pack(
             PROTOCOL_VERSION,
             me.job_digest,
             me.generation,
             me.rank,
             me.world_size,
             self.peer or 0,
-            self._nonce,
+            secrets.token_bytes(NONCE_SIZE),
         )
-        self._transcript = hello
-        return _message(HELLO, hello)
+        return _message(HELLO, self._hello)
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self._proved:
@@ -176,29 +191,32 @@ class DialerHandshake(Handshake):
         self._expect(kind, content, CHALLENGE, _CHALLENGE.size + PROOF_SIZE)
         challenge, proof = content[: _CHALLENGE.size], content[_CHALLENGE.size :]
         rank, _ = _CHALLENGE.unpack(challenge)
-        self._transcript += challenge
-        if not hmac.compare_digest(proof, self._proof(b"acceptor")):
+        transcript = self._hello + challenge
+        if not hmac.compare_digest(proof, self._proof(b"acceptor", transcript)):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
         if rank != self.peer:
             raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
         self._proved = True
-        return _message(PROOF, self._proof(b"dialer"))
+        return _message(PROOF, self._proof(b"dialer", transcript))
 
 
 class AcceptorHandshake(Handshake):
     """The side that was called. `admit(peer)` gives a reason to turn that rank away, or None."""
+
+    __slots__ = ("_admit", "_awaited")
 
     def __init__(
         self, identity: Identity, token: bytes, admit: Callable[[int], str | None]
     ) -> None:
         super().__init__(identity, token)
         self._admit = admit
+        self._awaited = b""  # the proof that the caller has to give
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
             return self._challenge(kind, content)
         self._expect(kind, content, PROOF, PROOF_SIZE)
-        if not hmac.compare_digest(content, self._proof(b"dialer")):
+        if not hmac.compare_digest(content, self._awaited):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
         # Asked only now: who has not proved anything learns nothing about the job.
         reason = self._admit(self.peer)
@@ -208,28 +226,37 @@ class AcceptorHandshake(Handshake):
         return _message(WELCOME, b"")
 
     def _challenge(self, kind: int, content: bytes) -> bytes:
-        self._expect(kind, content, HELLO, _HELLO.size)
         me = self.identity
-        version, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
-        checks = (
-            (version, PROTOCOL_VERSION, "speaks protocol version"),
-            (world_size, me.world_size, "has world size"),
-            (generation, me.generation, "is of generation"),
-            (target, me.rank, "looks for rank"),
-        )
-        for theirs, ours, what in checks:
-            if theirs != ours:
-                raise self._refuse(f"the caller {what} {theirs}, this rank {ours}")
+        # The version first: what follows it may look different in another one.
+        if kind == HELLO and len(content) >= _VERSION.size:
+            (theirs,) = _VERSION.unpack_from(content)
+            if theirs != PROTOCOL_VERSION:
+                raise self._refuse(
+                    f"the caller speaks protocol version {theirs}, this rank {PROTOCOL_VERSION}: "
+                    "is the same Phalanx installed everywhere?"
+                )
+        self._expect(kind, content, HELLO, _HELLO.size)
+        _, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
+        self.peer = rank  # as it says; it counts when the handshake is complete
         if job != me.job_digest:
             raise self._refuse("the caller is of another job")
+        checks = (
+            (generation, me.generation, "is of generation"),
+            (world_size, me.world_size, "has world size"),
+            (target, me.rank, "looks for rank"),
+        )
+        for said, ours, what in checks:
+            if said != ours:
+                raise self._refuse(f"the caller {what} {said}, this rank {ours}")
         if rank >= me.world_size or rank == me.rank:
             raise self._refuse(
                 f"the caller says that it is rank {rank} of {me.world_size}, to rank {me.rank}"
             )
-        self.peer = rank
-        challenge = _CHALLENGE.pack(me.rank, self._nonce)
-        self._transcript = content + challenge
-        return _message(CHALLENGE, challenge + self._proof(b"acceptor"))
+        challenge = _CHALLENGE.pack(me.rank, secrets.token_bytes(NONCE_SIZE))
+        transcript = content + challenge
+        # Kept instead of what it is made of: a caller costs little until it has proved itself.
+        self._awaited = self._proof(b"dialer", transcript)
+        return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
 
 
 def _message(kind: int, content: bytes) -> bytes:

@@ -10,11 +10,12 @@ from phalanx.wire.frame import FrameError
 
 
 class Address(msgspec.Struct, frozen=True):
-    """From each rank to rank 0: where it listens, and which host it is on."""
+    """From each rank to rank 0: where it listens, and which host and process it is."""
 
     host: str
     port: int
     host_id: str
+    process: int = 0  # 0: one that others of its host cannot look at
 
 
 class Table(msgspec.Struct, frozen=True):

@@ -12,10 +12,12 @@ from phalanx.backends.base import DEFAULT_TIMEOUT, Backend, check_timeout
 from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.backends.tcp.pulse import check_heartbeat
 from phalanx.backends.tcp.rendezvous import Rendezvous
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError
 from phalanx.wire.address import parse_address
 from phalanx.wire.handshake import Identity
+from phalanx.wire.messages import Address
 
 FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
 
@@ -31,6 +33,10 @@ class TcpBackend(Backend):
     timeout           seconds that a call waits at most, the meeting of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are turned away
     listener          for rank 0: a socket that listens at `master_addr` already
+    heartbeat         seconds within which a call that waits knows of a peer that is stopped or
+                      cannot be reached: 3, or PHALANX_HEARTBEAT. `math.inf`: never, but for the
+                      timeout. One that holds Python's interpreter for longer than 2/3 of that, on
+                      another host, is taken for stopped
 
     Blocks until all ranks have met and are connected, each with each; those that start early try
     again until the others are there. A message is sent when the kernel has taken it; up to 256 MiB
@@ -53,6 +59,7 @@ class TcpBackend(Backend):
         job: str = "",
         generation: int = 0,
         listener: socket.socket | None = None,
+        heartbeat: float | None = None,
     ) -> None:
         if world_size < 1:
             raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
@@ -62,11 +69,13 @@ class TcpBackend(Backend):
             )
         check_timeout(timeout)
         endpoint = parse_address(master_addr)
+        seconds = check_heartbeat(heartbeat)
         secret = token if token is not None else os.environ.get("PHALANX_TOKEN", "")
         engine = TcpEngine(
             Identity(job, generation, rank, world_size),
             secret.encode(),
             loopback_only=not secret,
+            heartbeat=seconds,
         )
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._engine = engine
@@ -76,9 +85,10 @@ class TcpBackend(Backend):
                 if rank == 0:
                     engine.mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:
-                    self.topology = Rendezvous(engine.mesh, endpoint).run(
-                        self.timeout, engine.drive
-                    )
+                    addresses = Rendezvous(engine.mesh, endpoint).run(self.timeout, engine.drive)
+                    engine.pulse.begin(_processes_on_host(rank, addresses))
+                hosts = [address.host_id for address in addresses]
+                self.topology = tuple(hosts.index(host) for host in hosts)
         except BaseException:
             with engine.lock:
                 engine.shut()
@@ -114,6 +124,16 @@ class TcpBackend(Backend):
                 engine.say_goodbye(farewell)
             engine.shut()
         self._at_exit.cancel()
+
+
+def _processes_on_host(rank: int, addresses: list[Address]) -> dict[int, int]:
+    """The processes of the other ranks of this host, where they can be looked at."""
+    here = addresses[rank].host_id
+    return {
+        peer: address.process
+        for peer, address in enumerate(addresses)
+        if peer != rank and address.host_id == here and address.process
+    }
 
 
 class _CloseAtExit:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend
 from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.backends.tcp.mesh import Mesh
+from phalanx.backends.tcp.pulse import Pulse
 from phalanx.backends.tcp.reactor import Reactor
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Kind
@@ -37,10 +38,13 @@ class Awaited(Protocol):
 class TcpEngine(Engine):
     """Moves bytes over the sockets of its mesh."""
 
-    def __init__(self, identity: Identity, token: bytes, *, loopback_only: bool) -> None:
+    def __init__(
+        self, identity: Identity, token: bytes, *, loopback_only: bool, heartbeat: float
+    ) -> None:
         super().__init__(identity.rank, identity.world_size)
         self.reactor = Reactor()
         self.mesh = Mesh(self, self.reactor, identity, token, loopback_only=loopback_only)
+        self.pulse = Pulse(self.mesh, heartbeat, self.poll)
         self._condition = threading.Condition(self.lock)
         self._driver: int | None = None  # the thread that runs the reactor
         self._background: set[Operation] = set()
@@ -96,7 +100,7 @@ class TcpEngine(Engine):
     def progress(self, until: Operation) -> None:
         with self.lock:
             while not until.done:
-                left = until.group.attend(until)
+                left = min(until.group.attend(until), self.pulse.attend())
                 if left <= 0:
                     self.run_ready()
                 elif self._driver is None:
@@ -166,6 +170,7 @@ class TcpEngine(Engine):
                 self._condition.wait(EXPIRY_CHECK)
             else:
                 self.drive(_NothingLeft(self._background), monotonic() + EXPIRY_CHECK)
+            self.pulse.attend()
             for operation in list(self._background):
                 operation.group.attend(operation)
             self.run_ready()
@@ -180,7 +185,8 @@ class TcpEngine(Engine):
     def say_goodbye(self, seconds: float) -> None:
         """Tell every peer, and see to it that what was sent has left this process. Lock held."""
         for link in list(self.mesh.links.values()):
-            link.send_control(Kind.LEAVE)
+            if not link.given_up:
+                link.send_control(Kind.LEAVE)
         if self._take_over():
             self.drive(_AllSent(self.mesh), monotonic() + seconds)
 
@@ -203,12 +209,13 @@ class TcpEngine(Engine):
         if self._take_over():
             self.reactor.close()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self.lock.release()
-            try:
+        self.lock.release()
+        try:
+            self.pulse.end()
+            if thread is not None and thread is not threading.current_thread():
                 thread.join()
-            finally:
-                self.lock.acquire()
+        finally:
+            self.lock.acquire()
 
 
 class _NothingLeft:

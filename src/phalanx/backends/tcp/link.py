@@ -45,6 +45,8 @@ class Link:
         self.peer = peer
         self.sock = sock
         self.left = False  # the peer has said that it closes
+        self.heard = False  # whether a byte has come since this was last set to False
+        self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
         self._arrival: Arrival | None = None
         self._outbox: deque[Outgoing] = deque()
@@ -180,6 +182,7 @@ class Link:
                 if count == 0:
                     self.mesh.link_ended(self, clean=self._decoder.at_boundary)
                     return
+                self.heard = True
                 self._decoder.received(count)
                 if count < len(space):
                     return

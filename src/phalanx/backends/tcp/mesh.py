@@ -97,6 +97,8 @@ class Mesh:
             self.engine.asked(group, link.peer, decode(payload, Ask))
         elif kind is Kind.ANSWER:
             self.engine.answered(link.peer, decode(payload, Answer))
+        elif kind is Kind.BEAT:
+            pass  # that it came is all that it says
         elif self.rendezvous is not None:
             self.rendezvous.control_came(link, header, payload)
         else:
@@ -149,6 +151,12 @@ class Mesh:
         else:
             self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {reason}")
 
+    def give_up(self, link: Link, reason: str) -> None:
+        """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
+        link.given_up = True
+        who = f"rank {self.rank} gave rank {link.peer} up"
+        self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {who}, since {reason}")
+
     def close_in_child(self) -> None:
         """After a fork: this copy of the sockets would hide this rank's death from its peers."""
         sockets = [link.sock for link in self.links.values()]
@@ -167,7 +175,8 @@ class Mesh:
 
     def all_sent(self) -> bool:
         """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
-        waiting = [link for link in self.links.values() if not link.all_sent()]
+        links = [link for link in self.links.values() if not link.given_up]
+        waiting = [link for link in links if not link.all_sent()]
         if waiting and all(link.idle for link in waiting):
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)

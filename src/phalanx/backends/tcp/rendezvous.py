@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.backends.tcp.address import listen_at, resolve
 from phalanx.backends.tcp.dial import Dial
-from phalanx.backends.tcp.host import host_id
+from phalanx.backends.tcp.host import host_id, process_id
 from phalanx.backends.tcp.link import Link
 from phalanx.errors import (
     AuthenticationError,
@@ -53,8 +53,8 @@ class Rendezvous:
         self._dials: dict[int, Dial] = {}
         mesh.rendezvous = self
 
-    def run(self, timeout: float, drive: Drive) -> tuple[int, ...]:
-        """Block until all ranks have met; return the number of the host of each. Lock held.
+    def run(self, timeout: float, drive: Drive) -> list[Address]:
+        """Block until all ranks have met; return the address of each. Lock held.
 
         `drive(until, deadline)` moves bytes until `until.done`.
         """
@@ -77,8 +77,7 @@ class Rendezvous:
         if mesh.door is not None:
             mesh.door.close()
             mesh.door = None
-        hosts = [self._known[rank].host_id for rank in range(mesh.world_size)]
-        return tuple(hosts.index(host) for host in hosts)
+        return [self._known[rank] for rank in range(mesh.world_size)]
 
     # Called by the mesh ---------------------------------------------------------------------
 
@@ -131,7 +130,7 @@ class Rendezvous:
 
     def _here(self, listener: socket.socket) -> Address:
         name = listener.getsockname()
-        return Address(str(name[0]), int(name[1]), host_id())
+        return Address(str(name[0]), int(name[1]), host_id(), process_id())
 
     def _learn(self, rank: int, address: Address) -> None:
         """Rank 0 hears where another rank listens; when it knows all, it tells all."""
