@@ -56,6 +56,8 @@ class Agreement:
 
     def check(self, operation: Operation) -> None:
         """A collective begins: compare it with what others have asked about it before."""
+        if not self._early:
+            return
         for peer, ask in list(self._early.items()):
             if ask.sequence <= operation.sequence:
                 del self._early[peer]

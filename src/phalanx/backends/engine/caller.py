@@ -7,7 +7,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import NamedTuple
 
-_INSIDE = ("phalanx", "torch")  # packages between the user's line and here
+_INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
 
 
 class Site(NamedTuple):
@@ -28,10 +28,9 @@ def caller() -> Site:
 
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _INSIDE:
+        if not frame.f_globals.get("__name__", "").startswith(_INSIDE):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return NOWHERE

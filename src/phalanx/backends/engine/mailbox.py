@@ -172,6 +172,8 @@ class Mailbox:
 
     def unasked(self, channel: Channel) -> int | None:
         """Who has sent a message on this channel that nobody has asked for, if anyone."""
+        if not self._early:
+            return None
         return next((peer for known, peer in self._early if known == channel), None)
 
     def borrow_block(self) -> memoryview:

@@ -24,6 +24,7 @@ from phalanx.wire.handshake import Identity
 from phalanx.wire.messages import Answer, Ask, encode
 
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
+FIRST_LOOK = 0.05  # seconds that an operation is waited for before its deadlines are looked at
 
 
 class Awaited(Protocol):
@@ -99,14 +100,16 @@ class TcpEngine(Engine):
     @override
     def progress(self, until: Operation) -> None:
         with self.lock:
+            left = min(until.deadline - monotonic(), FIRST_LOOK)  # most are done by then
             while not until.done:
-                left = min(until.group.attend(until), self.pulse.attend())
                 if left <= 0:
                     self.run_ready()
                 elif self._driver is None:
                     self.drive(until, monotonic() + left)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
+                if not until.done:
+                    left = min(until.group.attend(until), self.pulse.attend())
 
     @override
     def poll(self) -> None:
