@@ -195,3 +195,33 @@ def test_runs_may_be_nested() -> None:
         return phalanx.all_reduce(torch.tensor(inside[0]), backend).item()
 
     assert simulate(run, 2) == [6.0, 6.0]
+
+
+def test_asking_over_and_over_whether_it_is_done_is_a_deadlock_too() -> None:
+    def run(backend: Backend) -> None:
+        if backend.rank == 0:
+            pending = phalanx.async_all_reduce(torch.ones(2), backend)
+            while not pending.done():
+                pass
+        else:
+            backend.recv(bytearray(1), 0)
+
+    with pytest.raises(DeadlockError, match="asked 10000 times") as info:
+        simulate(run, 2)
+    assert "rank 1 waits for 0 in recv #0" in str(info.value)
+
+
+def test_asking_in_turns_until_it_is_done_is_no_deadlock() -> None:
+    def run(backend: Backend) -> float:
+        if backend.rank == 0:
+            for number in range(50):
+                backend.send(bytes([number]), 1)
+        else:
+            for number in range(50):
+                backend.recv(bytearray(1), 0)
+        pending = phalanx.async_all_reduce(torch.ones(2), backend)
+        while not pending.done():
+            pass
+        return float(pending.wait()[0])
+
+    assert simulate(run, 2) == [2.0] * 2

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count as a deadlock
+
+
 class Baton(Scheduler):
     """Schedules the ranks of a hub. Each rank's thread calls `enter` first and `leave` last."""
 
@@ -39,6 +42,7 @@ class Baton(Scheduler):
         self._ready = list(range(size))
         self._finished: set[int] = set()
         self._stopping = False
+        self._idle_looks = 0  # at operations that were not done, since one was last
         self.over = threading.Event()
         hub.scheduler = self
 
@@ -67,12 +71,17 @@ class Baton(Scheduler):
     @override
     def pause(self, engine: SimulatedEngine) -> None:
         self._check_thread(engine.rank)
+        self._idle_looks += 1
+        if self._idle_looks > IDLE_LOOKS:
+            self._idle_looks = 0
+            raise self._polls_in_vain(engine.rank)
         self._ready.append(engine.rank)
         self._pass_on()
         self._take(engine.rank)
 
     @override
     def wake(self, rank: int) -> None:
+        self._idle_looks = 0
         until = self._waiting.get(rank)
         if until is not None and until.done:
             del self._waiting[rank]
@@ -150,6 +159,14 @@ class Baton(Scheduler):
                 else:
                     operation.fail(error)
             self._hub.engines[0].run_ready()
+
+    def _polls_in_vain(self, rank: int) -> DeadlockError:
+        others = "; ".join(self._waits(sorted(self._waiting))) or "no other rank waits"
+        return DeadlockError(
+            f"rank {rank}: deadlock: it has asked {IDLE_LOOKS} times whether an operation is done, "
+            f"and nothing has happened on any rank meanwhile: {others}",
+            rank=rank,
+        )
 
     def _waits(self, ranks: Iterable[int]) -> Iterable[str]:
         for rank in ranks:
