@@ -200,10 +200,11 @@ class FrameDecoder:
             self._end += count
             self._parse()
 
-    def resume(self) -> None:
-        """Ask again for the message that was refused. Raises `FrameError`."""
+    def resume(self) -> bool:
+        """Ask again for the message that was refused; True if it is taken. Raises `FrameError`."""
         self.paused = False
         self._parse()
+        return not self.paused
 
     def _parse(self) -> None:
         while True:

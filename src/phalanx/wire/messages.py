@@ -51,6 +51,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     waits_for: list[int]  # ranks of the job
     what: str
+    kept: int = 0  # bytes of the asker's messages that nobody here has received yet
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)

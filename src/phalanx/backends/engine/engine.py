@@ -20,7 +20,7 @@ from time import monotonic
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.group import Group
 from phalanx.backends.engine.history import History, Record
-from phalanx.backends.engine.mailbox import Mailbox
+from phalanx.backends.engine.mailbox import Mailbox, is_full
 from phalanx.backends.engine.operation import Operation
 from phalanx.backends.engine.rounds import ANY, Round
 from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
@@ -50,6 +50,7 @@ class Engine(ABC):
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
         self.awaited: list[Operation] = []  # operations in which a thread waits, oldest first
+        self.full: dict[int, Answer] = {}  # peers that take no more messages for now
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
         self.mailbox.traced = self.trace is not None
@@ -198,18 +199,23 @@ class Engine(ABC):
         elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
             self._early_asks.setdefault(group_id, {})[peer] = ask
         if ask.answer:
-            self.answer(peer, self._what_it_waits_for(group))
+            self.answer(peer, self.state_for(peer, group))
 
-    def _what_it_waits_for(self, group: Group | None) -> Answer:
-        """In that group, if there is something under way in it; else anywhere."""
+    def state_for(self, peer: int, group: Group | None = None) -> Answer:
+        """What this rank waits for (in that group, or else anywhere), as an answer to a peer."""
+        kept = self.mailbox.early_bytes[peer]
         under_way = group.under_way() if group is not None else []
         operation = next(iter([*under_way, *self.awaited]), None)
         if operation is None:
-            return Answer([], "")
-        return Answer(operation.waiting_for_whole(), operation.describe())
+            return Answer([], "", kept)
+        return Answer(operation.waiting_for_whole(), operation.describe(), kept)
 
     def answered(self, peer: int, answer: Answer) -> None:
         """A peer says what it waits for. Lock held."""
+        if is_full(answer.kept):
+            self.full[peer] = answer
+        else:
+            self.full.pop(peer, None)
         for group in list(self.groups.values()):
             for operation in group.under_way():
                 if operation.inquiry is not None:

@@ -22,9 +22,14 @@ from phalanx.backends.engine.arrival import BLOCK, Arrival, combine_into
 from phalanx.backends.engine.rounds import ANY
 from phalanx.backends.engine.ticket import PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
-from phalanx.wire.frame import Channel
+from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
+
+
+def is_full(kept: int) -> bool:
+    """Whether a rank that keeps so many bytes of a peer may not take the next frame."""
+    return kept > EARLY_LIMIT - MAX_PAYLOAD
 
 
 class Mailbox:

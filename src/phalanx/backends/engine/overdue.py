@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from phalanx.backends.engine.mailbox import is_full
 from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.messages import Answer, Ask
 
@@ -73,7 +74,8 @@ class Inquiry:
         group = self._operation.group
         for rank in ranks:
             if rank not in self._answers and 0 <= rank < self._engine.world_size:
-                self._answers[rank] = None
+                # A peer that takes no more cannot read the question: what it said last counts.
+                self._answers[rank] = self._engine.full.get(rank)
                 self._engine.ask(rank, group.id, Ask(-1, 0, "", answer=True))
 
     def verdict(self) -> CollectiveTimeoutError:
@@ -104,17 +106,28 @@ class Inquiry:
 
     def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
         name = self._operation.group.name_of_whole
-        for rank, next_rank in pairwise(chain):
+        it = ", which"
+        for rank, next_rank in pairwise([*chain, *self._beyond(chain)]):
             answer = self._answers[rank]
             assert answer is not None
-            yield f", which waits in {answer.what} for rank {name(next_rank)}"
-        last = self._answers.get(chain[-1]) if chain else None
-        if ends and last is None:
-            yield ", which does not answer: it has made no matching call, and is in none; or it "
-            yield "is slower than timeout= allows"
-        elif ends:
-            yield ", which has made no matching call, or is slower than timeout= allows"
-        elif last is not None:
-            on = ", ".join(f"rank {name(rank)}" for rank in last.waits_for)
-            yield f", which waits in {last.what} for {on}: either they wait for each other, or "
-            yield "moving the bytes takes longer than timeout= allows"
+            if rank == chain[0] and is_full(answer.kept):
+                yield f", which keeps {answer.kept >> 20} MiB of this rank's messages that nobody "
+                yield "there has received, and takes no more"
+                it = "; it"
+            yield f"{it} waits in {answer.what} for rank {name(next_rank)}"
+            it = ", which"
+        if not chain:
+            return
+        if not ends:
+            yield ": either they wait for each other, or moving the bytes takes longer than "
+            yield "timeout= allows"
+        elif self._answers.get(chain[-1]) is None:
+            yield f"{it} does not answer: it has made no matching call, and is in none; or it is "
+            yield "slower than timeout= allows"
+        else:
+            yield f"{it} has made no matching call, or is slower than timeout= allows"
+
+    def _beyond(self, chain: list[int]) -> list[int]:
+        """In a circle, whom the last rank of its first steps waits for."""
+        answer = self._answers.get(chain[-1]) if chain else None
+        return answer.waits_for[:1] if answer is not None else []

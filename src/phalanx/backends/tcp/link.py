@@ -177,6 +177,7 @@ class Link:
                 space = self._decoder.space()
                 if not len(space):
                     self._watch(read=False)
+                    self._tell_room()
                     return
                 count = self.sock.recv_into(space)
                 if count == 0:
@@ -210,9 +211,15 @@ class Link:
         if self._decoder.paused:
             self._watch(read=True)
             try:
-                self._decoder.resume()
+                if self._decoder.resume():
+                    self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
+
+    def _tell_room(self) -> None:
+        """There is no room for what the peer sends, or there is again: which it may wait for."""
+        engine = self.mesh.engine
+        engine.answer(self.peer, engine.state_for(self.peer))
 
     def message(self, header: Header) -> Arrival | None:
         """A frame of a message begins (from the decoder)."""
