@@ -8,6 +8,7 @@ group       which ranks, in which order they do things, and whether they still c
 agreement   whether they do the same things
 overdue     whose fault it is when a deadline passes
 failure     why a group is broken
+wording     what that is called in errors
 history     what this rank has done last
 trace       the same in a file, if it is asked for
 engine      what a backend implements: transmit, reach, progress

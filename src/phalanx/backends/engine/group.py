@@ -19,13 +19,8 @@ from phalanx.backends.engine.agreement import ASK_EVERY, Agreement
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.history import Record
 from phalanx.backends.engine.overdue import Inquiry, inquiry_time
-from phalanx.errors import (
-    CollectiveTimeoutError,
-    DesyncError,
-    DistributedError,
-    MisuseError,
-    PeerLostError,
-)
+from phalanx.backends.engine.wording import closed_error, error_for
+from phalanx.errors import DistributedError, MisuseError, PeerLostError
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.engine import Engine
@@ -238,7 +233,7 @@ class Group:
             return
         self.failure = failure
         for operation in self.under_way():
-            operation.fail(self._error(failure, operation))
+            operation.fail(error_for(failure, operation))
         self.engine.mailbox.forget_group(self.id)
         if tell:
             self.engine.tell(self, failure)
@@ -251,7 +246,7 @@ class Group:
         for operation in waiting:
             ticket = operation.ticket
             if ticket is not None and ticket.needs(rank):
-                self.operation_failed(operation, self._error(failure, operation))
+                self.operation_failed(operation, error_for(failure, operation))
 
     def close(self) -> None:
         """End what is under way, and what was made of it; later calls are a `MisuseError`."""
@@ -261,63 +256,15 @@ class Group:
         for child in self._made:
             child.close()
         for operation in self.under_way():
-            operation.fail(self._closed_error(operation))
+            operation.fail(closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
 
     def check_usable(self, operation: Operation) -> None:
         """Raise the first failure of the group, or that it is closed."""
         if self.closed or self.engine.closed:
-            raise self._closed_error(operation)
+            raise closed_error(operation)
         if self.failure is not None:
-            error = self._error(self.failure, operation, later=True)
+            error = error_for(self.failure, operation, later=True)
             self.engine.history.note_on(error)
             raise error
-
-    def _closed_error(self, operation: Operation) -> MisuseError:
-        return MisuseError(
-            f"rank {self.rank}: {operation.describe()} on a backend that is closed",
-            rank=self.rank,
-            op=operation.name,
-            sequence=operation.sequence,
-        )
-
-    def _error(
-        self, failure: Failure, operation: Operation, *, later: bool = False
-    ) -> DistributedError:
-        """This failure, as it looks from this operation."""
-        broken = "the group is broken: " if later else ""
-        mine = operation.describe()
-        if failure.error is DesyncError and failure.signature:
-            culprit, own, reason = self._disagreement(failure)
-            text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
-        else:
-            culprit, reason = failure.culprit, failure.reason
-            if failure.reporter not in (self.engine.rank, culprit):
-                reason = f"{reason} (as rank {failure.reporter} of the job found)"
-            text = f"{mine}: {broken}{reason}"
-        return failure.error(
-            f"rank {self.rank}: {text}",
-            rank=self.rank,
-            peer=self.to_local.get(culprit),
-            op=operation.name,
-            sequence=operation.sequence,
-            seconds=monotonic() - operation.started
-            if failure.error is CollectiveTimeoutError
-            else None,
-        )
-
-    def _disagreement(self, failure: Failure) -> tuple[int, str, str]:
-        """For a `DesyncError` on this rank: the other one, what this one did, and the sentence."""
-        here = self.engine.rank
-        if failure.culprit == here:
-            other, theirs = failure.reporter, failure.signature
-            own = failure.met or self.agreement.words_for(failure)
-            name = self.name_of_whole(other)
-            return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
-        other, own = failure.culprit, failure.signature
-        name = self.name_of_whole(other)
-        reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
-        if failure.reporter == here:
-            return other, own, reason
-        return other, "", f"on rank {self.name_of_whole(failure.reporter)} {reason}"

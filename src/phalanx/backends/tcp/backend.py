@@ -8,8 +8,9 @@ import socket
 import weakref
 from contextlib import suppress
 
-from phalanx.backends.base import DEFAULT_TIMEOUT, Backend, check_timeout
+from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Group
+from phalanx.backends.messages import check_timeout
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.pulse import check_heartbeat

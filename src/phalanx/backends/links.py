@@ -1,0 +1,19 @@
+"""What links cost, as estimates for the choice of an algorithm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class LinkCost(NamedTuple):
+    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
+
+    latency: float  # seconds until the receiver can go on
+    overhead: float  # seconds of work for each message sent or received
+    bandwidth: float  # bytes a second
+    duplex: bool  # whether sending and receiving at the same time takes no longer than either
+
+
+# Inside a host a byte costs a processor's time on either side, between hosts the wire's.
+INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
+BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
