@@ -19,6 +19,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.backends.engine.rounds import Round
+from phalanx.errors import BackendUnavailableError
 from phalanx.wire.frame import Kind
 
 if TYPE_CHECKING:
@@ -53,9 +54,16 @@ class Trace:
 
     @classmethod
     def wanted(cls, rank: int, world_size: int) -> Trace | None:
-        """A trace, if the environment asks for one. Raises OSError if the folder cannot be used."""
+        """A trace, if the environment asks for one. Raises `BackendUnavailableError`."""
         folder = os.environ.get(VARIABLE, "")
-        return cls(Path(folder), rank, world_size) if folder else None
+        if not folder:
+            return None
+        try:
+            return cls(Path(folder), rank, world_size)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
+            ) from error
 
     def ended(self, operation: Operation, record: Record) -> None:
         """Write down an operation that is over."""
