@@ -4,6 +4,8 @@
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
 #   make bench   all_reduce beside Gloo
+#   make fuzz    bytes that nobody should send, a minute of each kind
+#   make flood   how long a job takes to form with a crowd of strangers at its door
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
@@ -16,7 +18,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench fuzz flood clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -35,6 +37,13 @@ format: $(READY)
 
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+fuzz: $(READY)
+	$(BIN)/python tests/wire/wire_fuzz.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/link_fuzz.py $(ARGS)
+
+flood: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/door_flood.py $(ARGS)
 
 # torch first and by itself: as a dependency of something else it could be another build.
 $(READY): pyproject.toml constraints.txt

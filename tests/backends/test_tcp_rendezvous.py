@@ -6,6 +6,7 @@ import gc
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ Start = Callable[..., "Future[TcpBackend]"]
 
 @pytest.fixture(autouse=True)
 def _no_token_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PHALANX_TOKEN", raising=False)
+    for name in ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -209,3 +211,25 @@ def test_the_token_of_the_environment_is_the_default(
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
     listener, address = place()
     works(start(0, 2, address, token=None, listener=listener), start(1, 2, address, token=TOKEN))
+
+
+def test_the_token_may_be_in_a_file(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("PHALANX_TOKEN_FILE", str(path))
+    listener, address = place()
+    works(start(0, 2, address, token=None, listener=listener), start(1, 2, address, token=TOKEN))
+    path.chmod(0o644)
+    with pytest.raises(AuthenticationError, match="chmod 600"):
+        TcpBackend(0, 2, address, timeout=5)
+
+
+def test_a_token_that_can_be_tried_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AuthenticationError, match=r"token= has 6 bytes.*secrets.token_hex"):
+        TcpBackend(0, 2, "127.0.0.1:1", token="secret", timeout=5)
+    monkeypatch.setenv("PHALANX_TOKEN", "secret")
+    with pytest.raises(AuthenticationError, match=r"PHALANX_TOKEN has 6 bytes"):
+        TcpBackend(0, 2, "127.0.0.1:1", timeout=5)

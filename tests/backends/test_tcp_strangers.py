@@ -46,7 +46,7 @@ def test_a_wrong_token_is_refused_and_the_right_one_still_gets_in(
     zero = start(0, 3, address, listener=listener)
     two = start(2, 3, address)
     with pytest.raises(AuthenticationError, match="same token") as info:
-        start(1, 3, address, token="wrong").result()
+        start(1, 3, address, token="another token of some length").result()
     assert (info.value.rank, info.value.peer) == (1, 0)
     assert isinstance(info.value, PermissionError)
     assert TOKEN not in str(info.value)
@@ -153,27 +153,38 @@ def test_a_stranger_in_the_place_of_rank_0_is_not_trusted(start: Start) -> None:
                     one.result()
 
 
-def test_strangers_at_the_door_of_a_formed_group_disturb_nobody(start: Start) -> None:  # noqa: F811
+def test_when_the_group_has_formed_nobody_listens_any_more(start: Start) -> None:  # noqa: F811
+    listener, address = place()
+    zero = start(0, 3, address, listener=listener)
+    one, two = start(1, 3, address), start(2, 3, address)
+    with call(address) as early:
+        early.sendall(hello()[:20])
+        works(zero, one, two)
+        early.settimeout(20)
+        with suppress(ConnectionError):
+            assert early.recv(1) == b"", "whoever stood at the door is sent away"
+    for _ in range(20):
+        with pytest.raises(ConnectionRefusedError):
+            call(address)
+    works(zero, one, two)
+
+
+def test_a_second_copy_of_a_rank_of_a_formed_group_is_not_let_in(start: Start) -> None:  # noqa: F811
     listener, address = place()
     zero = start(0, 2, address, listener=listener)
     one = start(1, 2, address)
     works(zero, one)
-    for words in STRANGERS.values():
-        stranger = call(address)
-        stranger.setblocking(False)
-        stranger.send(words[:1000])
-        reset(stranger)
+    with pytest.raises(CollectiveTimeoutError, match="formed without this rank") as info:
+        start(1, 2, address, timeout=0.3).result()
+    assert (info.value.rank, info.value.peer) == (1, 0)
     works(zero, one)
 
 
-def test_a_second_copy_of_a_rank_of_a_formed_group_is_turned_away(start: Start) -> None:  # noqa: F811
+def test_the_same_place_serves_the_next_group(start: Start) -> None:  # noqa: F811
+    """Of a script that makes two groups, or one that is started again at once."""
     listener, address = place()
-    zero = start(0, 2, address, listener=listener)
-    one = start(1, 2, address)
-    works(zero, one)
-    late = start(1, 2, address, timeout=5)
-    while not late.done():
-        works(zero, one)
-    with pytest.raises(AuthenticationError, match="second copy"):
-        late.result()
-    works(zero, one)
+    first = [start(0, 2, address, listener=listener), start(1, 2, address)]
+    works(*first)
+    second = [start(1, 2, address), start(0, 2, address)]
+    works(*second)
+    works(*first)

@@ -19,7 +19,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RAN
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER_VARIABLES, "PHALANX_TOKEN"):
+    for name in (*LAUNCHER_VARIABLES, "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -73,9 +73,9 @@ def test_all_ranks_get_the_address_and_token_of_rank_0(world: World) -> None:
 def test_a_token_of_the_job_does_not_pass_through_the_store(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PHALANX_TOKEN", "secret")
+    monkeypatch.setenv("PHALANX_TOKEN", "the secret of this job")
     first, second = meet(world)
-    assert first.token == "secret"
+    assert first.token == "the secret of this job"
     assert second.token is None  # the backend takes it from the environment, too
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_handshake import ACCEPTOR, LITTLE, acceptor, converse, dialer
 
-from phalanx.wire.handshake import DialerHandshake, Handshake, Refused
+from phalanx.wire.handshake import LIMIT, DialerHandshake, Handshake, Refused
 
 
 def test_a_recorded_conversation_cannot_be_replayed_to_either_side() -> None:
@@ -89,7 +89,7 @@ def test_bytes_of_any_kind_are_refused_and_cost_little(
 
 
 def test_a_message_that_announces_much_is_refused_at_its_head() -> None:
-    for length in (513, 2**16 - 1):
+    for length in (LIMIT + 1, 2**16 - 1):
         side = acceptor()
         with pytest.raises(Refused, match=f"{length} bytes"):
             side.receive(b"PHX?\x01" + length.to_bytes(2, "little"))
@@ -97,7 +97,8 @@ def test_a_message_that_announces_much_is_refused_at_its_head() -> None:
 
 def test_a_stranger_that_never_ends_is_cut_off() -> None:
     side = acceptor()
-    side.receive(b"PHX?\x01\x00\x02" + bytes(511))
+    side.receive(b"PHX?\x01" + LIMIT.to_bytes(2, "little") + bytes(LIMIT - 1))
+    assert side.room == 1
     with pytest.raises(Refused):
         side.receive(bytes(1))
 

@@ -18,6 +18,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from phalanx.backends.tcp.address import listen_at
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch.address import address_toward
 from phalanx.launch.factories import MeetingPoint
@@ -61,7 +62,7 @@ def _publish(store: Store, key: str, world: World) -> MeetingPoint:
     try:
         host = address_toward(world.master_addr, world.master_port, one_host=world.one_host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=world.world_size)
+        listener = listen_at(family, (host, 0))
     except OSError as error:
         raise BackendUnavailableError(
             f"rank 0 found no address at which other ranks reach it by way of "
@@ -69,11 +70,11 @@ def _publish(store: Store, key: str, world: World) -> MeetingPoint:
             rank=0,
         ) from error
     address = str(Endpoint(host, listener.getsockname()[1]))
-    token = os.environ.get("PHALANX_TOKEN") or secrets.token_hex(32)
-    # Whoever set PHALANX_TOKEN gave it to every rank; the store need not see it.
-    shared = "" if os.environ.get("PHALANX_TOKEN") else token
+    # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
+    given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
+    shared = "" if given else secrets.token_hex(32)
     store.set(key, f"{address} {shared}")
-    return _point(world, address, token, listener)
+    return _point(world, address, shared or os.environ.get("PHALANX_TOKEN", ""), listener)
 
 
 def _point(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from datetime import timedelta
@@ -11,6 +12,8 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.wire.address import Endpoint, is_loopback
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "Store", "connect_store", "hold_store"]
+
+log = logging.getLogger("phalanx")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 """Seconds between two looks at something that another process has to do first."""
@@ -37,13 +40,20 @@ def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store | None, i
 
     A server that torch makes later in this process for the same port is this one, which listens
     on the one interface of `host` instead of all. Where `host` is a name that means loopback on
-    this host alone, no other host could come by there: the store is None, and left to torch.
-    `OSError` when the address is taken or another host's.
+    this host alone, no other host could come by there: the store is None, and left to torch, which
+    listens on all interfaces; the log says so. `OSError` when the address is taken or another
+    host's.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if is_loopback(own) and not is_loopback(host):
+        log.warning(
+            "%s means %s on this host, so the launcher's store listens on all of its interfaces: "
+            "give the address of the one that the other hosts use, instead of a name",
+            host,
+            own,
+        )
         return None, port
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     listener = socket.create_server((own, port), family=family, backlog=1024)

@@ -63,5 +63,6 @@ def decode(payload: bytes, kind: type[_T]) -> _T:
     """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    # Text that is not UTF-8 and lists in lists in lists: msgspec has no error of its own for them.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a {kind.__name__} message that cannot be read: {error}") from None

@@ -15,6 +15,7 @@ from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.pulse import check_heartbeat
 from phalanx.backends.tcp.rendezvous import Rendezvous
+from phalanx.backends.tcp.token import check_token, find_token
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError
 from phalanx.wire.address import parse_address
 from phalanx.wire.handshake import Identity
@@ -29,8 +30,9 @@ class TcpBackend(Backend):
     rank, world_size  which one this is, of how many
     master_addr       `"host:port"` (`"[::1]:29500"` for IPv6) where rank 0 listens; the host is one
                       of its own addresses, and it listens there only
-    token             the job's secret, the same on every rank; by default that of the environment
-                      variable PHALANX_TOKEN. Without one, only ranks on this host are let in
+    token             the job's secret, the same on every rank, of 16 bytes at least; by default
+                      that of PHALANX_TOKEN, or of the file PHALANX_TOKEN_FILE, which only its owner
+                      may read. Without one (or with ""), only ranks on this host are let in
     timeout           seconds that a call waits at most, the meeting of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are turned away
     listener          for rank 0: a socket that listens at `master_addr` already
@@ -40,12 +42,13 @@ class TcpBackend(Backend):
                       another host, is taken for stopped
 
     Blocks until all ranks have met and are connected, each with each; those that start early try
-    again until the others are there. A message is sent when the kernel has taken it; up to 256 MiB
-    of each peer's that nobody has asked for are kept by this process, whenever it is in a call of
-    this backend.
+    again until the others are there. Then nobody listens any more. A message is sent when the
+    kernel has taken it; up to 256 MiB of each peer's that nobody has asked for are kept by this
+    process, whenever it is in a call of this backend.
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
-    use, the address is not this host's), `AuthenticationError` (another token, job or world size),
+    use, the address is not this host's), `AuthenticationError` (another token, job or world size;
+    a token of less than 128 bits, or in a file that others can read),
     `CollectiveTimeoutError` (naming the ranks that did not come).
     """
 
@@ -71,7 +74,7 @@ class TcpBackend(Backend):
         check_timeout(timeout)
         endpoint = parse_address(master_addr)
         seconds = check_heartbeat(heartbeat)
-        secret = token if token is not None else os.environ.get("PHALANX_TOKEN", "")
+        secret = find_token() if token is None else token and check_token(token, "token=")
         engine = TcpEngine(
             Identity(job, generation, rank, world_size),
             secret.encode(),

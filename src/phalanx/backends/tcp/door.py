@@ -35,7 +35,7 @@ PATIENCE = 2.0  # seconds of attention that a caller gets to prove itself
 TICK = 0.1  # seconds between looks at who has had them
 TICKS = round(PATIENCE / TICK)
 PLACES = 128  # callers that may be in their handshake at a time, beside one for each rank
-CALLS_AT_A_TIME = 256  # then those who were let in have their turn
+CALLS_AT_A_TIME = 32  # a part of the places, so that who stands there is heard before it gives way
 REST = 0.1  # seconds without a look at the door when there is nothing to accept a call with
 
 _OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -178,9 +178,7 @@ class Knock(Unproved):
                 return
             self._answer(data)
         except Refused as refusal:
-            if (
-                refusal.reason == HUNG_UP
-            ):  # which says nothing, and port scanners do it all the time
+            if refusal.reason == HUNG_UP:  # no line in the log: port scanners do it all the time
                 self.door.drop(self)
                 return
             self.say_farewell()

@@ -86,6 +86,11 @@ class Mesh:
         group, kind = header.channel.group, header.channel.kind
         if kind is Kind.FAILURE:
             notice = decode(payload, FailureNotice)
+            if not (0 <= notice.culprit < self.world_size > notice.reporter >= 0):
+                raise FrameError(
+                    f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
+                    f"there are {self.world_size} ranks"
+                )
             self.engine.failure_came(group, Failure.from_notice(notice))
         elif kind is Kind.LEAVE_GROUP:
             self.engine.member_left(group, link.peer)

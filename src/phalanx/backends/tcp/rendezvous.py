@@ -12,6 +12,7 @@ closed, and this rank listens nowhere until it ends.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable
 from time import monotonic
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
 
 
+log = logging.getLogger("phalanx")
+
 Drive = Callable[["Rendezvous", float], None]
 
 
@@ -51,6 +54,7 @@ class Rendezvous:
         self._known: dict[int, Address] = {}
         self._connected: set[int] = set()
         self._dials: dict[int, Dial] = {}
+        self._went: dict[int, str] = {}  # who came, and why it is not there any more
         mesh.rendezvous = self
 
     def run(self, timeout: float, drive: Drive) -> list[Address]:
@@ -103,6 +107,8 @@ class Rendezvous:
         if self.mesh.rank == 0 and len(self._known) < self.mesh.world_size:
             self._known.pop(link.peer, None)
             self._connected.discard(link.peer)
+            self._went[link.peer] = reason
+            log.warning("rank 0: rank %d came and was lost: %s", link.peer, reason)
         else:
             self._lost(link.peer, reason)
 
@@ -194,6 +200,8 @@ class Rendezvous:
             what = f"{_ranks(missing)} of {mesh.world_size} did not come"
             if mesh.last_rejection:
                 what += f" (last turned away: {mesh.last_rejection})"
+            gone = [rank for rank in missing if rank in self._went]
+            what += "".join(f"; rank {rank} came and was lost: {self._went[rank]}" for rank in gone)
             peer = missing[0]
         elif 0 in unconnected:
             what, peer = f"rank 0 cannot be reached: {self._dials[0].trouble}", 0

@@ -53,7 +53,7 @@ def check_token(token: str, name: str) -> str:
 
 
 def _read(path: str) -> str:
-    hint = "it has to be a file that only you can read: chmod 600"
+    """The text in a file that is fit for a secret."""
     try:
         # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -61,27 +61,31 @@ def _read(path: str) -> str:
         raise AuthenticationError(
             f"the token file {path} (PHALANX_TOKEN_FILE) cannot be read: {error.strerror}"
         ) from None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise AuthenticationError(f"the token file {path} is no ordinary file; {hint}")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise AuthenticationError(
-                f"the token file {path} belongs to user {status.st_uid}, and this process is user "
-                f"{os.geteuid()}'s; {hint}"
-            )
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            raise AuthenticationError(
-                f"the token file {path} is open to others (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}); {hint} {path}"
-            )
-        content = file.read(MOST_BYTES + 1)
     try:
-        token = content.decode().strip()
+        problem = _problem(os.fstat(descriptor))
+        if problem:
+            raise AuthenticationError(
+                f"the token file {path} {problem}; it has to be a file that only you can read: "
+                f"chmod 600 {path}"
+            )
+        content = os.read(descriptor, MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MOST_BYTES:
+        raise AuthenticationError(f"the token file {path} is longer than {MOST_BYTES} bytes")
+    try:
+        return content.decode().strip()
     except UnicodeDecodeError:
         raise AuthenticationError(
             f"the token file {path} is not text: a token is; make one with {MAKE_ONE}"
         ) from None
-    if len(content) > MOST_BYTES:
-        raise AuthenticationError(f"the token file {path} is longer than {MOST_BYTES} bytes")
-    return token
+
+
+def _problem(status: os.stat_result) -> str:
+    """Why a file is not fit for a secret, or ""."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is no ordinary file"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"is open to others (mode {mode:04o})" if mode & 0o077 else ""

@@ -1,0 +1,113 @@
+"""A door that the test drives itself, with strangers in front of it."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+from clusters import PATIENCE, TOKEN, loopback_listener
+
+from phalanx.backends.tcp.door import Door
+from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.wire.handshake import DialerHandshake, Identity
+
+
+def lonely_engine(rank: int, world_size: int) -> TcpEngine:
+    """The engine of a rank that has met nobody."""
+    identity = Identity("", 0, rank, world_size)
+    return TcpEngine(identity, TOKEN.encode(), loopback_only=False, heartbeat=math.inf)
+
+
+def drive_until(engine: TcpEngine, done: Callable[[], bool]) -> None:
+    """Let an engine work until then."""
+    with engine.lock:
+        engine.drive(_Until(done), monotonic() + PATIENCE)
+    assert done(), "it did not get there"
+
+
+class Doorstep:
+    """Rank 0 of `world_size`, of which only the door is there; `drive_until` lets it work."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._listener = loopback_listener()
+        self._address = self._listener.getsockname()
+        self._engine = lonely_engine(0, world_size)
+        self._engine.mesh.open_door(self._listener)
+        self._outside: list[socket.socket] = []
+
+    @property
+    def door(self) -> Door:
+        door = self._engine.mesh.door
+        assert door is not None
+        return door
+
+    @property
+    def connected(self) -> set[int]:
+        """The ranks that were let in."""
+        return set(self._engine.mesh.links)
+
+    def call(self, words: bytes = b"") -> socket.socket:
+        """Somebody calls, and says that."""
+        sock = socket.create_connection(self._address, timeout=PATIENCE)
+        self._outside.append(sock)
+        if words:
+            sock.sendall(words)
+        return sock
+
+    def rank(self, rank: int) -> tuple[socket.socket, DialerHandshake]:
+        """A rank calls and says hello, and has said nothing more so far."""
+        caller = DialerHandshake(Identity("", 0, rank, self.world_size), TOKEN.encode(), 0)
+        return self.call(caller.start()), caller
+
+    def drive_until(self, done: Callable[[], bool]) -> None:
+        """Let the door do its work until then."""
+        drive_until(self._engine, done)
+
+    def close(self) -> None:
+        with self._engine.lock:
+            self._engine.shut()
+        for sock in self._outside:
+            sock.close()
+
+
+class _Until:
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self._done = done
+
+    @property
+    def done(self) -> bool:
+        return self._done()
+
+
+@contextmanager
+def doorstep(world_size: int = 4) -> Iterator[Doorstep]:
+    step = Doorstep(world_size)
+    try:
+        yield step
+    finally:
+        step.close()
+
+
+def answer(sock: socket.socket, caller: DialerHandshake) -> bool:
+    """The rank hears what the door has said, and answers; whether it is in."""
+    words = sock.recv(4096)
+    if words:
+        reply = caller.receive(words)
+        if reply:
+            sock.sendall(reply)
+    return caller.complete
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the door has closed that connection. Does not wait."""
+    sock.setblocking(False)
+    try:
+        return sock.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True

@@ -1,0 +1,103 @@
+"""A call to a peer: what means that it is gone, and what only that it has to be called again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from clusters import PATIENCE, loopback_listener
+from doorstep import drive_until, lonely_engine
+from listening import needs_proc
+from test_tcp_rendezvous import Start, start  # noqa: F401
+
+from phalanx import CollectiveTimeoutError
+from phalanx.backends.tcp.dial import Dial
+from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.wire.handshake import Refused
+
+
+@pytest.fixture
+def engine() -> Iterator[TcpEngine]:
+    made = lonely_engine(2, 3)
+    yield made
+    with made.lock:
+        made.shut()
+
+
+def call(engine: TcpEngine, listener: socket.socket, told: list[Refused], *, patient: bool) -> Dial:
+    with engine.lock:
+        address = (listener.family, listener.getsockname())
+        return Dial(engine.mesh, 1, [address], told.append, patient=patient)
+
+
+def hang_up_on(listener: socket.socket) -> int:
+    """Accept who is there, hang up; how many it were."""
+    count = 0
+    try:
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    except BlockingIOError:
+        return count
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_peer_that_hangs_up_is_called_again(engine: TcpEngine, patient: bool) -> None:
+    """It may have had to make room for others."""
+    told: list[Refused] = []
+    hung_up = 0
+    with loopback_listener() as listener:
+        dial = call(engine, listener, told, patient=patient)
+
+        def often_enough() -> bool:
+            nonlocal hung_up
+            hung_up += hang_up_on(listener)
+            return hung_up >= 4
+
+        drive_until(engine, often_enough)
+        assert told == []
+    if not patient:
+        # Now nobody listens any more: it was there, and is gone.
+        drive_until(engine, lambda: bool(told))
+        assert told[0].reason == "Connection refused"
+        assert not told[0].final
+    with engine.lock:
+        dial.drop()
+
+
+def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(engine: TcpEngine) -> None:
+    told: list[Refused] = []
+    with socket.socket() as reserved:  # bound, and not listening
+        reserved.bind(("127.0.0.1", 0))
+        dial = call(engine, reserved, told, patient=True)
+        drive_until(engine, lambda: dial._attempt >= 3)
+        assert dial.refused
+        assert dial.trouble == "Connection refused"
+        reserved.listen()
+        reserved.settimeout(PATIENCE)
+        drive_until(engine, lambda: dial.trouble.startswith("it accepts connections"))
+        assert not dial.refused
+        reserved.accept()[0].close()
+    assert told == []
+    with engine.lock:
+        dial.drop()
+
+
+@needs_proc
+def test_a_queue_full_of_strangers_is_called_again_and_told_apart_from_silence(
+    start: Start,  # noqa: F811
+) -> None:
+    """Linux says nothing to who finds the queue full, and tries again ever more seldom."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        strangers = [socket.socket() for _ in range(4)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+            stranger.connect_ex(full.getsockname())
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        with pytest.raises(CollectiveTimeoutError, match="calls are not answered"):
+            start(1, 2, address, timeout=1.5).result()
+        for stranger in strangers:
+            stranger.close()

@@ -1,0 +1,115 @@
+"""Where ranks and launchers listen: on the interface in use, and not for longer than needed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from clusters import PATIENCE
+from listening import everywhere, listening, needs_proc
+from test_tcp_rendezvous import (  # noqa: F401
+    Start,
+    _no_token_in_the_environment,
+    place,
+    start,
+    works,
+)
+
+from phalanx.launch.store import connect_store, hold_store
+
+pytestmark = needs_proc
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def new_places(before: set[tuple[str, int]], count: int) -> set[tuple[str, int]]:
+    """Where this process listens in addition, once there are so many places."""
+    for _ in range(round(PATIENCE / 0.01)):
+        found = listening() - before
+        if len(found) >= count:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"it listens at {found}")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_every_rank_listens_on_one_interface_while_it_meets_and_nowhere_afterwards(
+    start: Start,  # noqa: F811
+    host: str,
+) -> None:
+    if host == "[::1]" and not _has_ipv6():
+        pytest.skip("this host has no IPv6")
+    before = listening()
+    address = f"{host}:{free_port()}"
+    early = [start(rank, 3, address) for rank in (0, 1)]
+    found = new_places(before, 2)
+    assert len(found) == 2, "rank 0 and rank 1"
+    assert everywhere(found) == set()
+    assert {place[0] for place in found} <= {"127.0.0.1", "::1"}
+    works(*early, start(2, 3, address))
+    assert listening() - before == set()
+
+
+def test_rank_0_listens_on_all_interfaces_only_if_it_is_told_to(start: Start) -> None:  # noqa: F811
+    before = listening()
+    port = free_port()
+    zero = start(0, 2, f"0.0.0.0:{port}")
+    assert new_places(before, 1) == {("0.0.0.0", port)}
+    one = start(1, 2, f"127.0.0.1:{port}")
+    works(zero, one)
+    assert listening() - before == set()
+
+
+def test_a_given_listener_is_closed_too(start: Start) -> None:  # noqa: F811
+    before = listening()
+    listener, address = place()
+    works(start(0, 2, address, listener=listener), start(1, 2, address))
+    assert listener.fileno() == -1
+    assert listening() - before == set()
+
+
+@pytest.fixture
+def held() -> Iterator[set[tuple[str, int]]]:
+    """What a launcher's store on this host listens at."""
+    before = listening()
+    store, port = hold_store("127.0.0.1", 0, timeout=10.0)
+    assert store is not None
+    client = connect_store("127.0.0.1", port, rank=1, deadline=time.monotonic() + 10.0)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    yield listening() - before
+    del client, store
+
+
+def test_the_store_of_the_launcher_listens_on_loopback(held: set[tuple[str, int]]) -> None:
+    assert [host for host, _ in held] == ["127.0.0.1"]
+
+
+def test_a_store_that_torch_has_to_hold_on_all_interfaces_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host whose own name means loopback to itself, as some distributions set it up."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *a, **k: real("127.0.1.1" if host == "node1" else host, *a, **k),
+    )
+    store, port = hold_store("node1", 29500, timeout=1.0)
+    assert (store, port) == (None, 29500)
+    assert "node1 means 127.0.1.1 on this host" in caplog.text
+    assert "all of its interfaces" in caplog.text
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
