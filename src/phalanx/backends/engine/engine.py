@@ -15,7 +15,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
+from typing import TypeVar
 
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.group import Group
@@ -30,6 +32,9 @@ from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.messages import Answer, Ask
 
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
+EARLY_GROUPS = 4096  # groups not made here yet of which something is remembered
+
+T = TypeVar("T")
 
 
 class Engine(ABC):
@@ -185,7 +190,7 @@ class Engine(ABC):
         self.run_ready()  # what is complete has not failed
         group = self.groups.get(group_id)
         if group is None:
-            self._early_failures.setdefault(group_id, failure)
+            _early(self._early_failures, group_id, lambda: failure)
         else:
             # Told on: a member that is not connected to the reporter may be to this rank.
             group.fail(failure)
@@ -197,7 +202,7 @@ class Engine(ABC):
         if ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.agreement.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
-            self._early_asks.setdefault(group_id, {})[peer] = ask
+            _early(self._early_asks, group_id, dict)[peer] = ask
         if ask.answer:
             self.answer(peer, self.state_for(peer, group))
 
@@ -245,7 +250,7 @@ class Engine(ABC):
         if group is not None:
             group.member_left(peer)
         elif not self.mailbox.is_over(group_id):
-            self._early_leavers.setdefault(group_id, set()).add(peer)
+            _early(self._early_leavers, group_id, set).add(peer)
 
     def peer_left(self, peer: int) -> None:
         """A peer has closed everything, in good order. Lock held."""
@@ -280,3 +285,12 @@ class Engine(ABC):
                 op=operation.name,
                 sequence=operation.sequence,
             )
+
+
+def _early(kept: dict[int, T], group: int, make: Callable[[], T]) -> T:
+    """What is kept for a group that is not made here yet; of too many, the oldest is dropped."""
+    if group not in kept:
+        if len(kept) >= EARLY_GROUPS:
+            del kept[next(iter(kept))]
+        kept[group] = make()
+    return kept[group]
