@@ -11,11 +11,10 @@ from ddp_runs import (
     assert_same_bits,
     gradients,
     mean_of,
-    outcome_of,
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, DesyncError, MisuseError, simulate
+from phalanx import DDP, Backend, MisuseError, simulate
 
 
 def backward(model: nn.Module, seed: int) -> None:
@@ -181,16 +180,6 @@ def test_a_gradient_is_final_when_backward_returns_and_stays_where_it_is():
         assert_same_bits([final, gradients(ddp)])
 
     simulate(run, 3)
-
-
-def test_bucket_sizes_that_differ_between_ranks_are_noticed():
-    def run(backend: Backend) -> BaseException | None:
-        ddp = DDP(mlp(), backend, bucket_size=1 + 10_000 * backend.rank)
-        backend.barrier()
-        return outcome_of(lambda: backward(ddp, 0))
-
-    for error in simulate(run, 2):
-        assert isinstance(error, DesyncError)
 
 
 def test_a_model_that_is_wrapped_again_sends_its_gradients_once():

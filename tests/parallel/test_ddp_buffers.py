@@ -9,6 +9,7 @@ import torch
 from ddp_models import noise, seeded
 from ddp_runs import Watched, assert_same_bits, values
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx import DDP, Backend, simulate
 
@@ -144,3 +145,17 @@ def test_buffers_that_a_module_makes_later_are_broadcast_too():
         return ddp.module.late.item()
 
     assert list(simulate(run, 3)) == [7.0] * 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_a_forward_pass_that_a_checkpoint_runs_again_broadcasts_nothing(reentrant: bool):
+    def run(backend: Backend) -> list[str]:
+        ddp = DDP(seeded(Normed), backend)
+        ddp(noise(4, 6)).sum().backward()
+        watched = Watched(backend)
+        x = noise(4, 6, seed=backend.rank).requires_grad_()
+        checkpoint(ddp, x, use_reentrant=reentrant).pow(2).sum().backward()
+        return [event.split()[0] for event in watched.events]
+
+    for events in simulate(run, 2):
+        assert events == ["broadcast", "broadcast", "all_reduce"]  # two dtypes of buffers

@@ -201,3 +201,28 @@ def test_a_parameter_that_is_frozen_after_wrapping_may_count_as_unused():
     assert_same_bits(ranks)
     assert ranks[0]["0.weight"] is None
     assert ranks[0]["2.weight"] is not None
+
+
+@pytest.mark.parametrize("how", ["added", "replaced"])
+def test_parameters_that_come_after_ddp_was_built_are_refused_by_name(how: str):
+    def run(backend: Backend) -> BaseException | None:
+        ddp = DDP(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), backend)
+        if how == "added":
+            ddp.module.append(nn.Linear(2, 2))
+        else:
+            ddp.module[1] = nn.Linear(4, 2)
+        backend.barrier()
+        return outcome_of(lambda: ddp(torch.ones(1, 6)))
+
+    for error in simulate(run, 2):
+        assert isinstance(error, MisuseError)
+        assert ("2.weight, 2.bias" if how == "added" else "1.weight, 1.bias") in str(error)
+
+
+def test_frozen_parameters_may_come_later():
+    def run(backend: Backend) -> None:
+        ddp = DDP(nn.Sequential(nn.Linear(6, 4)), backend)
+        ddp.module.append(nn.Linear(4, 2).requires_grad_(False))
+        ddp(torch.ones(1, 6)).sum().backward()
+
+    simulate(run, 2)

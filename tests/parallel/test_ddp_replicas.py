@@ -119,3 +119,39 @@ def test_values_may_differ_and_names_need_not_be_ascii():
     for value, text in simulate(run, 2):
         assert value == 0.0
         assert "\u03c3 (float32 [3])" in text
+
+
+OPTIONS = {
+    "bucket_size": 100,
+    "broadcast_buffers": False,
+    "find_unused_parameters": True,
+    "skip_nonfinite": True,
+    "check_replicas_every": 3,
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_differs_is_named_on_every_rank_at_construction(option: str, culprit: int):
+    def run(backend: Backend) -> BaseException | None:
+        options = {option: OPTIONS[option]} if backend.rank == culprit else {}
+        return outcome_of(lambda: DDP(plain(), backend, **options))
+
+    for rank, error in enumerate(simulate(run, 3)):
+        assert isinstance(error, DesyncError)
+        assert f"rank {rank}: the ranks' options" in str(error)
+        assert f"rank {culprit} has {option}=" in str(error)
+        assert f"{option}={OPTIONS[option]}" in str(error)
+        assert error.peer == culprit
+
+
+def test_several_odd_ranks_are_all_named_beside_one_of_the_majority():
+    def run(backend: Backend) -> BaseException | None:
+        return outcome_of(lambda: DDP(nn.Linear(2 + backend.rank % 3 % 2, 1), backend))
+
+    for error in simulate(run, 5):
+        assert isinstance(error, DesyncError)
+        assert (
+            "rank 1 has weight (float32 [1, 3]); rank 4 has weight (float32 [1, 3]), "
+            "rank 0 has weight (float32 [1, 2])"
+        ) in str(error)

@@ -1,5 +1,7 @@
 """Ways to split a model and its training over ranks."""
 
+from phalanx.parallel.convert_batch_norm import convert_sync_batchnorm
 from phalanx.parallel.ddp import DDP
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "SyncBatchNorm", "convert_sync_batchnorm"]

@@ -9,7 +9,7 @@ in their order, the same on every rank, whatever the order in which gradients co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -35,6 +35,11 @@ class Bucket:
             start = stop
 
     @property
+    def views(self) -> Mapping[nn.Parameter, Tensor]:
+        """Where each gradient lies in this."""
+        return self._views
+
+    @property
     def full(self) -> bool:
         """Whether all gradients are in."""
         return not self._missing
@@ -55,6 +60,13 @@ class Bucket:
         parameter.grad = view
         self._missing.discard(parameter)
 
+    def put_nothing(self) -> None:
+        """Take in zeros in the place of all gradients, whatever they were."""
+        self.flat.zero_()
+        for parameter, view in self._views.items():
+            parameter.grad = view
+        self._missing.clear()
+
     def awaits(self, parameter: nn.Parameter) -> bool:
         """Whether this parameter's gradient is not in."""
         return parameter in self._missing
@@ -70,19 +82,31 @@ class Bucket:
             label=label,
         )
 
-    def finish(self) -> None:
-        """Wait for the average, and be ready for the next gradients."""
+    def finish(self, scale: float) -> None:
+        """Wait for the average, scale it, and be ready for the next gradients."""
         pending, self.pending = self.pending, None
         self._missing = set(self.parameters)
         if pending is not None:
             pending.wait()
+            if scale != 1:
+                self.flat.mul_(scale)
 
 
 class Buckets:
-    """All gradients of a model, in buckets of about `size` bytes."""
+    """All gradients of a model, in buckets of about `size` bytes.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], backend: Backend, size: int) -> None:
+    look   is shown each bucket when it is full, before it is averaged
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        backend: Backend,
+        size: int,
+        look: Callable[[Bucket], None] | None = None,
+    ) -> None:
         self._backend = backend
+        self._look = look
         self._all = [
             Bucket([p for p in batch if isinstance(p, nn.Parameter)], backend)
             for batch in batches(parameters, size)
@@ -97,6 +121,11 @@ class Buckets:
         return list(self._of)
 
     @property
+    def all(self) -> list[Bucket]:
+        """The buckets, in their order."""
+        return self._all
+
+    @property
     def busy(self) -> bool:
         """Whether some gradient is in that is not averaged yet."""
         return self._started > 0 or any(
@@ -106,9 +135,20 @@ class Buckets:
     def put(self, parameter: nn.Parameter) -> None:
         """Take in a gradient; start the buckets that can be started."""
         self._of[parameter].put(parameter)
+        self._start_full_ones()
+
+    def put_nothing(self) -> None:
+        """Take in zeros in the place of all gradients, and start all buckets."""
+        for bucket in self._all:
+            bucket.put_nothing()
+        self._start_full_ones()
+
+    def _start_full_ones(self) -> None:
         while self._started < len(self._all) and self._all[self._started].full:
-            label = f"pass {self._pass}, bucket {self._started}"
-            self._all[self._started].start(self._backend, label)
+            bucket = self._all[self._started]
+            if self._look is not None:
+                self._look(bucket)
+            bucket.start(self._backend, f"DDP's pass {self._pass}, bucket {self._started}")
             self._started += 1
 
     def awaits(self, parameter: nn.Parameter) -> bool:
@@ -119,14 +159,16 @@ class Buckets:
         """The parameters whose gradients have not come."""
         return [p for bucket in self._all for p in bucket.missing]
 
-    def finish(self) -> None:
-        """Wait until all that was started is averaged. Raises the first error, after all ended."""
+    def finish(self, scale: float = 1) -> None:
+        """Wait until all that was started is averaged; scale it. Raises the first error, after all
+        ended.
+        """
         self._started = 0
         self._pass += 1
         problem: BaseException | None = None
         for bucket in self._all:
             try:
-                bucket.finish()
+                bucket.finish(scale)
             except Exception as error:
                 problem = problem or error
         if problem is not None:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
-from phalanx.parallel.reducer import Reducer
+from phalanx.parallel.drift import DriftCheck
+from phalanx.parallel.finite import FiniteCheck, Skip
+from phalanx.parallel.hints import BEGINNING, UNANSWERED, hint
+from phalanx.parallel.join import Join, check_joinable
+from phalanx.parallel.reducer import Reducer, inside_backward
 from phalanx.parallel.replicas import check_same_model
+from phalanx.parallel.roll import Turn
 from phalanx.parallel.tensors import broadcast_all_
+from phalanx.parallel.weights import weigh
+from phalanx.parallel.wrapper import Wrapper
 
 BUCKET_SIZE = 25 << 20
 
 
-class DDP(nn.Module):
+class DDP(Wrapper):
     """A module whose gradients are averaged over the ranks of `backend`, during backward.
 
     module         the model; the same on every rank, in structure. Its parameters and buffers are
@@ -39,15 +46,27 @@ class DDP(nn.Module):
     find_unused_parameters  a parameter that a rank's backward pass does not reach counts as zeros
                    there; its gradient stays None if no rank's pass reached it. Costs one small
                    message. Without it, such a parameter is an error that names it
+    skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
+                   ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
+                   names the ranks and their first such parameters; `skipped_steps` and `last_skip`
+                   tell, too. What `no_sync` accumulated before is dropped with it. Costs one look
+                   at each bucket before it is averaged and one after, and a message of 8 bytes.
+                   Not together with torch's GradScaler, which looks by itself, at averages
+    check_replicas_every    after each such number of averaging backward passes, a hash of all
+                   parameters is compared over the ranks: `DesyncError`, on every rank, names the
+                   first one that differs and the ranks in the minority. 0: never. Costs reading
+                   the parameters once, and a message of 8 bytes
 
     When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
-    and a loss that is a mean, the gradient of the joined batch. Gradients live in the buckets'
-    memory, which the next backward pass writes again: clone what is to be kept. A step sends
-    2(p-1)/p of the gradients' bytes from each of p ranks.
+    and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
+    `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
+    the next backward pass writes again: clone what is to be kept. A step sends 2(p-1)/p of the
+    gradients' bytes from each of p ranks.
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
-    Raises `DesyncError`, on every rank, if the ranks' models differ, naming the first parameter.
+    Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
+    parameter or option that does.
     """
 
     def __init__(
@@ -58,53 +77,78 @@ class DDP(nn.Module):
         bucket_size: int = BUCKET_SIZE,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
+        skip_nonfinite: bool = False,
+        check_replicas_every: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 byte, not {bucket_size}")
-        self.module = module
+        if check_replicas_every < 0:
+            raise ValueError(
+                f"check_replicas_every must be a number of backward passes, or 0 for never, not "
+                f"{check_replicas_every}"
+            )
         self.backend = backend
         self.broadcast_buffers = broadcast_buffers
-        check_same_model(module, backend)
+        options = {
+            "bucket_size": bucket_size,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+            "skip_nonfinite": skip_nonfinite,
+            "check_replicas_every": check_replicas_every,
+        }
+        check_same_model(module, backend, options)
         self.broadcast_parameters()
+        self._complete = False  # nobody has looked yet
+        named = dict(module.named_parameters())
+        trained = {p: name for name, p in named.items() if p.requires_grad}
+        self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
         self._reducer = Reducer(
-            dict(module.named_parameters()),
+            named,
             backend,
             bucket_size=bucket_size,
             find_unused_parameters=find_unused_parameters,
+            finite=self._finite,
+            drift=DriftCheck(module.named_parameters, backend, check_replicas_every)
+            if check_replicas_every
+            else None,
         )
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._reducer.begin_forward()
-        if self.training and self.broadcast_buffers and self._reducer.synchronize:
-            # As .data: a buffer of batch norm that an earlier forward pass has saved for its
-            # backward is not used there, and need not count as changed.
-            buffers = [buffer.data for buffer in self.module.buffers()]
-            broadcast_all_(buffers, self.backend, 0)
+        if self.training and not inside_backward():
+            self._begin_together()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._reducer.watch(outputs)
         return outputs
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's."""
-        return self.module.state_dict(*args, **kwargs)
+    def _begin_together(self) -> None:
+        """What a forward pass in training begins with, on all ranks."""
+        if not self._complete:
+            self._reducer.check_complete(dict(self.module.named_parameters()))
+            self._complete = True  # seen once: to look each time would cost more than it is worth
+        join = self._reducer.join
+        sends = self.broadcast_buffers and self._reducer.synchronize and self._has_buffers()
+        if join is not None and (sends or join.throws):
+            join.call(Turn.FORWARD)
+        if sends:
+            self._broadcast_buffers()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the plain module; every rank has to load the same."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def _has_buffers(self) -> bool:
+        return next(self.module.buffers(), None) is not None
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The plain module's, under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The plain module's, under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
+    def _broadcast_buffers(self) -> None:
+        join = self._reducer.join
+        # As .data: a buffer of batch norm that an earlier forward pass has saved for its
+        # backward is not used there, and need not count as changed.
+        buffers = [buffer.data for buffer in self.module.buffers()]
+        with hint(UNANSWERED if self._reducer.unanswered else BEGINNING):
+            root = join.leader if join is not None else 0
+            broadcast_all_(buffers, self.backend, root, label="DDP's buffers, at a forward pass")
 
     # For the user ---------------------------------------------------------------------------
 
@@ -123,6 +167,97 @@ class DDP(nn.Module):
         finally:
             self._reducer.synchronize = before
 
+    def weighted(self, loss: Tensor, samples: float) -> Tensor:
+        """The loss, which is a mean over this rank's `samples`, scaled to count with that weight.
+
+            loss = F.cross_entropy(ddp(x), y)
+            ddp.weighted(loss, len(x)).backward()
+
+        The averaged gradients are then those of the joined batch, whatever each rank's share.
+        `samples` is whatever the loss is a mean over: rows, tokens, or a sum of weights. A rank
+        with 0 of them contributes zeros, even if its loss is NaN; it runs forward and backward like
+        the others (of an empty or any batch), or has left a `join` block.
+
+        Called once a backward pass, on the whole loss, by every rank; under `no_sync` too, where
+        each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
+        ValueError unless `samples` is finite and not negative.
+        """
+        return weigh(loss, samples, self._reducer, self.backend)
+
+    @contextmanager
+    def join(
+        self,
+        step: Callable[[], object] | None = None,
+        *,
+        divide_by_initial_world_size: bool = False,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Training in here may have another number of batches on each rank; none at all, too.
+
+            def step():                      # whatever follows backward, without communication
+                optimizer.step()
+                optimizer.zero_grad()
+
+            with ddp.join(step):
+                for x, y in batches:
+                    loss_of(ddp(x), y).backward()
+                    step()
+
+        A rank that leaves the block answers those that have not, with zeros, until all have: that
+        is, it waits, and its `.grad`s become theirs. In the end parameters and buffers are those
+        of a rank that trained to the last.
+
+        step        called on a rank that waits, after each backward pass of the others, so that its
+            optimizer and schedule stay those of the others. Leave it out only if they hold no state
+            (plain SGD): momentum that stayed behind pulls the ranks apart in the next epoch
+        divide_by_initial_world_size  divide sums of gradients by the number of all ranks; else by
+            that of the ranks that have a batch, which gives the gradient of the joined batch
+            (torch's default is the former). With `weighted` both are the same
+        throw_on_early_termination  when a rank is over, and others are not, raise `MisuseError` on
+            every rank
+
+        Every rank enters and leaves the block. Costs a message of 16 bytes for each averaging
+        backward pass, for each forward pass that broadcasts buffers, and for each `weighted`.
+        `no_sync` and `sync_gradients` work; gradients that a rank leaves accumulated and not
+        averaged are dropped. One DDP at a time on one backend. Raises `MisuseError` for a model
+        with `SyncBatchNorm`, which needs every rank, unless it is to throw.
+        """
+        reducer = self._reducer
+        layers = nn.Identity() if throw_on_early_termination else self.module
+        check_joinable(layers, self.backend, reducer.join)
+        reducer.join = join = Join(
+            self.backend,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        try:
+            yield
+            self._answer_the_others(join, step)
+        finally:
+            reducer.join = None
+        self.broadcast_parameters(join.leader)
+
+    def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
+        """Do what they wait for, until nobody has a batch."""
+        self._reducer.begin_forward()  # or a backward pass that failed here would lie in the way
+        while (turn := join.call(Turn.OVER).turn) is not Turn.OVER:
+            if turn is Turn.FORWARD:
+                self._broadcast_buffers()
+            elif turn in (Turn.BACKWARD, Turn.CATCHING_UP):
+                self._reducer.answer(turn)
+                if step is not None:
+                    step()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `skip_nonfinite` has skipped; the same on every rank."""
+        return self._finite.skipped if self._finite is not None else 0
+
+    @property
+    def last_skip(self) -> Skip | None:
+        """The last of them: its number, and on which ranks which parameter was not finite."""
+        return self._finite.last if self._finite is not None else None
+
     def sync_gradients(self) -> None:
         """Average gradients that were accumulated under `no_sync` and not averaged since.
 
@@ -130,9 +265,3 @@ class DDP(nn.Module):
         an ordinary `backward()` all gradients are final.
         """
         self._reducer.catch_up()
-
-
-def _add_prefix(ddp: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let a module that holds a DDP load the plain names that it saved."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -3,6 +3,7 @@
     hook on a parameter     its gradient is complete on this rank     -> into its bucket
     bucket full             and all before it started                 -> start to average it
     end of the pass         nothing more will come                    -> wait for all buckets
+    all averaged            unused, not finite, drifted apart?        -> agree with the other ranks
 
 The first pass fills buckets in reverse order of the parameters; then they are built anew in the
 order in which gradients arrived on rank 0.
@@ -10,7 +11,6 @@ order in which gradients arrived on rank 0.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,12 @@ from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.buckets import Buckets
+from phalanx.parallel.drift import DriftCheck
+from phalanx.parallel.finite import FiniteCheck
+from phalanx.parallel.hints import AVERAGING, UNANSWERED, hint
+from phalanx.parallel.hooks import check_alone, watch_gradients
+from phalanx.parallel.join import Join
+from phalanx.parallel.roll import Turn
 
 NAMES_SHOWN = 10
 
@@ -29,6 +35,9 @@ class Reducer:
     """Averages the gradients of parameters, given by name, over the ranks of a backend.
 
     synchronize    whether backward passes average; if not, they accumulate on this rank
+    join           what is known of ranks that have no batch left, while there may be some
+    weightless     whether the backward pass that runs is of a loss that counts for nothing
+    unanswered     how many forward passes there were since an averaging pass last began
     """
 
     def __init__(
@@ -38,35 +47,42 @@ class Reducer:
         *,
         bucket_size: int,
         find_unused_parameters: bool,
+        finite: FiniteCheck | None,
+        drift: DriftCheck | None,
     ) -> None:
         self.synchronize = True
+        self.join: Join | None = None
+        self.weightless = False
+        self.unanswered = 0
         self._backend = backend
         self._bucket_size = bucket_size
         self._find_unused = find_unused_parameters
+        self._finite = finite
+        self._drift = drift
         self._names = {p: name for name, p in parameters.items()}
         self._trained = [p for p in self._names if p.requires_grad]
         self._frozen = [p for p in self._names if not p.requires_grad]
         self._unsynchronized = False  # some gradients were accumulated and not averaged
         self._callback_queued = False
+        self._open = False  # a pass that averages is under way
+        self._left_out = False  # before it there was a forward pass without one
         self._arrivals: dict[nn.Parameter, None] | None = {}  # in the first pass, in order
-        self._check_alone()
-        self._buckets = Buckets(reversed(self._trained), backend, bucket_size)
-        hook = _GradHook(self)
-        handles = [
-            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for p in self._trained
-        ]
-        weakref.finalize(self, _remove, handles)  # so that the module may be wrapped again
+        check_alone(self._names, backend.rank)
+        self._buckets = self._new_buckets(list(reversed(self._trained)))
+        watch_gradients(self, self._trained)
 
     def begin_forward(self) -> None:
-        """A forward pass begins: a backward pass that an error cut short is forgotten."""
-        if torch._C._current_graph_task_id() >= 0:
-            return  # inside a backward pass, which recomputes a checkpoint: it is still under way
-        self._callback_queued = False
+        """Begin anew: a backward pass that an error cut short is forgotten."""
+        if inside_backward():
+            return  # which recomputes a checkpoint: the pass is still under way
+        self._callback_queued = self._open = self.weightless = False
         if self._buckets.busy:
             if self._arrivals is not None:
                 self._arrivals.clear()
-            self._buckets.finish()
+            if self._finite is not None:
+                self._finite.forget()
+            with hint(AVERAGING):
+                self._buckets.finish()
 
     def watch(self, outputs: Any) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
@@ -74,14 +90,34 @@ class Reducer:
         Queued from here, the callback belongs to the outermost backward pass, also when activation
         checkpointing runs others inside it.
         """
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(lambda _: self._queue_callback())  # type: ignore[no-untyped-call]
+        leaves = pytree.tree_leaves(outputs)
+        attached = [x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
+        for leaf in attached:
+            leaf.register_hook(self._output_gradient_came)  # type: ignore[no-untyped-call]
+        if attached and self.synchronize and not inside_backward():
+            self.unanswered += 1
+
+    def check_complete(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Refuse to train parameters that came after DDP was built."""
+        late = [n for n, p in parameters.items() if p.requires_grad and p not in self._names]
+        if late:
+            self._refuse(
+                f"{self._listed(late)} came to the module after DDP was built, and would be "
+                "trained on each rank alone: build DDP when the module is complete"
+            )
 
     def catch_up(self) -> None:
         """Average what was accumulated and not averaged since, if anything."""
         if self._unsynchronized:
+            self._begin_pass(Turn.CATCHING_UP)
             self._finish_pass()
+
+    def answer(self, turn: Turn) -> None:
+        """Average with the ranks that have a batch, without one; the result is here, too."""
+        self._buckets.put_nothing()
+        self._settle(set(self._trained))
+        if turn is Turn.BACKWARD:
+            self._first_pass_is_over()
 
     # During a backward pass -----------------------------------------------------------------
 
@@ -110,17 +146,30 @@ class Reducer:
             )
         self._buckets.put(parameter)
 
+    def _output_gradient_came(self, grad: Tensor) -> Tensor | None:
+        self._queue_callback()
+        # The loss of no samples may have made NaN of the zeros that came into it.
+        return torch.where(grad.isfinite(), grad, 0) if self.weightless else None
+
     def _queue_callback(self) -> None:
         if self.synchronize and not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            self._begin_pass(Turn.BACKWARD)
+
+    def _begin_pass(self, turn: Turn) -> None:
+        if self._open:
+            return
+        self._open = True
+        self._left_out = self.unanswered > 1
+        self.unanswered = 0
+        if self.join is not None:
+            self.join.call(turn)
 
     def _on_backward_end(self) -> None:
-        self._callback_queued = False
+        self._callback_queued = self.weightless = False
         self._finish_pass()
-        if self._arrivals is not None:
-            self._rebuild_buckets(self._arrivals)
-            self._arrivals = None
+        self._first_pass_is_over()
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
@@ -140,10 +189,22 @@ class Reducer:
             )
         for parameter in missing:
             self._put(parameter)
-        self._buckets.finish()
-        self._unsynchronized = False
-        if self._find_unused:
-            self._forget_unused(set(without))
+        self._settle(set(without))
+
+    @torch.no_grad()
+    def _settle(self, without: set[nn.Parameter]) -> None:
+        """All gradients are in: what is to be done together with the other ranks, in order."""
+        world = self._backend.world_size
+        with hint(UNANSWERED if self._left_out else AVERAGING):
+            self._buckets.finish(world / self.join.divisor if self.join is not None else 1)
+            self._open = self._unsynchronized = False
+            if self._find_unused:
+                self._forget_unused(without)
+            if self._finite is not None and self._finite.agree(self._buckets.all):
+                for parameter in self._trained:
+                    parameter.grad = None
+        if self._drift is not None:
+            self._drift.pass_is_over(self.join.active if self.join else list(range(world)))
 
     def _forget_unused(self, without: set[nn.Parameter]) -> None:
         """Gradients of parameters that no rank has used stay None, as in one process."""
@@ -153,33 +214,29 @@ class Reducer:
             if not anywhere:
                 parameter.grad = None
 
-    def _rebuild_buckets(self, arrivals: dict[nn.Parameter, None]) -> None:
+    def _first_pass_is_over(self) -> None:
         """From now on use the order in which gradients arrived on rank 0; the others come last.
 
-        Every rank takes part, whatever arrived there.
+        Every rank takes part, whatever arrived there. Where rank 0 had no batch, it is the order of
+        the first rank that had one.
         """
+        if self._arrivals is None:
+            return
+        root = self.join.leader if self.join is not None else 0
         place = {p: i for i, p in enumerate(self._trained)}
         before = [place[p] for p in self._buckets.order]
-        mine = list(dict.fromkeys([*(place[p] for p in arrivals), *before]))
-        order = broadcast(torch.tensor(mine, dtype=torch.int64), self._backend, 0).tolist()
-        if order == before:
-            return
-        parameters = [self._trained[i] for i in order]
-        # Gradients stay in the old memory, as long as they live; the next pass moves them.
-        self._buckets = Buckets(parameters, self._backend, self._bucket_size)
+        mine = list(dict.fromkeys([*(place[p] for p in self._arrivals), *before]))
+        self._arrivals = None
+        order = broadcast(torch.tensor(mine, dtype=torch.int64), self._backend, root).tolist()
+        if order != before:
+            # Gradients stay in the old memory, as long as they live; the next pass moves them.
+            self._buckets = self._new_buckets([self._trained[i] for i in order])
+
+    def _new_buckets(self, parameters: list[nn.Parameter]) -> Buckets:
+        look = self._finite.look if self._finite is not None else None
+        return Buckets(parameters, self._backend, self._bucket_size, look)
 
     # Refusals -------------------------------------------------------------------------------
-
-    def _check_alone(self) -> None:
-        for parameter in self._trained:
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                if isinstance(hook, _GradHook) and hook.alive:
-                    raise MisuseError(
-                        f"rank {self._backend.rank}: DDP: another DDP averages the gradients of "
-                        f"{self._names[parameter]} already; delete that one first",
-                        rank=self._backend.rank,
-                        op="DDP",
-                    )
 
     def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
         rank = self._backend.rank
@@ -188,31 +245,17 @@ class Reducer:
         raise error
 
     def _list(self, parameters: list[nn.Parameter]) -> str:
-        names = [self._names[p] for p in parameters]
+        return self._listed([self._names[p] for p in parameters])
+
+    @staticmethod
+    def _listed(names: list[str]) -> str:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         return ", ".join(names[:NAMES_SHOWN]) + more
 
 
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 _THEY_WERE_FROZEN = "requires_grad was switched off after DDP was built"
-
-
-class _GradHook:
-    """Tells a reducer that a gradient has come, without keeping it alive."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = weakref.ref(reducer)
-
-    @property
-    def alive(self) -> bool:
-        return self._reducer() is not None
-
-    @torch.no_grad()
-    def __call__(self, parameter: nn.Parameter) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.gradient_came(parameter)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
 import msgspec
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,8 @@ from phalanx.backends.base import Backend
 from phalanx.collectives import all_gather
 from phalanx.errors import DesyncError
 
+RANKS_SHOWN = 4
+
 
 def describe(name: str, tensor: Tensor) -> str:
     """A parameter or buffer for a message: its name, dtype, shape, and whether it is frozen."""
@@ -18,13 +23,15 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen})"
 
 
-def check_same_model(module: nn.Module, backend: Backend) -> None:
+def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, object]) -> None:
     """Raise `DesyncError` on every rank unless all have parameters alike, in the same order.
 
-    Names, shapes, dtypes and `requires_grad` are compared, not values. Costs one message of 8
-    bytes; the descriptions themselves are exchanged only when they differ.
+    Names, shapes, dtypes and `requires_grad` are compared, not values; and `options`, which every
+    rank has to give alike, too. Costs one message of 16 bytes; the descriptions themselves are
+    exchanged only when they differ.
     """
-    mine = [describe(name, parameter) for name, parameter in module.named_parameters()]
+    mine = [f"{name}={value!r}" for name, value in options.items()]
+    mine += [describe(name, parameter) for name, parameter in module.named_parameters()]
     mine += [f"buffer {describe(name, buffer)}" for name, buffer in module.named_buffers()]
     encoded = msgspec.json.encode(mine)
     digest = xxh3_64_intdigest(encoded) >> 1  # 63 bits: torch has no full uint64
@@ -39,23 +46,41 @@ def check_same_model(module: nn.Module, backend: Backend) -> None:
         msgspec.json.decode(bytes(row[: int(length)].tolist()), type=list[str])
         for row, length in zip(all_gather(padded, backend), summaries[:, 1], strict=True)
     ]
-    odd, ours, theirs = _first_difference(everyone)
+    place, said = _first_difference(everyone)
+    what, remedy = (
+        ("options of DDP", "Pass the same ones on every rank")
+        if place < len(options)
+        else ("models", "Build the same model on every rank, in the same order")
+    )
+    odd = minority(said)
+    if len(odd) == len(said):  # nobody knows who is right: take rank 0 for it
+        odd = [rank for rank, text in said.items() if text != said[0]]
+    usual = next(rank for rank in said if rank not in odd)
+    theirs = "; ".join(f"rank {rank} has {said[rank]}" for rank in odd[:RANKS_SHOWN])
     raise DesyncError(
-        f"rank {backend.rank}: the ranks' models differ: rank {odd} has {theirs}, rank 0 has {ours}"
-        ". Build the same model on every rank, in the same order",
+        f"rank {backend.rank}: the ranks' {what} differ: {theirs}, rank {usual} has {said[usual]}. "
+        f"{remedy}",
         rank=backend.rank,
-        peer=odd,
+        peer=odd[0],
         op="DDP",
     )
 
 
-def _first_difference(everyone: list[list[str]]) -> tuple[int, str, str]:
-    """(the rank that differs from rank 0, rank 0's parameter, that rank's)."""
-    for rank, theirs in enumerate(everyone):
-        ours = everyone[0]
-        for place in range(max(len(ours), len(theirs))):
-            here = ours[place] if place < len(ours) else "no more parameters"
-            there = theirs[place] if place < len(theirs) else "no more parameters"
-            if here != there:
-                return rank, here, there
+def _first_difference(everyone: list[list[str]]) -> tuple[int, dict[int, str]]:
+    """The first place in which not all say the same, and what each rank says there."""
+    for place in range(max(map(len, everyone))):
+        said = {
+            rank: own[place] if place < len(own) else "no more parameters"
+            for rank, own in enumerate(everyone)
+        }
+        if len(set(said.values())) > 1:
+            return place, said
     raise AssertionError("the hashes of equal descriptions differ")
+
+
+def minority(votes: Mapping[int, Hashable]) -> list[int]:
+    """The ranks that do not vote as most do; all of them if two opinions have most votes."""
+    (winner, most), *others = Counter(votes.values()).most_common()
+    if others and others[0][1] == most:
+        return list(votes)
+    return [rank for rank, vote in votes.items() if vote != winner]

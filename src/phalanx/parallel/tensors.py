@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.collectives import broadcast_
+from phalanx.collectives.run import in_place, start
 
 MESSAGE = 25 << 20  # bytes
 
@@ -31,18 +31,23 @@ def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
             yield batch
 
 
-def broadcast_all_(tensors: Sequence[Tensor], backend: Backend, root: int) -> None:
-    """Overwrite tensors with those of rank `root`, in place: their storage stays the same."""
+def broadcast_all_(
+    tensors: Sequence[Tensor], backend: Backend, root: int, *, label: str = ""
+) -> None:
+    """Overwrite tensors with those of rank `root`, in place: their storage stays the same.
+
+    label   says in errors what this is; the same on every rank
+    """
     if backend.world_size == 1:
         return
     with torch.no_grad():
         for batch in batches(tensors, MESSAGE):
             flat = backend.empty(sum(t.numel() for t in batch), dtype=batch[0].dtype)
             torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
-            broadcast_(flat, backend, root)
+            start("broadcast", in_place(flat), backend, root=root, label=label).wait()
             if backend.rank != root:
-                start = 0
+                place = 0
                 for tensor in batch:
-                    stop = start + tensor.numel()
-                    tensor.copy_(flat[start:stop].view(tensor.shape))
-                    start = stop
+                    stop = place + tensor.numel()
+                    tensor.copy_(flat[place:stop].view(tensor.shape))
+                    place = stop

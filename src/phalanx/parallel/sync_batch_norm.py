@@ -1,0 +1,241 @@
+"""SyncBatchNorm: batch norm over the joined batch of all ranks.
+
+    rank 0   x_0 -> (mu_0, s_0, m_0) -\\                   /-> y_0
+                                      one message: mu, s
+    rank 1   x_1 -> (mu_1, s_1, m_1) -/                   \\-> y_1
+
+(Ioffe & Szegedy 2015, "Batch Normalization"; the ranks' statistics are merged as in Chan, Golub &
+LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", so that a
+mean that is large beside the deviation costs no digits; each rank's own are computed as in their
+"Algorithms for Computing the Sample Variance", 1983.)
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import ReduceOp
+from phalanx.collectives.run import Prepared, in_place, start
+from phalanx.errors import UnsupportedOperationError
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose statistics in training are those of all ranks' batches together.
+
+    num_features   C of inputs (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W)
+    backend        the ranks whose batches are one; not copied by `deepcopy`
+    label          which layer it is, in errors: two ranks that are in different ones are told so.
+                   `convert_sync_batchnorm` names it after its place in the model
+    the others     as torch's `BatchNorm2d` has them
+
+    N may differ between ranks, and be 0 on some. Outputs, running statistics and the gradients of
+    inputs are what plain batch norm gives for the joined batch. The gradients of `weight` and
+    `bias` are this rank's part of the sum: DDP averages them like all others. What goes back
+    through it is the gradient of the sum of all ranks' losses, so a loss that is to be weighted is
+    weighted before `backward` (as `DDP.weighted` does).
+
+    In training every rank has to call it, in the same order, and to go back through it if one does:
+    it costs a message of 2C+1 float64 numbers forward (an all_gather), and one of 2C backward (an
+    all_reduce) where the input needs a gradient. In eval mode nothing is sent. With DDP on the same
+    backend these messages queue behind gradients; on a subgroup of all ranks they pass them by,
+    and parameters that only some ranks use may then lie between.
+
+    float16 and bfloat16 inputs are computed with in float32; statistics are merged in float64. It
+    can be differentiated once. Raises `ValueError` on every rank if there is one value per channel
+    in all ranks together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        backend: Backend,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.backend = backend
+        self.label = "SyncBatchNorm"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized input, of its shape and dtype. Blocks, in training, for all ranks."""
+        self._check_input_dim(input)
+        if not self.training:
+            return nn.functional.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.running_mean is None,
+                eps=self.eps,
+            )
+        joined = _join(_statistics(input.detach()), self.backend, self.label)
+        if joined.m == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size "
+                f"{input.shape} on rank {self.backend.rank}, and 1 value in all ranks together"
+            )
+        self._track(joined)
+        return _Normalize.apply(input, self.weight, self.bias, joined, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    @torch.no_grad()
+    def _track(self, joined: _Statistics) -> None:
+        """Let the running statistics follow."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None or joined.m == 0:
+            return
+        a = self.momentum
+        if a is None:  # the mean over all batches so far
+            a = 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0
+        unbiased = joined.s / (joined.m - 1)
+        for running, value in ((self.running_mean, joined.mu), (self.running_var, unbiased)):
+            running.copy_((1 - a) * running.to(value) + a * value)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if not 2 <= input.dim() <= 5:
+            raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} channels, in dim 1, and got an input of shape "
+                f"{list(input.shape)}"
+            )
+        if not input.dtype.is_floating_point:
+            raise UnsupportedOperationError(
+                f"batch norm of {input.dtype} has no meaning; convert the input first"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy for the same ranks: there is one connection to them."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
+        copy.__dict__ = deepcopy(rest, memo)
+        copy.__dict__["backend"] = self.backend
+        return copy
+
+
+# The mathematics ----------------------------------------------------------------------------
+
+
+class _Statistics(NamedTuple):
+    """Of the values of a batch, by channel; float64.
+
+    mu   [C]  the mean
+    s    [C]  the sum of squared deviations from it
+    m         the number of values in a channel
+    """
+
+    mu: Tensor
+    s: Tensor
+    m: int
+
+
+def _statistics(x: Tensor) -> _Statistics:
+    """This rank's part, by the corrected two-pass algorithm (Chan et al. 1983)."""
+    m = x.numel() // max(1, x.shape[1])
+    if m == 0:
+        nothing = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        return _Statistics(nothing, nothing, 0)
+    dims = _but_channels(x)
+    x = _wide(x)
+    about = x.mean(dims)  # rounded to x's dtype; what it lacks is what the rest has for a mean
+    rest = x - _as(about, x)
+    lacks = rest.sum(dims).double() / m
+    return _Statistics(about + lacks, rest.square_().sum(dims).double() - m * lacks.square(), m)
+
+
+def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
+    """All ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
+    c = len(mine.mu)
+    rows = backend.empty(backend.world_size, 2 * c + 1, dtype=torch.float64)
+    rows[backend.rank] = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
+    start("all_gather", Prepared(rows, lambda: rows), backend, label=label).wait()
+    mu_r, s_r, m_r = torch.split(rows, [c, c, 1], dim=1)
+    m = m_r.sum()
+    if m == 0:
+        return _Statistics(mine.mu, mine.s, 0)
+    mu = (m_r * mu_r).sum(0) / m
+    s = s_r.sum(0) + (m_r * (mu_r - mu).square()).sum(0)
+    return _Statistics(mu, s, int(m))
+
+
+class _Normalize(torch.autograd.Function):
+    """y = gamma * x_hat + beta, x_hat = (x - mu) / sigma, sigma = sqrt(s / m + eps)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        joined: _Statistics,
+        layer: SyncBatchNorm,
+    ) -> Tensor:
+        sigma = (joined.s / max(1, joined.m) + layer.eps).sqrt()
+        ctx.save_for_backward(x, gamma, joined.mu, sigma)
+        ctx.m, ctx.backend, ctx.label = joined.m, layer.backend, layer.label
+        ctx.beta = beta.dtype if beta is not None else None
+        y = (_wide(x) - _as(joined.mu, x)) / _as(sigma, x)
+        if gamma is not None:
+            y *= _as(gamma, x)
+        if beta is not None:
+            y += _as(beta, x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """With l the sum of all ranks' losses, and sums over all ranks' m values:
+
+        dl/dx = gamma / sigma * (dl/dy - sum(dl/dy) / m - x_hat * sum(dl/dy * x_hat) / m)
+        """
+        x, gamma, mu, sigma = ctx.saved_tensors
+        x_hat = (_wide(x) - _as(mu, x)) / _as(sigma, x)
+        dy = _wide(dy)
+        dims = _but_channels(x)
+        sums = torch.stack([dy.sum(dims).double(), (dy * x_hat).sum(dims).double()])
+        dx = dgamma = dbeta = None
+        if ctx.needs_input_grad[1]:
+            dgamma = sums[1].to(gamma)
+        if ctx.needs_input_grad[2]:
+            dbeta = sums[0].to(ctx.beta)
+        if ctx.needs_input_grad[0]:
+            total = sums.clone()  # since dgamma and dbeta are this rank's
+            start(
+                "all_reduce", in_place(total), ctx.backend, op=ReduceOp.SUM, label=ctx.label
+            ).wait()
+            mean_dy, mean_dy_x_hat = total / max(1, ctx.m)
+            dx = dy - _as(mean_dy, x)
+            dx -= x_hat.mul_(_as(mean_dy_x_hat, x))
+            dx *= _as(gamma / sigma if gamma is not None else 1 / sigma, x)
+            dx = dx.to(x.dtype)
+        return dx, dgamma, dbeta, None, None
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype that is computed with."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _as(values: Tensor, x: Tensor) -> Tensor:
+    """One value for each channel, to be combined with a tensor like `_wide(x)`."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return values.to(dtype).view(1, -1, *[1] * (x.dim() - 2))
