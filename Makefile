@@ -5,6 +5,7 @@
 #   make lint    formatter, linter and strict type checker
 #   make bench   all_reduce beside Gloo
 #   make fuzz    bytes that nobody should send, a minute of each kind
+#   make blame   who failed, and how soon all know it: minutes of killed and cut-off ranks
 #   make flood   how long a job takes to form with a crowd of strangers at its door
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
@@ -18,7 +19,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench fuzz flood clean
+.PHONY: demo test lint format bench fuzz flood blame clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -44,6 +45,9 @@ fuzz: $(READY)
 
 flood: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/door_flood.py $(ARGS)
+
+blame: $(READY)
+	$(BIN)/python tests/scripts/blame.py $(ARGS)
 
 # torch first and by itself: as a dependency of something else it could be another build.
 $(READY): pyproject.toml constraints.txt

@@ -161,3 +161,103 @@ def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster)
             phalanx.all_reduce(torch.ones([1] * backend.rank), backend)
 
     cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) -> None:
+    """Each takes the other for the root, so that nobody ever sends anything."""
+
+    def disagree(backend: Backend) -> None:
+        with pytest.raises(DesyncError, match=r"root 0.* met .*root 1|root 1.* met .*root 0"):
+            phalanx.broadcast(ONES, backend, root=1 - backend.rank)
+
+    cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_collectives_swapped_within_a_group_are_told_by_their_shapes(cluster: Cluster) -> None:
+    """Two sums of one shape could be exchanged unnoticed, but not two of different shapes."""
+
+    def swap(backend: Backend) -> None:
+        first, second = (3, 5) if backend.rank else (5, 3)
+        with pytest.raises(DesyncError, match=r"all_reduce #0 .* met all_reduce #0"):
+            phalanx.all_reduce(torch.ones(first), backend)
+        with pytest.raises(DesyncError, match=r"all_reduce #1 .* the group is broken"):
+            phalanx.all_reduce(torch.ones(second), backend)
+
+    cluster.run(swap, 3, timeout=PROMPT)
+
+
+def test_a_rank_that_is_too_far_ahead_to_remember_is_told_all_the_same(cluster: Cluster) -> None:
+    def disagree(backend: Backend) -> str:
+        if backend.rank == 0:
+            for _ in range(100):
+                phalanx.broadcast(ONES, backend, algorithm="star")
+            backend.send(b"go", 1)
+            with pytest.raises(DesyncError) as info:
+                backend.barrier()
+            return str(info.value)
+        backend.recv(bytearray(2), 0)
+        with pytest.raises(DesyncError) as info:
+            phalanx.all_reduce(ONES, backend, algorithm="star")
+        return str(info.value)
+
+    for text in cluster.run(disagree, 2, timeout=PROMPT):
+        assert "all_reduce #0" in text
+
+
+def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
+    cluster: Cluster,
+) -> None:
+    def disagree(backend: Backend) -> str:
+        if backend.rank == 0:
+            group = backend.subgroup([0, 1])
+            pending = phalanx.async_barrier(group)
+            with pytest.raises(DesyncError) as info:
+                pending.wait()
+        else:
+            if cluster.keeps_time:  # rank 0 has asked then
+                with pytest.raises(CollectiveTimeoutError):
+                    backend.recv(bytearray(1), 0, timeout=0.8)
+            group = backend.subgroup([0, 1])
+            with pytest.raises(DesyncError) as info:
+                phalanx.all_gather(ONES, group, algorithm="ring")
+        return str(info.value)
+
+    for text in cluster.run(disagree, 2, timeout=PROMPT):
+        assert "barrier #0" in text
+        assert "all_gather #0" in text
+
+
+@pytest.mark.timeouts
+def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
+    cluster: Cluster,
+) -> None:
+    """Both take the other for the root: no message would ever show it."""
+
+    def disagree(backend: Backend) -> None:
+        if backend.rank:
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(1), 0, timeout=0.8)  # rank 0 asks meanwhile
+        pending = phalanx.async_broadcast(ONES, backend, root=1 - backend.rank)
+        if backend.rank:
+            assert pending.done()
+        with pytest.raises(DesyncError):
+            pending.wait()
+
+    cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_what_came_unasked_is_found_before_the_call_returns(cluster: Cluster) -> None:
+    """Both are roots, and need nothing from the other."""
+
+    def disagree(backend: Backend) -> None:
+        if backend.rank == 1:
+            phalanx.broadcast(ONES, backend, root=1, algorithm="star")
+            backend.send(b"go", 0)
+            with pytest.raises(DesyncError):
+                backend.barrier()
+            return
+        backend.recv(bytearray(2), 1)
+        with pytest.raises(DesyncError):
+            phalanx.broadcast(ONES, backend, root=0, algorithm="star")
+
+    cluster.run(disagree, 2, timeout=PROMPT)

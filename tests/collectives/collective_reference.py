@@ -16,6 +16,7 @@ ALGORITHMS = ("auto", "ring", "direct", "tree", "halving_doubling", "star")
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 sizes = st.integers(1, 9)
+any_dtype = st.sampled_from((*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn))
 algorithms = st.sampled_from(ALGORITHMS)
 dtypes = st.sampled_from(FLOATS + INTEGERS)
 seeds = st.integers(0, 2**16)
@@ -48,6 +49,13 @@ def exact_values(
     return values.to(dtype)
 
 
+def values_of(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> Tensor:
+    """Any bits that this dtype may have."""
+    if dtype is torch.bool:
+        return rough_values(shape, torch.float32, rank, seed) > 0
+    return rough_values(shape, torch.float32, rank, seed).to(dtype)
+
+
 def rough_values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> Tensor:
     """Values whose sum depends on the order in which it is done."""
     generator = torch.Generator().manual_seed(seed * 100 + rank)
@@ -56,7 +64,9 @@ def rough_values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: in
 
 
 def reduced(values: list[Tensor], op: ReduceOp) -> Tensor:
-    """The reduction of all ranks' values, in rank order."""
+    """The reduction of all ranks' values, in rank order; of 16-bit floats rounded once."""
+    if values[0].dtype in (torch.float16, torch.bfloat16):
+        return reduced([value.float() for value in values], op).to(values[0].dtype)
     combine = {
         ReduceOp.SUM: torch.add,
         ReduceOp.MEAN: torch.add,

@@ -8,12 +8,15 @@ from collections.abc import Callable
 import pytest
 from schedule_checker import Report, State, run
 
-from phalanx.collectives.schedules import COLLECTIVES, Schedule, schedule
+from phalanx.collectives.schedules import COLLECTIVES, ROOTED, Schedule, schedule
 
 ROWS = [(collective, algorithm) for collective, rows in COLLECTIVES.items() for algorithm in rows]
 SIZES = range(1, 18)
 
 every_row = pytest.mark.parametrize(("collective", "algorithm"), ROWS)
+every_rooted_row = pytest.mark.parametrize(
+    ("collective", "algorithm"), [row for row in ROWS if row[0] in ROOTED]
+)
 
 
 def start(collective: str, size: int, chunks: int, root: int = 0) -> State:
@@ -23,6 +26,10 @@ def start(collective: str, size: int, chunks: int, root: int = 0) -> State:
         "reduce_scatter": lambda rank, chunk: True,
         "all_gather": lambda rank, chunk: chunk == rank,
         "broadcast": lambda rank, chunk: rank == root,
+        "reduce": lambda rank, chunk: True,
+        "gather": lambda rank, chunk: chunk == rank,
+        "scatter": lambda rank, chunk: rank == root,
+        "all_to_all": lambda rank, chunk: chunk // size == rank,
     }
     holds_it = holds[collective]
     return [[holds_it(rank, c) << rank for c in range(chunks)] for rank in range(size)]
@@ -32,17 +39,27 @@ def assert_goal(collective: str, state: State, root: int = 0, mark: int = 0) -> 
     """Every contribution is where it belongs, once; `mark` is what else each chunk must bear."""
     size, chunks = len(state), len(state[0])
     everybody = (1 << size) - 1
-    goal: dict[str, list[int]] = {
-        "all_reduce": [everybody | mark] * chunks,
-        "reduce_scatter": [everybody | mark] * chunks,
-        "all_gather": [1 << c | mark for c in range(chunks)],
-        "broadcast": [1 << root | mark] * chunks,
+    anything = [None] * chunks
+
+    def only(chunk: int, value: int) -> list[int | None]:
+        return [*anything[:chunk], value, *anything[chunk + 1 :]]
+
+    goal: dict[str, Callable[[int], list[int | None]]] = {
+        "all_reduce": lambda rank: [everybody] * chunks,
+        "reduce_scatter": lambda rank: only(rank, everybody),
+        "all_gather": lambda rank: [1 << c for c in range(chunks)],
+        "broadcast": lambda rank: [1 << root] * chunks,
+        "reduce": lambda rank: [everybody] * chunks if rank == root else anything,
+        "gather": lambda rank: [1 << c for c in range(chunks)] if rank == root else anything,
+        "scatter": lambda rank: only(rank, 1 << root),
+        "all_to_all": lambda rank: [
+            1 << c // size if c % size == rank else None for c in range(chunks)
+        ],
     }
     for rank, values in enumerate(state):
-        if collective == "reduce_scatter":
-            assert values[rank] == goal[collective][rank], f"rank {rank}"
-        else:
-            assert values == goal[collective], f"rank {rank}"
+        due = [None if value is None else value | mark for value in goal[collective](rank)]
+        met = [None if wanted is None else value for wanted, value in zip(due, values, strict=True)]
+        assert met == due, f"rank {rank}"
 
 
 def prove(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from collective_reference import (
-    FLOATS,
-    INTEGERS,
     algorithms,
+    any_dtype,
     dtypes,
     exact_values,
     ops_for,
@@ -17,6 +16,7 @@ from collective_reference import (
     seeds,
     shapes,
     sizes,
+    values_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,15 +24,6 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, InvalidRankError, SizeMismatchError, simulate
-
-any_dtype = st.sampled_from((*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn))
-
-
-def values_of(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> Tensor:
-    """Any bits that this dtype may have."""
-    if dtype is torch.bool:
-        return rough_values(shape, torch.float32, rank, seed) > 0
-    return rough_values(shape, torch.float32, rank, seed).to(dtype)
 
 
 @settings(max_examples=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,19 +12,20 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import Backend, ReduceOp, simulate
-from phalanx.backends.engine import Round
+from phalanx.backends.engine import PostedSend, Round
 from phalanx.collectives.cost import choose
+from phalanx.collectives.object_encoder import encode
 from phalanx.collectives.plan import Key, Plan, make_plan
-from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.collectives.schedules import COLLECTIVES, REDUCING, ROOTED
 
 F32 = torch.float32
-REDUCES = ("all_reduce", "reduce_scatter")
+SLICED = ("gather", "scatter", "all_to_all")  # these cut into equal slices
 ROWS = [(collective, name) for collective, rows in COLLECTIVES.items() for name in rows]
 
 
 def plans(collective: str, algorithm: str, count: int, size: int, root: int = 0) -> list[Plan]:
     """Each rank's plan for `count` elements of float32."""
-    op = ReduceOp.SUM if collective in REDUCES else None
+    op = ReduceOp.SUM if collective in REDUCING else None
     key = Key(collective, algorithm, (count,), F32, op, root)
     return [make_plan(key, rank, size) for rank in range(size)]
 
@@ -72,12 +74,106 @@ def test_a_tree_or_a_star_sends_every_tensor_to_the_root_and_back(p: int, algori
     assert max(sent("broadcast", algorithm, 12 * p, p)) == busiest * n
 
 
+@pytest.mark.parametrize("p", range(1, 10))
+def test_a_reduction_to_a_root_sends_what_its_docstring_says(p: int) -> None:
+    n = 4 * 12 * p
+    for root in range(p):
+        others = [rank for rank in range(p) if rank != root]
+        tree = [plan.bytes_sent() for plan in plans("reduce", "tree", 12 * p, p, root)]
+        star = [plan.bytes_sent() for plan in plans("reduce", "star", 12 * p, p, root)]
+        assert tree == star == [n if rank in others else 0 for rank in range(p)]
+        for algorithm in ("ring", "direct"):
+            sent = [plan.bytes_sent() for plan in plans("reduce", algorithm, 12 * p, p, root)]
+            assert [sent[rank] for rank in others] == [n] * (p - 1)
+            assert sent[root] == (p - 1) * n // p
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+@pytest.mark.parametrize("algorithm", ["tree", "star"])
+def test_gather_and_scatter_move_p_minus_1_slices_at_the_root(p: int, algorithm: str) -> None:
+    n = 4 * 12 * p
+    for root in range(p):
+        scattered = plans("scatter", algorithm, 12 * p, p, root)
+        gathered = plans("gather", algorithm, 12 * p, p, root)
+        assert scattered[root].bytes_sent() == (p - 1) * n // p
+        assert gathered[root].bytes_sent() == 0
+        assert sum(plan.bytes_sent() for plan in gathered) == sum(
+            plan.bytes_sent() for plan in scattered
+        )
+        if algorithm == "star":
+            assert sum(plan.bytes_sent() for plan in gathered) == (p - 1) * n // p
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+@pytest.mark.parametrize("algorithm", ["direct", "pairwise"])
+def test_an_all_to_all_sends_every_slice_but_a_ranks_own_once(p: int, algorithm: str) -> None:
+    n = 4 * 12 * p
+    assert sent("all_to_all", algorithm, 12 * p, p) == [(p - 1) * n // p] * p
+    for plan in plans("all_to_all", algorithm, 12 * p, p):
+        assert messages(plan) == (p - 1, p - 1)
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "star"])
+def test_ranks_below_the_root_take_no_more_memory_than_passes_through_them(algorithm: str) -> None:
+    slice_ = 4 * 12
+    for root in range(8):
+        for collective in ("gather", "scatter"):
+            sizes = [plan.work_size for plan in plans(collective, algorithm, 12 * 8, 8, root)]
+            below = sizes[root + 1 :] + sizes[:root]
+            subtrees = [1, 2, 1, 4, 1, 2, 1] if algorithm == "tree" else [1] * 7
+            assert below == [slice_ * ranks for ranks in subtrees]
+
+
+def bytes_sent(backend: Backend, call: Callable[[], object]) -> int:
+    """The payload of the messages that this rank sends during a call."""
+    engine = backend.engine
+    sent, transmit = [0], engine.transmit
+
+    def counted(send: PostedSend) -> None:
+        sent[0] += len(send.view)
+        transmit(send)
+
+    engine.transmit = counted  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        engine.transmit = transmit  # type: ignore[method-assign]
+    return sent[0]
+
+
+def test_uneven_rows_are_moved_once_after_16_bytes_for_each_other_rank() -> None:
+    def run(backend: Backend) -> int:
+        sizes = [[2, 3, 4], [3, 0, 6], [4, 6, 0]][backend.rank]  # the same both ways
+        rows = torch.ones(sum(sizes), 5, dtype=torch.float64)
+        return bytes_sent(backend, lambda: phalanx.all_to_all_uneven(rows, sizes, sizes, backend))
+
+    assert simulate(run, 3) == [2 * 16 + 7 * 40, 2 * 16 + 9 * 40, 2 * 16 + 10 * 40]
+
+
+def test_objects_cost_their_bytes_and_their_lengths() -> None:
+    objects = ["", "x" * 200, "y" * 3000]
+    lengths = [len(encode(obj)) for obj in objects]
+
+    def run(backend: Backend) -> tuple[int, int]:
+        mine = objects[backend.rank]
+        return (
+            bytes_sent(backend, lambda: phalanx.all_gather_object(mine, backend)),
+            bytes_sent(backend, lambda: phalanx.broadcast_object(mine, backend, 2)),
+        )
+
+    gathered, broadcast = zip(*simulate(run, 3), strict=True)
+    assert sum(gathered) == 2 * (sum(lengths) + 3 * 8)
+    assert sum(broadcast) == 2 * (lengths[2] + 8)
+
+
 @settings(max_examples=200)
 @given(st.sampled_from(ROWS), st.integers(0, 60), st.integers(1, 9), st.data())
 def test_everything_that_is_sent_is_received_and_no_message_is_empty(
     row: tuple[str, str], count: int, size: int, data: st.DataObject
 ) -> None:
-    root = data.draw(st.integers(0, size - 1)) if row[0] == "broadcast" else 0
+    root = data.draw(st.integers(0, size - 1)) if row[0] in ROOTED else 0
+    if row[0] in SLICED:
+        count *= size
     outgoing: dict[tuple[int, int], list[int]] = {}
     incoming: dict[tuple[int, int], list[int]] = {}
     for rank, plan in enumerate(plans(*row, count, size, root)):

@@ -8,6 +8,7 @@ import pytest
 from schedule_checker import run
 from schedule_proof import SIZES, every_row, prove, start
 
+from phalanx.collectives.cost import FORMULAS
 from phalanx.collectives.schedules import (
     COLLECTIVES,
     core_chunks,
@@ -61,6 +62,16 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "halving_doubling": lambda p: log2(p) + odd_size(p) + halvings(p),
         "star": lambda p: 1 * (p > 1),
     },
+    "reduce": {
+        "ring": lambda p: p * (p > 1),
+        "direct": lambda p: 2 * (p > 1),
+        "tree": log2,
+        "halving_doubling": lambda p: halvings(p) + odd_size(p) + log2(p),
+        "star": lambda p: 1 * (p > 1),
+    },
+    "gather": {"tree": log2, "star": lambda p: 1 * (p > 1)},
+    "scatter": {"tree": log2, "star": lambda p: 1 * (p > 1)},
+    "all_to_all": {"direct": lambda p: 1 * (p > 1), "pairwise": lambda p: p - 1},
 }
 
 
@@ -69,6 +80,29 @@ def test_rounds_are_as_many_as_the_papers_say(collective: str, algorithm: str) -
     rounds = ROUNDS[collective][algorithm]
     for size in (*SIZES, 31, 32, 33):
         assert prove(collective, algorithm, size).rounds == [rounds(size)] * size
+
+
+@every_row
+def test_the_costs_by_which_auto_picks_are_those_of_the_schedules(
+    collective: str, algorithm: str
+) -> None:
+    """Rounds exactly; bytes and messages, of which those of the busiest rank count, about."""
+    for size in (2, 4, 8, 16):
+        report = prove(collective, algorithm, size)
+        chunks = len(report.state[0])
+        work = FORMULAS[collective][algorithm](size, 1.0)  # for a tensor of one byte
+        assert work.rounds == ROUNDS[collective][algorithm](size)
+        tensors = chunks / size if collective == "all_to_all" else chunks
+        both = max if work.both_ways else sum
+        moved = max(both(ways) for ways in zip(report.sent, report.received, strict=True)) / tensors
+        assert 0.5 * work.bytes <= moved <= work.bytes * 1.001
+        assert max(report.messages) <= 2 * work.messages
+
+
+def test_every_row_has_its_cost() -> None:
+    assert {name: list(rows) for name, rows in FORMULAS.items()} == {
+        name: list(rows) for name, rows in COLLECTIVES.items()
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
@@ -164,3 +198,63 @@ def test_direct_broadcast_sends_the_tensor_about_twice_from_the_root_and_once_fr
 def test_no_broadcast_tells_the_root_what_it_knows(algorithm: str) -> None:
     for p in SIZES:
         assert prove("broadcast", algorithm, p).received[0] == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_a_reduction_of_something_large_brings_the_root_twice_its_size_at_most(
+    algorithm: str,
+) -> None:
+    for p in SIZES:
+        report = prove("reduce", algorithm, p)
+        assert report.received[0] == 2 * (p - 1)
+        assert report.sent == [p - 1] + [p] * (p - 1)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 16, 32])
+def test_halving_and_a_tree_reduce_in_2_log2_p_messages_what_the_ring_does_in_2_p(p: int) -> None:
+    report = prove("reduce", "halving_doubling", p)
+    assert report.received[0] == 2 * (p - 1)
+    assert max(report.messages) == log2(p) + 1
+
+
+def test_a_tree_reduces_with_one_message_of_each_rank_but_the_root() -> None:
+    for p in SIZES:
+        assert prove("reduce", "tree", p).messages == [0] + [1] * (p - 1)
+
+
+@pytest.mark.parametrize("algorithm", COLLECTIVES["gather"])
+def test_a_gather_brings_the_root_every_chunk_but_its_own_once(algorithm: str) -> None:
+    for p in SIZES:
+        for root in range(p):
+            report = prove("gather", algorithm, p, root=root)
+            assert (report.received[root], report.sent[root]) == (p - 1, 0)
+
+
+@pytest.mark.parametrize("algorithm", COLLECTIVES["scatter"])
+def test_a_scatter_sends_every_chunk_but_its_own_from_the_root_once(algorithm: str) -> None:
+    for p in SIZES:
+        for root in range(p):
+            report = prove("scatter", algorithm, p, root=root)
+            assert (report.received[root], report.sent[root]) == (0, p - 1)
+
+
+def test_a_root_other_than_rank_0_costs_a_tree_one_message_more_on_each_level_at_most() -> None:
+    for p in SIZES:
+        for root in range(p):
+            for collective in ("gather", "scatter"):
+                messages = prove(collective, "tree", p, root=root).messages
+                assert sum(messages) <= p - 1 + log2(p)
+
+
+@pytest.mark.parametrize("algorithm", COLLECTIVES["all_to_all"])
+def test_an_all_to_all_moves_every_chunk_once_but_a_ranks_own(algorithm: str) -> None:
+    for p in SIZES:
+        report = prove("all_to_all", algorithm, p)
+        assert report.sent == report.received == report.messages == [p - 1] * p
+
+
+def test_in_a_pairwise_exchange_nobody_hears_from_two_ranks_in_one_round() -> None:
+    for p in SIZES:
+        for rank in range(p):
+            for steps in COLLECTIVES["all_to_all"]["pairwise"].schedule(rank, p):
+                assert sorted(type(step).__name__ for step in steps) == ["Recv", "Send"]

@@ -18,13 +18,14 @@ from phalanx.collectives.schedules import (
     Send,
     core_chunks,
     halving_doubling,
+    pairwise,
     picture,
     ring,
     tree,
     tree_broadcast,
 )
 
-FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star")
+FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star", "pairwise")
 GENERATORS = [
     name
     for name in schedules.__all__
@@ -87,6 +88,20 @@ def test_the_core_of_halving_and_doubling_is_as_drawn() -> None:
     for title, cells in rows:
         line = title.ljust(10) + "".join(cell.center(5) for cell in cells)
         assert line.rstrip() in indented(halving_doubling.__doc__)
+
+
+def test_the_messages_of_an_all_to_all_are_numbered_as_drawn() -> None:
+    rows = [" " * 10 + "   ".join(f"to {d}" for d in range(3))]
+    for s in range(3):
+        chunks = {
+            step.peer: step.chunk
+            for steps in pairwise.direct_all_to_all(s, 3)
+            for step in steps
+            if type(step) is Send
+        }
+        chunks[s] = 3 * s + s
+        rows.append(f"from {s}    " + "".join(f"  {chunks[d]}    " for d in range(3)).rstrip())
+    assert "\n".join(rows) in indented(pairwise.__doc__)
 
 
 def contents(schedule: ScheduleFunction, size: int) -> str:

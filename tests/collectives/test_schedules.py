@@ -5,21 +5,39 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checker import assert_rounds_leave_memory_in_peace, join, run
-from schedule_proof import ROWS, SIZES, assert_goal, every_row, prove, start
+from schedule_proof import ROWS, SIZES, assert_goal, every_rooted_row, every_row, prove, start
 
-from phalanx.collectives.schedules import COLLECTIVES, Combine, Recv, schedule
+from phalanx.collectives.schedules import (
+    COLLECTIVES,
+    ROOTED,
+    Combine,
+    Recv,
+    Schedule,
+    Send,
+    schedule,
+    turned,
+)
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 
-def test_every_collective_has_every_algorithm() -> None:
-    assert list(COLLECTIVES) == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-    for rows in COLLECTIVES.values():
-        assert list(rows) == ["ring", "direct", "tree", "halving_doubling", "star"]
+def test_every_collective_has_its_algorithms() -> None:
+    every = ["ring", "direct", "tree", "halving_doubling", "star"]
+    assert {collective: list(rows) for collective, rows in COLLECTIVES.items()} == {
+        "all_reduce": every,
+        "reduce_scatter": every,
+        "all_gather": every,
+        "broadcast": every,
+        "reduce": every,
+        "gather": ["tree", "star"],
+        "scatter": ["tree", "star"],
+        "all_to_all": ["direct", "pairwise"],
+    }
 
 
 @every_row
@@ -30,11 +48,12 @@ def test_every_contribution_arrives_exactly_once(
     prove(collective, algorithm, size)
 
 
-@pytest.mark.parametrize("algorithm", COLLECTIVES["broadcast"])
-def test_every_rank_can_be_the_root_of_a_broadcast(algorithm: str) -> None:
-    for size in SIZES:
+@every_rooted_row
+def test_every_rank_can_be_the_root(collective: str, algorithm: str) -> None:
+    for size in (*range(1, 10), 13, 16):
         for root in range(size):
-            prove("broadcast", algorithm, size, root=root)
+            report = prove(collective, algorithm, size, root=root)
+            assert not report.stray
 
 
 # The ring's all-reduce, and direct, are millions of messages: each is proved at this size once.
@@ -57,6 +76,17 @@ THOUSANDS = [
     ("reduce_scatter", "star", 999),
     ("all_gather", "star", 1000),
     ("broadcast", "star", 1000),
+    ("reduce", "ring", 301),
+    ("reduce", "direct", 301),
+    ("reduce", "tree", 1000),
+    ("reduce", "halving_doubling", 301),
+    ("reduce", "star", 1000),
+    ("gather", "tree", 999),
+    ("gather", "star", 1000),
+    ("scatter", "tree", 999),
+    ("scatter", "star", 1000),
+    ("all_to_all", "direct", 65),
+    ("all_to_all", "pairwise", 65),
 ]
 
 
@@ -70,7 +100,7 @@ def no_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize(("collective", "algorithm", "size"), THOUSANDS)
 def test_up_to_a_thousand_ranks(collective: str, algorithm: str, size: int) -> None:
-    prove(collective, algorithm, size, root=size // 3 if collective == "broadcast" else 0)
+    prove(collective, algorithm, size, root=size // 3 if collective in ROOTED else 0)
 
 
 @settings(deadline=None)  # a busy machine is no bug
@@ -81,16 +111,29 @@ def test_the_order_in_which_ranks_run_makes_no_difference(
     assert prove(*row, size, chance=chance) == prove(*row, size)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "star"])
-def test_direct_and_star_fold_all_contributions_in_rank_order(algorithm: str) -> None:
-    for size in SIZES:
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
+def test_what_folds_at_once_folds_all_contributions_in_rank_order(collective: str) -> None:
+    for algorithm, row in COLLECTIVES[collective].items():
+        assert row.at_once(9) == (algorithm in ("direct", "star"))
+        for size in SIZES:
 
-        def in_rank_order(values: list[int], size: int = size) -> int:
-            assert values == [1 << rank for rank in range(size)]
-            return join(values)
+            def in_rank_order(values: list[int], size: int = size) -> int:
+                assert values == [1 << rank for rank in range(size)]
+                return join(values)
 
-        row = COLLECTIVES["all_reduce"][algorithm]
-        run(row.schedule, start("all_reduce", size, row.chunks(size)), fold=in_rank_order)
+            if row.at_once(size):
+                for root in range(size if collective in ROOTED else 1):
+                    whole = partial(schedule, collective, algorithm, root=root)
+                    run(whole, start(collective, size, row.chunks(size)), fold=in_rank_order)
+
+
+def test_a_run_of_chunks_that_closes_the_circle_becomes_two_messages() -> None:
+    def one(rank: int, size: int) -> Schedule:
+        """What the docstring of `turned` shows."""
+        yield (Send(2, 2, 2), Send(2, 0, 2)) if rank == 0 else ()
+
+    assert list(turned(one, 3)(3, 4)) == [(Send(1, 1, 2), Send(1, 3, 1), Send(1, 0, 1))]
+    assert list(turned(one, 0)(0, 4)) == [(Send(2, 2, 2), Send(2, 0, 2))]
 
 
 # ------------------------------------------------------------------------------------- two phases
@@ -172,6 +215,8 @@ def test_ranks_and_roots_that_do_not_exist_are_found_before_anything_is_sent() -
         schedule("all_reduce", "ring", 0, 0)
     with pytest.raises(InvalidRankError, match=r"rank 2 is not one of the 2 ranks 0\.\.1"):
         schedule("all_reduce", "ring", 2, 2)
+    with pytest.raises(InvalidRankError, match=r"root 2 is not one of the 2 ranks 0\.\.1"):
+        schedule("gather", "tree", 0, 2, root=2)
     with pytest.raises(InvalidRankError, match=r"root -1 is not one of the 2 ranks 0\.\.1"):
         schedule("broadcast", "ring", 0, 2, root=-1)
     with pytest.raises(InvalidRankError, match="all_reduce has no root"):

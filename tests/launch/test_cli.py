@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import phalanx.cli.run as command
-from phalanx.cli.main import app
+from phalanx.cli.app import app
 from phalanx.launch.job import Job
 
 

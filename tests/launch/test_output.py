@@ -1,53 +1,107 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.output import RankLines
+from phalanx.launch.output import LONGEST_LINE, RankLines
+
+
+class Shown(io.TextIOWrapper):
+    """A text stream over memory, as standard output is over a descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+
+    @property
+    def bytes(self) -> bytes:
+        assert isinstance(self.buffer, io.BytesIO)
+        return self.buffer.getvalue()
 
 
 def test_pieces_of_a_line_are_joined_behind_one_prefix() -> None:
-    shown = io.StringIO()
+    shown = Shown()
     lines = RankLines(shown)
-    for piece in ("[rank 0] los", "[rank 1] hello\n", "[rank 0] s 3\n", "not of a rank\n"):
-        lines.write(piece)
-    assert shown.getvalue() == "[rank 1] hello\n[rank 0] loss 3\nnot of a rank\n"
+    for rank, piece in ((0, b"los"), (1, b"hello\n"), (0, b"s 3\n"), (1, b"a\nb\nc")):
+        lines.write(rank, piece)
+    assert shown.bytes == b"[rank 1] hello\n[rank 0] loss 3\n[rank 1] a\n[rank 1] b\n"
 
 
 def test_the_last_line_needs_no_end() -> None:
-    shown = io.StringIO()
+    shown = Shown()
     lines = RankLines(shown)
-    lines.write("[rank 3] no end")
-    assert shown.getvalue() == ""
+    lines.write(3, b"no end")
+    assert shown.bytes == b""
     lines.finish()
-    assert shown.getvalue() == "[rank 3] no end\n"
+    lines.finish()
+    assert shown.bytes == b"[rank 3] no end\n"
+
+
+def test_bytes_that_are_no_text_go_through_as_they_are() -> None:
+    shown = Shown()
+    RankLines(shown).write(0, b"\xff\xfe \x00 caf\xe9\n")
+    assert shown.bytes == b"[rank 0] \xff\xfe \x00 caf\xe9\n"
+
+
+def test_a_line_without_end_is_shown_before_it_fills_the_memory() -> None:
+    shown = Shown()
+    lines = RankLines(shown)
+    for _ in range(2):
+        lines.write(0, b"x" * (LONGEST_LINE // 2))
+    assert shown.bytes == b"[rank 0] " + b"x" * LONGEST_LINE + b"\n"
+
+
+def test_a_stream_of_text_alone_will_do() -> None:
+    shown = io.StringIO()
+    RankLines(shown).write(0, b"hello \xff\n")
+    assert shown.getvalue() == "[rank 0] hello \N{REPLACEMENT CHARACTER}\n"
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
     shown = io.StringIO()
     lines = RankLines(shown)
     shown.close()
-    lines.write("[rank 0] hello\n")
+    lines.write(0, b"hello\n")
     lines.finish()
 
 
-text = st.text(alphabet="ab [rank 7]", min_size=1, max_size=5)
+def test_a_descriptor_that_does_not_wait_gets_everything() -> None:
+    """A terminal or pipe that another program has set to non-blocking."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    received: list[bytes] = []
+
+    def read() -> None:
+        while data := os.read(reader, 1 << 16):
+            received.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with open(writer, "w") as stream:
+        RankLines(stream).write(0, b"x" * (1 << 20) + b"\n")
+    thread.join()
+    os.close(reader)
+    assert b"".join(received) == b"[rank 0] " + b"x" * (1 << 20) + b"\n"
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), text, st.sampled_from(["", "\n"]))))
-def test_every_rank_keeps_its_text_and_lines_stay_whole(pieces: list[tuple[int, str, str]]) -> None:
-    shown = io.StringIO()
+text = st.binary(min_size=1, max_size=5) | st.sampled_from([b"[rank 7] ", b"\r", b"a\nb"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), text)))
+def test_every_rank_keeps_its_bytes_and_lines_stay_whole(pieces: list[tuple[int, bytes]]) -> None:
+    shown = Shown()
     lines = RankLines(shown)
-    for rank, piece, end in pieces:
-        lines.write(f"[rank {rank}] {piece}{end}")
+    for rank, piece in pieces:
+        lines.write(rank, piece)
     lines.finish()
-    seen = dict.fromkeys(range(4), "")
-    for line in shown.getvalue().split("\n")[:-1]:
+    seen = dict.fromkeys(range(4), b"")
+    for line in shown.bytes.split(b"\n")[:-1]:
         prefix, rest = line[:9], line[9:]
-        seen[int(prefix[6])] += rest + "\n"
+        seen[int(prefix[6:7])] += rest + b"\n"
     for rank in range(4):
-        written = "".join(p + e for r, p, e in pieces if r == rank)
-        begun = any(r == rank for r, _, _ in pieces) and not written.endswith("\n")
-        assert seen[rank] == written + ("\n" if begun else "")
+        written = b"".join(piece for r, piece in pieces if r == rank)
+        begun = written and not written.endswith(b"\n")
+        assert seen[rank] == written + (b"\n" if begun else b"")

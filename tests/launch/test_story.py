@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.launch.attempt import Attempt, Ending
 from phalanx.launch.records import Record, read_record, write_record
-from phalanx.launch.story import describe, root_cause, tell_failure
+from phalanx.launch.story import describe, root_cause, summarise, tell_failure
 
 
 def ending(rank: int, exitcode: int, *, at: float, follows: bool = False, text: str = "") -> Ending:
@@ -69,6 +72,40 @@ def test_the_exit_code_is_the_ranks_as_a_shell_counts_it(
 ) -> None:
     assert tell_failure([ending(1, code, at=0)], nodes=1) == shell
     assert capsys.readouterr().err.startswith("rank 1")
+
+
+@pytest.mark.parametrize(
+    ("failed", "line"),
+    [
+        (ending(2, 1, at=0, text="T\nE: x"), "rank 2 failed (exit code 1: E: x)"),
+        (ending(2, 7, at=0), "rank 2 failed: exit code 7"),
+        (ending(2, -9, at=0), "rank 2 was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_story_in_one_line(failed: Ending, line: str) -> None:
+    assert summarise(failed) == line
+
+
+def test_ranks_that_ended_in_good_order_are_named_beside_those_that_lost_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lost = ending(0, 1, at=0, follows=True, text="T\nPeerLostError: rank 2 left")
+    assert tell_failure([lost], nodes=1, left=[2]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "rank 2 ended with exit code 0"
+    tell_failure([lost], nodes=1, left=[1, 2])
+    assert capsys.readouterr().err.splitlines()[-1] == "ranks 1, 2 ended with exit code 0"
+
+
+def test_the_number_of_a_process_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"])
+    (tmp_path / "pid").write_text(f"{process.pid}\n")
+    attempt = Attempt({4: str(tmp_path / "error.json")})
+    while (tmp_path / "pid").exists():
+        os.sched_yield()
+    attempt.close()
+    (ending,) = attempt.endings()
+    assert (ending.rank, ending.exitcode) == (4, 3)
+    assert process.wait() == 3  # its exit code was left for the agent
 
 
 def test_a_rank_that_was_told_to_stop_is_no_root_cause(tmp_path: Path) -> None:

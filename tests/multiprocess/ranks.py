@@ -11,39 +11,86 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
+
+from networks import Network, enter
 
 from phalanx import Backend, TcpBackend
 
 PATIENCE = 60.0  # seconds for a rank to report before the test fails
+PRELOADED = ["phalanx.backends", "phalanx.parallel"]  # torch, too, is imported once, not n times
+PORT = 29500  # of rank 0 on a network of its own, where every port is free
+
+
+class Place(NamedTuple):
+    """Where a rank is, and how it is connected; `host` is a network namespace, "" for this one."""
+
+    rank: int
+    world_size: int
+    address: str
+    token: str
+    listener: socket.socket | None
+    host: str
+    timeout: float
+    heartbeat: float | None
 
 
 class Job:
-    """A job whose ranks are started one by one. Use it in a `with` statement."""
+    """A job whose ranks are started one by one. Use it in a `with` statement.
 
-    def __init__(self, world_size: int) -> None:
+    timeout, heartbeat   those of the backends
+    network              each rank is on a host of its own there
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 20.0,
+        heartbeat: float | None = None,
+        network: Network | None = None,
+    ) -> None:
         self._world_size = world_size
+        self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._network = network
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["phalanx"])  # torch is imported once, not n times
+        self._context.set_forkserver_preload(PRELOADED)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._started: list[tuple[BaseProcess, Connection]] = []
+        self.processes: dict[int, int] = {}  # of the ranks, as the system knows them
 
     def start(
-        self, rank: int, fn: Callable[..., Any], *args: Any, token: str = "the right token"
+        self,
+        rank: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        token: str = "the right token of the job",
     ) -> Callable[[], tuple[str, Any]]:
         """Start `fn(backend, *args)` as a rank. The result waits for its outcome.
 
         An outcome is ("returned", value), ("raised", text), or ("died", exit code).
         """
-        port = self._listener.getsockname()[1]
-        held = self._listener if rank == 0 else None
         ours, theirs = self._context.Pipe(duplex=False)
-        place = (rank, self._world_size, f"127.0.0.1:{port}", token, held)
-        process = self._context.Process(target=_rank, args=(theirs, fn, place, args))
+        args = (theirs, fn, self._place(rank, token), args)
+        process = self._context.Process(target=_rank, args=args)
         process.start()
         theirs.close()
+        assert process.pid is not None
+        self.processes[rank] = process.pid
         self._started.append((process, ours))
         return lambda: _outcome(process, ours)
+
+    def _place(self, rank: int, token: str) -> Place:
+        if self._network is None:
+            address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+            held, host = self._listener if rank == 0 else None, ""
+        else:
+            address = f"{self._network.address(0)}:{PORT}"
+            held, host = None, self._network.host(rank)
+        return Place(
+            rank, self._world_size, address, token, held, host, self._timeout, self._heartbeat
+        )
 
     def __enter__(self) -> Job:
         return self
@@ -74,17 +121,19 @@ def _outcome(process: BaseProcess, pipe: Connection) -> tuple[str, Any]:
     return outcome
 
 
-def _rank(
-    pipe: Connection,
-    fn: Callable[..., Any],
-    place: tuple[int, int, str, str, socket.socket | None],
-    args: tuple[Any, ...],
-) -> None:
-    rank, world_size, address, token, listener = place
+def _rank(pipe: Connection, fn: Callable[..., Any], place: Place, args: tuple[Any, ...]) -> None:
     backend: Backend | None = None
     try:
+        if place.host:
+            enter(place.host)
         backend = TcpBackend(
-            rank, world_size, address, token=token, timeout=20.0, listener=listener
+            place.rank,
+            place.world_size,
+            place.address,
+            token=place.token,
+            timeout=place.timeout,
+            listener=place.listener,
+            heartbeat=place.heartbeat,
         )
         pipe.send(("returned", fn(backend, *args)))
     except Exception as error:

@@ -107,7 +107,7 @@ def say_hello(backend: Backend) -> list[float]:
 def test_a_rank_with_the_wrong_token_is_turned_away_and_the_job_forms_without_it() -> None:
     with Job(2) as job:
         first = job.start(0, say_hello)
-        intruder = job.start(1, say_hello, token="a wrong token")
+        intruder = job.start(1, say_hello, token="the wrong token of the job")
         how, error = intruder()
         assert how == "raised"
         assert error.startswith("AuthenticationError: rank 1: rendezvous at 127.0.0.1:")

@@ -1,64 +1,30 @@
-"""The `phalanx` command: its options, and the commands under it.
-
-Nothing here imports torch: a command does, when it runs.
-"""
+"""Runs the `phalanx` command in this process."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+import signal
+import sys
 
-import typer
-
-from phalanx.cli.run import run_command
-from phalanx.errors import DistributedError
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="phalanx",
-    help="Train PyTorch models across ranks.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _version(wanted: bool) -> None:
-    if not wanted:
-        return
-    for package in ("phalanx", "torch"):
-        try:
-            typer.echo(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            typer.echo(f"{package} (not installed as a package)")
-    raise typer.Exit
-
-
-@app.callback()
-def _options(
-    wanted: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the versions, and end."
-        ),
-    ] = False,
-) -> None:
-    """Train PyTorch models across ranks."""
-
-
-# Everything after the script is the script's, whatever it looks like.
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
+__all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line of this process; ends it with the command's exit code."""
+    """Run the command line of this process; ends it with the command's exit code.
+
+    2: it cannot be done as asked, and stderr says why. 130: Ctrl-C. While the command is being
+    imported Ctrl-C ends the process without a word, rather than with a traceback of imports.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from phalanx.cli.app import app  # noqa: PLC0415 -- it takes a moment
+    from phalanx.errors import DistributedError  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, before)
     try:
         app(prog_name="phalanx")
     except DistributedError as error:
-        typer.echo(f"phalanx: {error}", err=True)
+        sys.stderr.write(f"phalanx: {error}\n")
         raise SystemExit(2) from None
 
 

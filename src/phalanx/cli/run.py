@@ -47,7 +47,8 @@ def run_command(
     """Run a Python script on several ranks, on one host or on many.
 
     Each rank calls `phalanx.init()` and finds its place. Every line of output is shown behind its
-    rank. When a rank fails the others are stopped, and its traceback comes last.
+    rank. When a rank fails the others are stopped, and its traceback comes last. Ctrl-C ends them
+    all, which may take two seconds; a second Ctrl-C does not wait.
 
     One host, four ranks:
 

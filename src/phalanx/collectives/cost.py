@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from phalanx.backends.base import Backend, LinkCost
+from phalanx.backends.base import Backend
+from phalanx.backends.links import LinkCost
 from phalanx.collectives.memo import remembered
 
 
@@ -112,6 +113,29 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
             n * (p - 1) / p + _doubling(p, n).bytes,
         ),
         "star": lambda p, n: Work(1, p - 1, n * (p - 1), both_ways=False),
+    },
+    "reduce": {
+        "ring": lambda p, n: Work(p, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
+        "tree": lambda p, n: Work(_log(p), _log(p), n * _log(p), both_ways=False),
+        "halving_doubling": lambda p, n: Work(
+            _halving(p, n).rounds + _log(p),
+            _halving(p, n).messages + _log(p),
+            _halving(p, n).bytes + n * (p - 1) / p,
+        ),
+        "star": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1), both_ways=False),
+    },
+    "gather": {
+        "tree": lambda p, n: Work(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
+        "star": lambda p, n: Work(1, p - 1, n * (p - 1) / p, both_ways=False),
+    },
+    "scatter": {
+        "tree": lambda p, n: Work(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
+        "star": lambda p, n: Work(1, p - 1, n * (p - 1) / p, both_ways=False),
+    },
+    "all_to_all": {
+        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
+        "pairwise": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
     },
 }
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from phalanx.backends.engine.operation import Operation
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class PendingCollective(Generic[T]):
@@ -49,3 +50,7 @@ class PendingCollective(Generic[T]):
             self._result = self._finish()
             self._finish = None
         return self._result  # type: ignore[return-value]
+
+    def giving(self, result: Callable[[], U]) -> PendingCollective[U]:
+        """The same collective, whose result is what `result` returns once it is done."""
+        return PendingCollective(self._backend, self._operation, result)

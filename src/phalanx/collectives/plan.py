@@ -1,51 +1,56 @@
 """A plan: a schedule bound to one size of tensor, made once and used for every call of that kind.
 
     schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
-    plan       SendBytes(peer, start, stop) ...            byte ranges     (here)
+    plan       SendBytes(peer, start, stop) ...            byte ranges     (here, binder.py)
     operation  the same, with memory and a sequence number                 (backends/)
 
-Messages of no bytes are left out: both sides know that there is nothing to wait for. Where several
-contributions to one chunk come in the same round, each is kept in a slot of the `stage`, a second
-buffer, and all are folded in rank order when the round is complete.
+Which bytes a chunk is says the layout (layout.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 import xxhash
 
-from phalanx.backends.base import Backend
-from phalanx.backends.engine.rounds import ReceiveBytes, Round, SendBytes
+from phalanx.backends.engine.rounds import Round
+from phalanx.collectives.binder import Binder, Finish, Fold
 from phalanx.collectives.chunks import chunk_ranges
-from phalanx.collectives.memo import remembered
-from phalanx.collectives.reduce_op import ReduceOp
-from phalanx.collectives.schedules import COLLECTIVES, Combine, Schedule, Send, rooted
-from phalanx.collectives.schedules.steps import Round as ChunkRound
+from phalanx.collectives.layout import Cut, Exchanged, Held, Layout
+from phalanx.collectives.reduce_op import (
+    NARROW,
+    WIDER,
+    ReduceOp,
+    Reduction,
+    mean_of_two,
+    reduction_for,
+)
+from phalanx.collectives.schedules import COLLECTIVES, ROOTED, Algorithm, for_root
 
-WORK, STAGE = 0, 1  # the buffers of an operation
+
+class Mean(enum.Enum):
+    """How a sum becomes a mean. Where it can be, it is divided before it is rounded."""
+
+    SUMMED = "owners divide the sums that they have"
+    SCALED = "every contribution is scaled down first, so that sums of a narrow dtype are finite"
+    FOLDED = "all contributions are folded at once, in a wider dtype, and divided there"
+    PAIRED = "there are two contributions: combining them is taking their mean"
 
 
-class Fold(NamedTuple):
-    """Reduce elements [start, stop) of the work buffer with what is staged for them.
+class Scale(NamedTuple):
+    """Before anything else, every element is divided by `divisor`, a power of two.
 
-    `slots` has one entry for each contribution, in rank order: the byte in the stage where it
-    begins, or None for this rank's own.
+    So the sums on the way to a mean stay in a range that is narrow, as float16's is.
     """
 
-    start: int
-    stop: int
-    slots: tuple[int | None, ...]
+    divisor: int
 
 
-class Finish(NamedTuple):
-    """Elements [start, stop) of the work buffer are reduced completely: divide them for a mean."""
-
-    start: int
-    stop: int
+Step = Round | Scale | Fold | Finish
 
 
 class Key(NamedTuple):
@@ -53,7 +58,7 @@ class Key(NamedTuple):
 
     collective: str
     algorithm: str
-    shape: tuple[int, ...]  # of the work buffer
+    shape: tuple[int, ...]  # of the tensor that is cut into chunks, where a rank has it whole
     dtype: torch.dtype
     op: ReduceOp | None = None
     root: int = 0
@@ -63,8 +68,13 @@ class Key(NamedTuple):
 class Plan:
     """One rank's part in a collective, for tensors of one shape and dtype."""
 
-    program: tuple[Round | Fold | Finish, ...]
+    key: Key
+    program: tuple[Step, ...]
+    work_size: int  # bytes of the work buffer that this rank needs
     stage_size: int  # bytes
+    overwrites: bool  # whether the work buffer is written; else it may be the caller's
+    reduction: Reduction | None  # how contributions are combined, if they are
+    divisor: float  # of what `Finish` divides
     signature: str  # what it is besides the collective's name, for messages
     fingerprint: int  # the hash of both
 
@@ -78,87 +88,68 @@ class Plan:
         )
 
 
-def plan_for(backend: Backend, key: Key) -> Plan:
-    """The plan for this kind of call, made when it is needed first."""
-    return remembered(backend, key, lambda: make_plan(key, backend.rank, backend.world_size))
-
-
 def make_plan(key: Key, rank: int, size: int) -> Plan:
     """Bind the algorithm's schedule to byte ranges, for one rank."""
     row = COLLECTIVES[key.collective][key.algorithm]
-    elements = 1
-    for length in key.shape:
-        elements *= length
-    binder = _Binder(rank, chunk_ranges(elements, row.chunks(size)), key.dtype.itemsize)
-    program: list[Round | Fold | Finish] = []
-    if elements and size > 1:
+    mean = _way_to_a_mean(key, row, size)
+    fold_means = mean is Mean.FOLDED
+    binder = Binder(rank, _layout(key, row, rank, size), key.dtype.itemsize, fold_means=fold_means)
+    program: list[Step] = []
+    divisor: float = size
+    if prod(key.shape) and size > 1:
         if row.reduce is not None:
-            program += binder.bind(row.reduce(rank, size))
-            if key.op is ReduceOp.MEAN:
-                program += binder.finish(row.owned(rank, size))
+            if mean is Mean.SCALED:
+                scale = 1 << (size - 1).bit_length()
+                program.append(Scale(scale))
+                divisor = size / scale
+            program += binder.bind(for_root(key.collective, row.reduce, key.root)(rank, size))
+            if mean in (Mean.SUMMED, Mean.SCALED):
+                program += binder.finish(row.owned((rank - key.root) % size, size))
         if row.spread is not None:
-            spread = rooted(row.spread, key.root) if key.collective == "broadcast" else row.spread
-            program += binder.bind(spread(rank, size))
+            program += binder.bind(for_root(key.collective, row.spread, key.root)(rank, size))
     signature = _signature(key)
-    fingerprint = xxhash.xxh3_64_intdigest(f"{key.collective} {signature}".encode())
-    return Plan(tuple(program), binder.stage_size, signature, fingerprint)
+    return Plan(
+        key,
+        tuple(program),
+        binder.work_size,
+        binder.stage_size,
+        binder.overwrites or any(isinstance(step, Scale) for step in program),
+        _reduction(key, mean),
+        divisor,
+        signature,
+        xxhash.xxh3_64_intdigest(f"{key.collective} {signature}".encode()),
+    )
+
+
+def _way_to_a_mean(key: Key, row: Algorithm, size: int) -> Mean | None:
+    if key.op is not ReduceOp.MEAN:
+        return None
+    if size == 2:  # where half of a sum is as exact as the sum, if that is finite
+        return Mean.PAIRED if key.dtype in NARROW else Mean.SUMMED
+    if key.dtype in WIDER and row.at_once(size):
+        return Mean.FOLDED
+    return Mean.SCALED if key.dtype in NARROW else Mean.SUMMED
+
+
+def _reduction(key: Key, mean: Mean | None) -> Reduction | None:
+    if key.op is None:
+        return None
+    reduction = reduction_for(key.op, key.dtype)
+    return reduction._replace(combine=mean_of_two) if mean is Mean.PAIRED else reduction
+
+
+def _layout(key: Key, row: Algorithm, rank: int, size: int) -> Layout:
+    elements = prod(key.shape)
+    if key.collective == "all_to_all":
+        slices = chunk_ranges(elements, size)
+        return Exchanged(rank, slices, slices)
+    if key.collective in ("gather", "scatter") and rank != key.root:
+        return Held(rank, size, elements // size)
+    return Cut(chunk_ranges(elements, row.chunks(size)))
 
 
 def _signature(key: Key) -> str:
     what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
     op = f", {key.op.value}" if key.op is not None else ""
-    root = f", root {key.root}" if key.collective == "broadcast" else ""
+    root = f", root {key.root}" if key.collective in ROOTED else ""
     return f"{what}{op}{root}, {key.algorithm}"
-
-
-class _Binder:
-    """Turns rounds over chunks into rounds over bytes."""
-
-    def __init__(self, rank: int, ranges: list[tuple[int, int]], itemsize: int) -> None:
-        self.rank = rank
-        self.stage_size = 0
-        self._ranges = ranges
-        self._itemsize = itemsize
-
-    def bind(self, schedule: Schedule) -> Iterator[Round | Fold]:
-        for chunk_round in schedule:
-            staged = _combined_more_than_once(chunk_round)
-            sends: list[SendBytes] = []
-            receives: list[ReceiveBytes] = []
-            slots: dict[tuple[int, int], dict[int, int]] = {}
-            used = 0
-            for step in chunk_round:
-                first, last = self._elements(step.chunk, step.count)
-                start, stop = first * self._itemsize, last * self._itemsize
-                if start == stop:
-                    continue
-                if isinstance(step, Send):
-                    sends.append(SendBytes(step.peer, start, stop))
-                elif isinstance(step, Combine) and step.chunk in staged:
-                    size = stop - start
-                    receives.append(ReceiveBytes(step.peer, used, used + size, STAGE))
-                    slots.setdefault((first, last), {})[step.peer] = used
-                    used += size
-                else:
-                    combine = isinstance(step, Combine)
-                    receives.append(ReceiveBytes(step.peer, start, stop, WORK, combine))
-            self.stage_size = max(self.stage_size, used)
-            if sends or receives:
-                yield Round(tuple(sends), tuple(receives))
-            for (first, last), by_peer in slots.items():
-                everyone: dict[int, int | None] = {**by_peer, self.rank: None}
-                yield Fold(first, last, tuple(everyone[rank] for rank in sorted(everyone)))
-
-    def finish(self, chunks: range) -> Iterator[Finish]:
-        if len(chunks):
-            start, stop = self._elements(chunks[0], len(chunks))
-            if start < stop:
-                yield Finish(start, stop)
-
-    def _elements(self, chunk: int, count: int) -> tuple[int, int]:
-        return self._ranges[chunk][0], self._ranges[chunk + count - 1][1]
-
-
-def _combined_more_than_once(chunk_round: ChunkRound) -> set[int]:
-    chunks = [step.chunk for step in chunk_round if isinstance(step, Combine)]
-    return {chunk for chunk in chunks if chunks.count(chunk) > 1} if len(chunks) > 1 else set()

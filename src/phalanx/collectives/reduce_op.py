@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +16,22 @@ from phalanx.errors import UnsupportedOperationError
 class ReduceOp(enum.Enum):
     """How values of different ranks become one.
 
-    MEAN is the sum divided by the number of ranks; for integers it is cut off towards zero, as
-    NCCL's is. MIN and MAX give NaN where any rank has NaN. Sums of float16 and bfloat16 are
-    rounded to that type at every addition.
+    op         of                          is
+    SUM        numbers                     their sum; integers wrap around, as torch's do
+    SUM        booleans                    True where any rank has True
+    MEAN       numbers, no booleans        the sum divided by the number of ranks; of integers, cut
+                                           off towards zero, as NCCL's is
+    MIN, MAX   real numbers and booleans   NaN where any rank has NaN
+    PRODUCT    numbers                     their product
+    PRODUCT    booleans                    True where all ranks have True
+    BAND, BOR, BXOR   integers, booleans   bit by bit
+
+    There is no reduction of 8-bit floats: convert them.
+
+    float16, bfloat16 and complex32 are summed and multiplied in float32 (complex64) and rounded
+    once, where all contributions to an element meet in one place (two ranks, or `direct` or
+    `star`); in the other algorithms they are rounded at every addition. A MEAN of float16 does not
+    overflow on the way: the other algorithms divide by a power of two first.
     """
 
     SUM = "sum"
@@ -30,52 +44,168 @@ class ReduceOp(enum.Enum):
     BXOR = "bxor"
 
 
+Combination: TypeAlias = Callable[[Tensor, Tensor], object]
+"""`combine(into, other)` works in place."""
+
+
 class Reduction(NamedTuple):
-    """One row of the table: `combine(into, other)` works in place, on these dtypes."""
+    """One row of the table: how to combine, and which dtypes."""
 
-    combine: Callable[[Tensor, Tensor], object]
+    combine: Combination
     dtypes: frozenset[torch.dtype]
+    adds_up: bool = False  # rounds at every step: better done in a wider dtype
+    unsigned: Combination | None = None  # how to combine what torch does not compute with
 
+
+WIDER: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.complex32: torch.complex64,
+    }
+)
+"""What sums and products of a short dtype are computed in, where that costs no traffic."""
+
+NARROW = frozenset({torch.float16, torch.complex32})
+"""Dtypes of so small a range that the sum of a few ranks' values may leave it."""
+
+_SIGNED: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+)
+"""The dtypes with which torch does not compute on a CPU, and those with the same bits that it does.
+
+Sums, products and bitwise operations do not depend on the sign of the numbers that bits mean.
+"""
 
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _TRUTH = frozenset({torch.bool})
-# Torch computes nothing with its other dtypes on a CPU (8-bit floats, larger unsigned integers).
 
 
 def _sum(into: Tensor, other: Tensor) -> object:
     return torch.add(into, other, out=into)
 
 
-REDUCTIONS = {
-    ReduceOp.SUM: Reduction(_sum, _REAL | _WHOLE | _COMPLEX),
-    ReduceOp.MEAN: Reduction(_sum, _REAL | _WHOLE | _COMPLEX),
-    ReduceOp.MIN: Reduction(lambda a, b: torch.minimum(a, b, out=a), _REAL | _WHOLE | _TRUTH),
-    ReduceOp.MAX: Reduction(lambda a, b: torch.maximum(a, b, out=a), _REAL | _WHOLE | _TRUTH),
-    ReduceOp.PRODUCT: Reduction(lambda a, b: torch.mul(a, b, out=a), _REAL | _WHOLE | _COMPLEX),
-    ReduceOp.BAND: Reduction(lambda a, b: torch.bitwise_and(a, b, out=a), _WHOLE | _TRUTH),
-    ReduceOp.BOR: Reduction(lambda a, b: torch.bitwise_or(a, b, out=a), _WHOLE | _TRUTH),
-    ReduceOp.BXOR: Reduction(lambda a, b: torch.bitwise_xor(a, b, out=a), _WHOLE | _TRUTH),
-}
+def _product(into: Tensor, other: Tensor) -> object:
+    return torch.mul(into, other, out=into)
 
 
-def reduction_for(op: ReduceOp, dtype: torch.dtype) -> Reduction:
-    """The reduction `op` for tensors of this dtype; `UnsupportedOperationError` if it has none."""
-    reduction = REDUCTIONS.get(op)
+def _min(into: Tensor, other: Tensor) -> object:
+    return torch.minimum(into, other, out=into)
+
+
+def _max(into: Tensor, other: Tensor) -> object:
+    return torch.maximum(into, other, out=into)
+
+
+def _and(into: Tensor, other: Tensor) -> object:
+    return torch.bitwise_and(into, other, out=into)
+
+
+def _or(into: Tensor, other: Tensor) -> object:
+    return torch.bitwise_or(into, other, out=into)
+
+
+def _xor(into: Tensor, other: Tensor) -> object:
+    return torch.bitwise_xor(into, other, out=into)
+
+
+def _as_signed(combine: Combination) -> Combination:
+    """The same on the same bits, taken as signed numbers."""
+
+    def combined(into: Tensor, other: Tensor) -> object:
+        signed = _SIGNED[into.dtype]
+        return combine(into.view(signed), other.view(signed))
+
+    return combined
+
+
+def _in_order(combine: Combination) -> Combination:
+    """`_as_signed` for comparisons: with the highest bit inverted, they sort as they should."""
+
+    def combined(into: Tensor, other: Tensor) -> object:
+        signed = _SIGNED[into.dtype]
+        lowest = torch.iinfo(signed).min
+        values = into.view(signed)
+        values.bitwise_xor_(lowest)
+        combine(values, other.view(signed).bitwise_xor(lowest))
+        return values.bitwise_xor_(lowest)
+
+    return combined
+
+
+# fmt: off
+REDUCTIONS: Mapping[ReduceOp, Reduction] = MappingProxyType({
+    ReduceOp.SUM:     Reduction(_sum, _REAL | _WHOLE | _COMPLEX | _TRUTH, True, _as_signed(_sum)),
+    ReduceOp.MEAN:    Reduction(_sum, _REAL | _WHOLE | _COMPLEX, True, _as_signed(_sum)),
+    ReduceOp.MIN:     Reduction(_min, _REAL | _WHOLE | _TRUTH, False, _in_order(_min)),
+    ReduceOp.MAX:     Reduction(_max, _REAL | _WHOLE | _TRUTH, False, _in_order(_max)),
+    ReduceOp.PRODUCT: Reduction(_product, _REAL | _WHOLE | _COMPLEX | _TRUTH, True,
+                                _as_signed(_product)),
+    ReduceOp.BAND:    Reduction(_and, _WHOLE | _TRUTH, False, _as_signed(_and)),
+    ReduceOp.BOR:     Reduction(_or, _WHOLE | _TRUTH, False, _as_signed(_or)),
+    ReduceOp.BXOR:    Reduction(_xor, _WHOLE | _TRUTH, False, _as_signed(_xor)),
+})
+# fmt: on
+
+
+def reduction_for(
+    op: ReduceOp | None,
+    dtype: torch.dtype,
+    *,
+    rank: int | None = None,
+    collective: str | None = None,
+) -> Reduction:
+    """The reduction `op` for tensors of this dtype; `UnsupportedOperationError` if it has none.
+
+    `rank` and `collective` are for the error: who asked for it, and for what.
+    """
+    where = "" if rank is None else f"rank {rank}: {collective}: "
+    reduction = REDUCTIONS.get(op) if op is not None else None
     if reduction is None:
         names = ", ".join(f"ReduceOp.{member.name}" for member in ReduceOp)
-        raise TypeError(f"op must be one of {names}, not {op!r}")
+        raise TypeError(f"{where}op must be one of {names}, not {op!r}")
     if dtype not in reduction.dtypes:
         raise UnsupportedOperationError(
-            f"{op} has no meaning for {dtype}; convert the tensor first", op=op.value
+            f"{where}{op} has no meaning for {dtype}; convert the tensor first",
+            rank=rank,
+            op=collective,
         )
+    if dtype in _SIGNED:
+        assert reduction.unsigned is not None
+        return reduction._replace(combine=reduction.unsigned)
     return reduction
 
 
-def divide_(values: Tensor, count: int) -> None:
+def mean_of_two(into: Tensor, other: Tensor) -> object:
+    """The mean of two ranks' values of a short dtype, computed in a wider one, in place."""
+    total = into.to(WIDER[into.dtype])
+    total += other.to(total.dtype)
+    return into.copy_(total.div_(2))
+
+
+def divide_(values: Tensor, divisor: float) -> None:
     """Make a sum a mean, in place."""
-    if values.dtype.is_floating_point or values.dtype.is_complex:
-        values.div_(count)
+    dtype = values.dtype
+    if dtype is torch.complex32:  # for which torch has no division
+        values.copy_(values.to(torch.complex64).div_(divisor))
+    elif dtype.is_floating_point or dtype.is_complex:
+        values.div_(divisor)
+    elif dtype is torch.uint64:
+        _divide_uint64_(values.view(torch.int64), int(divisor))
+    elif dtype in _SIGNED:
+        values.copy_(values.to(torch.int64).div_(int(divisor), rounding_mode="trunc"))
     else:
-        values.div_(count, rounding_mode="trunc")
+        values.div_(int(divisor), rounding_mode="trunc")
+
+
+def _divide_uint64_(bits: Tensor, count: int) -> None:
+    """Divide unsigned numbers, of which torch sees the bits as signed ones.
+
+    Half of each is not negative, and can be divided; twice the quotient is at most 1 too small.
+    """
+    half = bits.bitwise_right_shift(1).bitwise_and_(torch.iinfo(torch.int64).max)
+    quotient = half.div_(count, rounding_mode="trunc").mul_(2)
+    rest = bits - quotient * count
+    bits.copy_(quotient.add_(rest >= count))

@@ -4,6 +4,10 @@ Torch's agent gives the others 30 seconds once a rank has failed, and knows the 
 it looked. So each process is waited for here too, without taking its exit code from the agent:
 
     a rank fails ---> the agent sends the others SIGTERM ---> here, GRACE later, SIGKILL
+         `---> here, at once, SIGKILL for what it has started itself
+
+The process ids come from the ranks, which write them down, for the warden too; when a process has
+ended its file is removed, before its number may become another's.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from pathlib import Path
 
 from phalanx.launch.records import Record, read_record
 from phalanx.launch.stopping import GRACE
-from phalanx.launch.worker import INTERRUPTED, PID_FILE, STOPPED
+from phalanx.launch.warden import PID_FILE, end_session
+from phalanx.launch.worker import INTERRUPTED, STOPPED
 
 __all__ = ["Attempt", "Ending"]
 
@@ -74,6 +79,32 @@ class Attempt:
         """Follow no more: nothing is killed from now on."""
         self._closed.set()
 
+    def settle(self, seconds: float) -> None:
+        """Wait until every rank is able to hear a signal, `seconds` at most."""
+        deadline = time.monotonic() + seconds
+        while any(process.pid is None for process in self._processes.values()):
+            if time.monotonic() > deadline or self._closed.wait(_POLL / 2):
+                return
+
+    def end(self, signum: int) -> None:
+        """Pass a signal on to the ranks; return when all have ended, killed after `GRACE`.
+
+        To them alone: what they have started ends with them.
+        """
+        for pid in self._alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        deadline = time.monotonic() + GRACE
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(_POLL / 5)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks that are still there, and what they have started, now."""
+        for pid, process in self._alive().items():
+            process.killed = True
+            end_session(pid)  # the agent gave each a session of its own
+
     def endings(self, exitcodes: dict[int, int] | None = None) -> list[Ending]:
         """Return how the ranks failed that have, from what is known here and `exitcodes`."""
         known = {p.rank: p.exitcode for p in self._processes.values() if p.exitcode is not None}
@@ -84,6 +115,20 @@ class Attempt:
             if code != 0 and rank in self._processes
         ]
 
+    def left(self) -> list[int]:
+        """Return the ranks that have ended with exit code 0, which nobody orders."""
+        return sorted(rank for rank, p in self._processes.items() if p.exitcode == 0)
+
+    def _alive(self) -> dict[int, _Process]:
+        """Return the processes that run now, by their ids."""
+        if self._closed.is_set():
+            return {}
+        return {
+            process.pid: process
+            for process in self._processes.values()
+            if process.pid is not None and process.ended is None
+        }
+
     def _ending(self, process: _Process, code: int) -> Ending:
         record = read_record(process.error_file)
         if record is not None:
@@ -92,24 +137,28 @@ class Attempt:
         return Ending(process.rank, code, None, process.ended or time.time(), follows)
 
     def _follow(self, process: _Process) -> None:
-        process.pid = self._read_pid(process)
-        if process.pid is None:
+        pid = self._read_pid(process)
+        if pid is None:
             return
+        process.pid = pid
         try:
             # WNOWAIT leaves the exit code for the agent.
-            status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # the agent was faster
             status = None
         process.ended = time.time()
-        if status is None:
-            return
-        killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        process.exitcode = -status.si_status if killed else status.si_status
-        if process.exitcode != 0 and process.exitcode not in _ORDERED:
+        if status is not None:
+            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            process.exitcode = -status.si_status if killed else status.si_status
+        if process.exitcode != 0:
+            end_session(pid)  # what the rank has started: its data loader's workers, say
+        with suppress(OSError):
+            _pid_file(process).unlink()
+        if process.exitcode not in (0, None) and process.exitcode not in _ORDERED:
             self._kill_others()
 
     def _read_pid(self, process: _Process) -> int | None:
-        path = Path(process.error_file).with_name(PID_FILE)
+        path = _pid_file(process)
         while not self._closed.wait(_POLL):
             try:
                 text = path.read_text()
@@ -121,10 +170,9 @@ class Attempt:
 
     def _kill_others(self) -> None:
         """Kill, `GRACE` from now, the ranks (and what they started) that are still there."""
-        if self._closed.wait(GRACE):
-            return
-        for process in self._processes.values():
-            if process.pid is not None and process.ended is None:
-                process.killed = True
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # the agent gave each a session
+        if not self._closed.wait(GRACE):
+            self.kill()
+
+
+def _pid_file(process: _Process) -> Path:
+    return Path(process.error_file).with_name(PID_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from collections.abc import Callable
@@ -26,8 +27,8 @@ def run_rank(
     timeout: float,
 ) -> None:
     """Run the pickled function `call` as one rank, and send `pipe` the report of it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops its ranks
     die_with_parent(parent)
+    _leave_the_terminal()
     raise_when_stopped()
     try:
         try:
@@ -38,6 +39,18 @@ def run_rank(
         pipe.send_bytes(pickle.dumps(report))
     except RankStopped:  # between the lines above: nobody waits for this report
         pass
+
+
+def _leave_the_terminal() -> None:
+    """Hear no Ctrl-C: the parent does, and stops its ranks.
+
+    In a session of its own, a rank is ended together with what it has started. It was started
+    with SIGINT blocked, so that one which came before this line says nothing either.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _call(call: bytes, backend: str, timeout: float, point: MeetingPoint) -> Any:

@@ -11,6 +11,7 @@ from multiprocessing.context import SpawnProcess
 
 from phalanx.launch.report import Report
 from phalanx.launch.stopping import GRACE
+from phalanx.launch.warden import end_session
 
 __all__ = ["Child", "next_reports", "stop"]
 
@@ -61,7 +62,7 @@ def stop(children: list[Child]) -> None:
     """End every child: what it has to report is still read, for `GRACE` seconds at most.
 
     A child that has reported is given that time to end by itself; another gets SIGTERM. Whoever
-    is there after it is killed.
+    is there after it is killed, and so is what a child that has failed had started itself.
     """
     deadline = time.monotonic() + GRACE
     try:
@@ -77,4 +78,6 @@ def stop(children: list[Child]) -> None:
         for child in children:
             child.process.kill()
             child.process.join()
+            if child.process.exitcode != 0 and child.process.pid is not None:
+                end_session(child.process.pid)
             child.pipe.close()

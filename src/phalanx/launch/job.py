@@ -28,6 +28,11 @@ class Job:
     master: str = ""
     """host:port of node 0, the same for all; needed with several nodes."""
     max_restarts: int = 0
+    """How often all ranks of all hosts are started again when one has failed.
+
+    Each host counts for itself. A failure ends the ranks of every host, and so they count alike;
+    where one was already done it is not: the others wait for it, and say so.
+    """
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""

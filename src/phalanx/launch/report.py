@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pickle
 import time
-import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped
 from phalanx.launch.cause import describe_exit, follows_from_another
-from phalanx.launch.tracebacks import format_traceback
+from phalanx.launch.tracebacks import error_line, format_traceback
 
 __all__ = ["RankTraceback", "Report"]
 
@@ -40,6 +39,8 @@ class Report:
     payload: bytes = field(default=b"", repr=False)
     """The pickled result or error."""
     traceback: str = field(default="", repr=False)
+    summary: str = ""
+    """The error in one line."""
     follows: bool = False
     """Whether another rank's failure led to this one."""
     when: float = field(default_factory=time.monotonic)
@@ -55,8 +56,8 @@ class Report:
             return pickle.loads(self.payload)
         except Exception as error:
             raise MisuseError(
-                f"the result of rank {self.rank} cannot be unpickled here ({_line(error)}): return "
-                "tensors, numbers, text, or lists and dicts of them",
+                f"the result of rank {self.rank} cannot be unpickled here ({error_line(error)}): "
+                "return tensors, numbers, text, or lists and dicts of them",
                 rank=self.rank,
             ) from error
 
@@ -65,10 +66,9 @@ class Report:
         try:
             error: BaseException = pickle.loads(self.payload)
         except Exception as failure:
-            last = self.traceback.rstrip().rpartition("\n")[2]
             error = DistributedError(
-                f"rank {self.rank} raised {last} (its error cannot be unpickled here: "
-                f"{_line(failure)})",
+                f"rank {self.rank} raised {self.summary} (its error cannot be unpickled here: "
+                f"{error_line(failure)})",
                 rank=self.rank,
             )
         if self.traceback:
@@ -82,8 +82,8 @@ class Report:
             return cls(rank, "result", pickle.dumps(value))
         except Exception as error:
             misuse = MisuseError(
-                f"rank {rank} returned {_kind(value)}, which cannot be pickled ({_line(error)}): "
-                "return tensors, numbers, text, or lists and dicts of them",
+                f"rank {rank} returned {_kind(value)}, which cannot be pickled "
+                f"({error_line(error)}): return tensors, numbers, text, or lists and dicts of them",
                 rank=rank,
             )
             misuse.__cause__ = error
@@ -94,7 +94,7 @@ class Report:
         """Return the report of a rank that raised `error`; see `format_traceback` for `hide`."""
         if isinstance(error, RankStopped):
             return cls(rank, "stopped", follows=True)
-        text = format_traceback(error, hide=hide)
+        text, summary = format_traceback(error, hide=hide), error_line(error)
         follows = follows_from_another(error)
         if isinstance(error, SystemExit):
             error = PeerLostError(
@@ -102,7 +102,7 @@ class Report:
                 "the function return",
                 peer=rank,
             )
-        return cls(rank, "error", _portable(rank, error), text, follows)
+        return cls(rank, "error", _portable(rank, error), text, summary, follows)
 
     @classmethod
     def of_death(cls, rank: int, exitcode: int | None) -> Report:
@@ -124,15 +124,12 @@ def _portable(rank: int, error: BaseException) -> bytes:
         pickle.loads(payload)
     except Exception as failure:
         stand_in = DistributedError(
-            f"rank {rank} raised {_line(error)} (which cannot be pickled: {_line(failure)})",
+            f"rank {rank} raised {error_line(error)} (which cannot be pickled: "
+            f"{error_line(failure)})",
             rank=rank,
         )
         return pickle.dumps(stand_in)
     return payload
-
-
-def _line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _kind(value: object) -> str:

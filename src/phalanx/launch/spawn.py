@@ -7,6 +7,7 @@
       |  <----------------------- report -------'             |
       |  <----------------------- report ---------------------'      or a death, which is seen
 
+A parent that is killed has a warden, which ends the ranks with all that they have started.
 On the first failure of a rank's own the others get SIGTERM, which raises `RankStopped` in them,
 and `GRACE` seconds later SIGKILL.
 """
@@ -17,18 +18,21 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from phalanx.backends.tcp.address import listen_at
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.launch.child import run_rank
 from phalanx.launch.children import Child, next_reports, stop
 from phalanx.launch.factories import MeetingPoint, factory_named
 from phalanx.launch.stopping import GRACE
 from phalanx.launch.threads import threads_per_rank
+from phalanx.launch.warden import Warden
 
 if TYPE_CHECKING:
     from phalanx.backends.base import Backend
@@ -61,11 +65,12 @@ def spawn(
     factory_named(backend)
     call = _pickle(fn)
     children: list[Child] = []
-    try:
-        _start(children, call, world_size, backend, timeout)
-        failed = _wait(children)
-    finally:
-        stop(children)
+    with Warden() as warden:
+        try:
+            _start(children, warden, call, world_size, backend, timeout)
+            failed = _wait(children, warden)
+        finally:
+            stop(children)
     reports = [child.report for child in children if child.report is not None]
     if failed:
         raise _root_cause(reports).error()
@@ -83,12 +88,17 @@ def _pickle(fn: Callable[..., object]) -> bytes:
 
 
 def _start(
-    children: list[Child], call: bytes, world_size: int, backend: str, timeout: float
+    children: list[Child],
+    warden: Warden,
+    call: bytes,
+    world_size: int,
+    backend: str,
+    timeout: float,
 ) -> None:
     context = multiprocessing.get_context("spawn")
     token, job = secrets.token_hex(32), secrets.token_hex(8)
     with (
-        socket.create_server(("127.0.0.1", 0), backlog=world_size) as listener,
+        listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener,
         _set_if_unset("OMP_NUM_THREADS", str(threads_per_rank(world_size))),
     ):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -102,9 +112,24 @@ def _start(
                 kwargs={"parent": os.getpid(), "backend": backend, "timeout": timeout},
                 name=f"rank {rank}",
             )
-            process.start()
+            with _sigint_blocked():  # the child inherits that: Ctrl-C is the parent's
+                process.start()
+                children.append(Child(rank, process, ours))
+            warden.hold(process.pid or 0)
             theirs.close()
-            children.append(Child(rank, process, ours))
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Let SIGINT wait, in this thread and the processes that it starts."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -120,11 +145,14 @@ def _set_if_unset(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _wait(children: list[Child]) -> bool:
+def _wait(children: list[Child], warden: Warden) -> bool:
     """Wait for all results, or for the failure that the others follow from; return whether."""
     deadline: float | None = None
     while any(child.report is None for child in children):
-        failures = [report for report in next_reports(children) if report.kind != "result"]
+        reports = next_reports(children)
+        for report in reports:  # whoever has reported ends, and its number may become another's
+            warden.release(children[report.rank].process.pid or 0)
+        failures = [report for report in reports if report.kind != "result"]
         if any(not report.follows for report in failures):
             return True
         if failures and deadline is None:  # who lost a peer may be heard before the peer itself

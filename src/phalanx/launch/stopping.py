@@ -25,7 +25,9 @@ _WATCH_INTERVAL = 0.5
 def die_with_parent(parent: int) -> None:
     """End this process, at once and whatever it does, when its `parent` (a process id) ends.
 
-    On Linux the kernel sees to it; elsewhere a thread looks twice a second.
+    On Linux the kernel sees to it (when the thread ends that started this process, to be exact:
+    the launchers' stay until their ranks have ended); elsewhere a thread looks twice a second. For
+    what this process has started itself, and until this call, there is the `Warden`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.errors import RankStopped
 from phalanx.launch.cause import follows_from_another
 from phalanx.launch.records import write_record
 from phalanx.launch.stopping import GRACE, die_with_parent, raise_when_stopped
-from phalanx.launch.tracebacks import format_traceback
+from phalanx.launch.tracebacks import error_line, format_traceback
+from phalanx.launch.warden import PID_FILE
 
-__all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "PID_FILE", "STOPPED", "main"]
+__all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "STOPPED", "main"]
 
 BOOT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
@@ -34,7 +36,6 @@ BOOT = (
 Ctrl-C ends a rank without a word until its script runs."""
 
 LAUNCHER_VARIABLE = "PHALANX_LAUNCHER_PID"
-PID_FILE = "pid"
 INTERRUPTED, STOPPED = 130, 143  # as a shell counts them: 128 + SIGINT, 128 + SIGTERM
 
 _HIDDEN = frozenset({__file__, runpy.__file__, "<frozen runpy>", "<string>"})
@@ -47,7 +48,8 @@ def main() -> None:
     raise_when_stopped()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if error_file:
-        Path(error_file).with_name(PID_FILE).write_text(f"{os.getpid()}\n")
+        with suppress(OSError):  # a full disk: the agent will still see how this process ends
+            Path(error_file).with_name(PID_FILE).write_text(f"{os.getpid()}\n")
     kind, name = sys.argv[1:3]
     del sys.argv[:2]
     code = 0
@@ -95,7 +97,9 @@ def _leave(error: SystemExit, error_file: str) -> int:
         sys.stderr.write(f"{error.code}\n")
     if error_file:
         summary = f"sys.exit({error.code!r}){_where(error)}"
-        write_record(error_file, summary=summary, traceback="", follows=follows_from_another(error))
+        follows = follows_from_another(error)
+        with suppress(OSError):
+            write_record(error_file, summary=summary, traceback="", follows=follows)
     return error.code if isinstance(error.code, int) else 1
 
 
@@ -112,11 +116,12 @@ def _where(error: SystemExit) -> str:
 
 def _tell(error: BaseException, error_file: str) -> None:
     text = format_traceback(error, hide=_HIDDEN)
-    if not error_file:
-        sys.stderr.write(text)
-        return
-    summary = text.rstrip().rpartition("\n")[2]
-    write_record(error_file, summary=summary, traceback=text, follows=follows_from_another(error))
+    summary, follows = error_line(error), follows_from_another(error)
+    with suppress(OSError):  # a full disk
+        if error_file:
+            write_record(error_file, summary=summary, traceback=text, follows=follows)
+            return
+    sys.stderr.write(text)
 
 
 def _leave_within_grace(code: int) -> None:

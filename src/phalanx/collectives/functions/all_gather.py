@@ -6,7 +6,8 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.run import empty, start
+from phalanx.collectives.prepare import check_tensor, copy_bits, empty
+from phalanx.collectives.run import start
 
 
 def all_gather(
@@ -53,12 +54,13 @@ def _start(
     timeout: float | None,
     background: bool = False,
 ) -> PendingCollective[Tensor]:
+    check_tensor(tensor, backend, "all_gather")
     rank = backend.rank
     rows = tensor.shape[0] if tensor.dim() else 1
     shape = (backend.world_size * rows, *tensor.shape[1:])
-    prepared = empty(shape, tensor, backend, into, "all_gather")
-    own = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
-    prepared.work[rank * rows : (rank + 1) * rows].copy_(own)
+    prepared = empty(shape, tensor.dtype, backend, into, "all_gather")
+    own = prepared.work[rank * rows : (rank + 1) * rows]
+    copy_bits(own, tensor if tensor.dim() else tensor.reshape(1))
     return start(
         "all_gather",
         prepared,

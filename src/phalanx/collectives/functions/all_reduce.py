@@ -6,9 +6,9 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
-from phalanx.collectives.run import Prepared, fresh, in_place, start
-from phalanx.errors import UnsupportedOperationError
+from phalanx.collectives.prepare import Prepared, check_tensor, fresh, in_place
+from phalanx.collectives.reduce_op import ReduceOp
+from phalanx.collectives.run import start
 
 
 def all_reduce(
@@ -77,7 +77,7 @@ def all_reduce_(
 ) -> Tensor:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
     return _start(
-        in_place(tensor),
+        _in_place(tensor, backend),
         backend,
         op,
         algorithm=algorithm,
@@ -97,7 +97,7 @@ def async_all_reduce_(
 ) -> PendingCollective[Tensor]:
     """`all_reduce_` that returns at once; `tensor` holds the result after `wait()`."""
     return _start(
-        in_place(tensor),
+        _in_place(tensor, backend),
         backend,
         op,
         algorithm=algorithm,
@@ -105,6 +105,11 @@ def async_all_reduce_(
         timeout=timeout,
         background=True,
     )
+
+
+def _in_place(tensor: Tensor, backend: Backend) -> Prepared:
+    check_tensor(tensor, backend, "all_reduce_")
+    return in_place(tensor)
 
 
 def _start(
@@ -117,22 +122,13 @@ def _start(
     timeout: float | None,
     background: bool = False,
 ) -> PendingCollective[Tensor]:
-    reduction_for(op, prepared.work.dtype)
-    if reproducible:
-        if algorithm not in ("auto", "direct"):
-            raise UnsupportedOperationError(
-                f"rank {backend.rank}: all_reduce: reproducible=True sums in rank order, which "
-                f"{algorithm!r} does not; leave out algorithm=, or ask for 'direct'",
-                rank=backend.rank,
-                op="all_reduce",
-            )
-        algorithm = "direct"
     return start(
         "all_reduce",
         prepared,
         backend,
         op=op,
         algorithm=algorithm,
+        reproducible=reproducible,
         timeout=timeout,
         background=background,
     )

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.run import Prepared, fresh, in_place, start
+from phalanx.collectives.prepare import Prepared, check_tensor, empty, fresh, in_place
+from phalanx.collectives.run import start
 
 
 def broadcast(
@@ -31,7 +32,7 @@ def broadcast(
     `DesyncError`.
     """
     return _start(
-        fresh(tensor, backend, into, "broadcast"),
+        _result(tensor, backend, root, into),
         backend,
         root,
         algorithm=algorithm,
@@ -50,7 +51,7 @@ def async_broadcast(
 ) -> PendingCollective[Tensor]:
     """`broadcast` that returns at once; `wait()` gives the result."""
     return _start(
-        fresh(tensor, backend, into, "broadcast"),
+        _result(tensor, backend, root, into),
         backend,
         root,
         algorithm=algorithm,
@@ -69,7 +70,7 @@ def broadcast_(
 ) -> Tensor:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
     return _start(
-        in_place(tensor),
+        _in_place(tensor, backend),
         backend,
         root,
         algorithm=algorithm,
@@ -87,13 +88,25 @@ def async_broadcast_(
 ) -> PendingCollective[Tensor]:
     """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
     return _start(
-        in_place(tensor),
+        _in_place(tensor, backend),
         backend,
         root,
         algorithm=algorithm,
         timeout=timeout,
         background=True,
     )
+
+
+def _result(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> Prepared:
+    if backend.rank == root:
+        return fresh(tensor, backend, into, "broadcast")
+    check_tensor(tensor, backend, "broadcast")
+    return empty(tuple(tensor.shape), tensor.dtype, backend, into, "broadcast")
+
+
+def _in_place(tensor: Tensor, backend: Backend) -> Prepared:
+    check_tensor(tensor, backend, "broadcast_")
+    return in_place(tensor)
 
 
 def _start(
@@ -105,7 +118,6 @@ def _start(
     timeout: float | None,
     background: bool = False,
 ) -> PendingCollective[Tensor]:
-    backend.check_rank(root, "root")
     return start(
         "broadcast",
         prepared,

@@ -6,9 +6,16 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
-from phalanx.collectives.run import Prepared, check_into, finish_into, fresh, start
-from phalanx.errors import SizeMismatchError
+from phalanx.collectives.prepare import (
+    Prepared,
+    check_into,
+    check_slices,
+    check_tensor,
+    finish_into,
+    fresh,
+)
+from phalanx.collectives.reduce_op import ReduceOp
+from phalanx.collectives.run import start
 
 
 def reduce_scatter(
@@ -17,6 +24,7 @@ def reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     *,
     algorithm: str = "auto",
+    reproducible: bool = False,
     into: Tensor | None = None,
     timeout: float | None = None,
 ) -> Tensor:
@@ -25,6 +33,7 @@ def reduce_scatter(
     tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
                 divisible by the world size: `[p * n, ...]` gives `[n, ...]`
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor
     timeout     seconds that this rank waits at most; by default the backend's
 
@@ -32,7 +41,15 @@ def reduce_scatter(
     p ranks, which is optimal. Raises `SizeMismatchError` before anything is sent if dim 0 does not
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, op, algorithm=algorithm, into=into, timeout=timeout).wait()
+    return _start(
+        tensor,
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        into=into,
+        timeout=timeout,
+    ).wait()
 
 
 def async_reduce_scatter(
@@ -41,12 +58,20 @@ def async_reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     *,
     algorithm: str = "auto",
+    reproducible: bool = False,
     into: Tensor | None = None,
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`reduce_scatter` that returns at once; `wait()` gives the result."""
     return _start(
-        tensor, backend, op, algorithm=algorithm, into=into, timeout=timeout, background=True
+        tensor,
+        backend,
+        op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+        into=into,
+        timeout=timeout,
+        background=True,
     )
 
 
@@ -56,24 +81,16 @@ def _start(
     op: ReduceOp,
     *,
     algorithm: str,
+    reproducible: bool,
     into: Tensor | None,
     timeout: float | None,
     background: bool = False,
 ) -> PendingCollective[Tensor]:
-    reduction_for(op, tensor.dtype)
-    size = backend.world_size
-    if not tensor.dim() or tensor.shape[0] % size:
-        raise SizeMismatchError(
-            f"rank {backend.rank}: reduce_scatter cuts dim 0 into {size} slices, one for each "
-            f"rank, and cannot cut a tensor of shape {list(tensor.shape)}; pad dim 0 to a multiple "
-            f"of {size}",
-            rank=backend.rank,
-            op="reduce_scatter",
-        )
-    rows = tensor.shape[0] // size
-    check_into(into, (rows, *tensor.shape[1:]), tensor.dtype, backend, "reduce_scatter")
+    check_tensor(tensor, backend, "reduce_scatter")
+    shape = check_slices(tuple(tensor.shape), backend, "reduce_scatter")
+    check_into(into, shape, tensor.dtype, backend, "reduce_scatter")
     work = fresh(tensor, backend, None, "reduce_scatter").work
-    own = work[backend.rank * rows : (backend.rank + 1) * rows]
+    own = work[backend.rank * shape[0] : (backend.rank + 1) * shape[0]]
     return start(
         "reduce_scatter",
         # Cloned, so that the other ranks' slices do not stay in memory with it.
@@ -81,6 +98,7 @@ def _start(
         backend,
         op=op,
         algorithm=algorithm,
+        reproducible=reproducible,
         timeout=timeout,
         background=background,
     )

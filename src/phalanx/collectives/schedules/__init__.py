@@ -9,6 +9,7 @@ every other file is one more family. `table` says which phases make which collec
     tree              binomial, ceil(log2 p) rounds      small tensors, many ranks
     halving_doubling  log2 p rounds, the ring's bytes    everything between
     star              one hub, one round                 a few bytes, a few ranks
+    pairwise          every pair has its own message     all to all
     table             collective -> algorithm -> row
     picture           the drawings in these docstrings
 
@@ -28,6 +29,7 @@ from .halving_doubling import (
     halving_reduce,
     halving_spread,
 )
+from .pairwise import direct_all_to_all, pairwise_all_to_all
 from .picture import picture
 from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
 from .star import star_broadcast, star_gather, star_reduce, star_scatter
@@ -42,12 +44,15 @@ from .steps import (
     rooted,
     sparing,
     then,
+    turned,
 )
-from .table import COLLECTIVES, Algorithm, schedule
+from .table import COLLECTIVES, REDUCING, ROOTED, Algorithm, for_root, schedule
 from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
 
 __all__ = [
     "COLLECTIVES",
+    "REDUCING",
+    "ROOTED",
     "Algorithm",
     "Combine",
     "Recv",
@@ -58,14 +63,17 @@ __all__ = [
     "Step",
     "core_chunks",
     "direct_all_gather",
+    "direct_all_to_all",
     "direct_broadcast",
     "direct_reduce_scatter",
     "doubling_all_gather",
     "doubling_collect",
+    "for_root",
     "halving_doubling_all_gather",
     "halving_doubling_broadcast",
     "halving_reduce",
     "halving_spread",
+    "pairwise_all_to_all",
     "picture",
     "ring_all_gather",
     "ring_broadcast",
@@ -82,4 +90,5 @@ __all__ = [
     "tree_gather",
     "tree_reduce",
     "tree_scatter",
+    "turned",
 ]

@@ -42,6 +42,7 @@ __all__ = [
     "rooted",
     "sparing",
     "then",
+    "turned",
 ]
 
 
@@ -89,8 +90,8 @@ def then(first: ScheduleFunction, second: ScheduleFunction) -> ScheduleFunction:
 def rooted(schedule: ScheduleFunction, root: int) -> ScheduleFunction:
     """The same algorithm with the ranks renumbered, in a circle, so that `root` plays rank 0.
 
-    Chunks keep their numbers: where a schedule leaves chunk c on rank c (a scatter), the rooted one
-    leaves it on the rank that plays c, which is (c + root) % size.
+    Chunks keep their numbers, which is right where they mean nothing to the outcome: after a
+    broadcast or a reduction to the root all of them are in one place. Otherwise see `turned`.
     """
 
     def renumbered(rank: int, size: int) -> Schedule:
@@ -98,6 +99,31 @@ def rooted(schedule: ScheduleFunction, root: int) -> ScheduleFunction:
             yield tuple(step._replace(peer=(step.peer + root) % size) for step in steps)
 
     return renumbered
+
+
+def turned(schedule: ScheduleFunction, root: int) -> ScheduleFunction:
+    """`rooted`, with the chunks renumbered along with the ranks: chunk c stays rank c's.
+
+    For scatter and gather, with one chunk for each rank. A run of chunks that goes on past the last
+    one becomes two messages, one up to the last and one from the first on: with 4 ranks and root 3,
+    `0 -2:4-> 2` becomes `3 -1:3-> 1`, and `0 -0:2-> 2` becomes `3 -3-> 1` and `3 -0-> 1`.
+    """
+
+    def renumbered(rank: int, size: int) -> Schedule:
+        for steps in rooted(schedule, root)(rank, size):
+            yield tuple(piece for step in steps for piece in _turn(step, root, size))
+
+    return renumbered
+
+
+def _turn(step: Step, root: int, size: int) -> tuple[Step, ...]:
+    first = (step.chunk + root) % size
+    before = size - first  # chunks before the circle closes
+    if step.count <= before:
+        return (step._replace(chunk=first),)
+    return step._replace(chunk=first, count=before), step._replace(
+        chunk=0, count=step.count - before
+    )
 
 
 def sparing(schedule: ScheduleFunction, spared: int) -> ScheduleFunction:

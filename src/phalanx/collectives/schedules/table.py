@@ -3,6 +3,9 @@
 A row has two phases. In the first, contributions are combined; after it, every chunk is complete
 on exactly one rank, its owner (which divides it, once, if the reduction is a mean). In the second,
 complete chunks are passed on, and nothing is combined any more.
+
+Ranks are as the schedules number them: where a collective has a root, that is rank 0 here, and
+`for_root` turns the row so that another rank plays it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
@@ -23,17 +26,18 @@ from .halving_doubling import (
     halving_reduce,
     halving_spread,
 )
+from .pairwise import direct_all_to_all, pairwise_all_to_all
 from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
 from .star import star_broadcast, star_gather, star_reduce, star_scatter
-from .steps import Schedule, ScheduleFunction, rooted, then
+from .steps import Schedule, ScheduleFunction, rooted, then, turned
 from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
 
-__all__ = ["COLLECTIVES", "Algorithm", "schedule"]
+__all__ = ["COLLECTIVES", "REDUCING", "ROOTED", "Algorithm", "for_root", "schedule"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to do one collective. Ranks are as the schedules number them: a root is rank 0."""
+    """One way to do one collective."""
 
     name: str
     chunks: Callable[[int], int]
@@ -44,6 +48,10 @@ class Algorithm:
     """(rank, size) -> the chunks that are complete on this rank, and its own, after phase 1."""
     spread: ScheduleFunction | None
     """Phase 2: complete chunks are passed on. None: they are where they belong."""
+
+    def at_once(self, size: int) -> bool:
+        """Whether all contributions to a chunk meet in one round, to be folded in rank order."""
+        return self.reduce is not None and (size == 2 or self.name in ("direct", "star"))
 
     def schedule(self, rank: int, size: int) -> Schedule:
         """Both phases, one after the other."""
@@ -73,6 +81,10 @@ def _one_per_rank(size: int) -> int:
     return size
 
 
+def _one_per_pair(size: int) -> int:
+    return size * size
+
+
 def _own(rank: int, size: int) -> range:
     return range(rank, rank + 1)
 
@@ -81,12 +93,18 @@ def _only_chunk_on_root(rank: int, size: int) -> range:
     return range(1) if rank == 0 else range(0)
 
 
+def _own_row(rank: int, size: int) -> range:
+    return range(rank * size, (rank + 1) * size)
+
+
 def _all_chunks_on_root(rank: int, size: int) -> range:
     return range(size) if rank == 0 else range(0)
 
 
-# Short names for the table: cut into p chunks or one; all chunks, or the only one, on the root.
-_P, _1, _ROOT, _ROOT_1 = _one_per_rank, _one, _all_chunks_on_root, _only_chunk_on_root
+# Short names for the table: cut into one chunk, p, or p * p; all chunks, or the only one, on the
+# root, or a row of the p * p on each rank.
+_1, _P, _PP = _one, _one_per_rank, _one_per_pair
+_ROOT, _ROOT_1, _ROW = _all_chunks_on_root, _only_chunk_on_root, _own_row
 
 
 def _rows(*rows: Algorithm) -> Mapping[str, Algorithm]:
@@ -124,9 +142,47 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("halving_doubling", _P,  None, _ROOT,   halving_doubling_broadcast),
         Algorithm("star",             _1,  None, _ROOT_1, star_broadcast),
     ),
+    "reduce": _rows(
+        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        star_gather),
+        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        star_gather),
+        Algorithm("tree",             _1,  tree_reduce,           _ROOT_1,     None),
+        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks,
+                                                              then(halving_spread, tree_gather)),
+        Algorithm("star",             _1,  star_reduce,           _ROOT_1,     None),
+    ),
+    "gather": _rows(
+        Algorithm("tree",             _P,  None, _own,  tree_gather),
+        Algorithm("star",             _P,  None, _own,  star_gather),
+    ),
+    "scatter": _rows(
+        Algorithm("tree",             _P,  None, _ROOT, tree_scatter),
+        Algorithm("star",             _P,  None, _ROOT, star_scatter),
+    ),
+    "all_to_all": _rows(
+        Algorithm("direct",           _PP, None, _ROW,  direct_all_to_all),
+        Algorithm("pairwise",         _PP, None, _ROW,  pairwise_all_to_all),
+    ),
 })
 """Collective -> name of the algorithm -> its row."""
 # fmt: on
+
+
+REDUCING = frozenset(
+    name for name, rows in COLLECTIVES.items() if any(row.reduce for row in rows.values())
+)
+"""The collectives that combine contributions."""
+
+Turn: TypeAlias = Callable[[ScheduleFunction, int], ScheduleFunction]
+
+ROOTED: Mapping[str, Turn] = MappingProxyType(
+    {"broadcast": rooted, "reduce": rooted, "gather": turned, "scatter": turned}
+)
+"""The collectives that have a root, and how their schedules are made for one that is not rank 0."""
+
+
+def for_root(collective: str, phase: ScheduleFunction, root: int) -> ScheduleFunction:
+    """A phase of this collective for a root other than rank 0; without a root it stays as it is."""
+    return ROOTED[collective](phase, root) if collective in ROOTED and root else phase
 
 
 _T = TypeVar("_T")
@@ -139,7 +195,7 @@ def _lookup(table: Mapping[str, _T], name: str, kind: str) -> _T:
 
 
 def schedule(collective: str, algorithm: str, rank: int, size: int, root: int = 0) -> Schedule:
-    """What `rank` of `size` does in a collective, both phases; `root` is for a broadcast.
+    """What `rank` of `size` does in a collective, both phases; `root` is for those that have one.
 
     Raises ValueError for a name that the table has not, for a rank or root outside 0..size-1, and
     for a root where the collective has none.
@@ -151,8 +207,6 @@ def schedule(collective: str, algorithm: str, rank: int, size: int, root: int = 
             message = f"{which} {number} is not one of the {size} ranks 0..{size - 1}"
             raise InvalidRankError(message, rank=rank, peer=number, op=collective)
     row = _lookup(_lookup(COLLECTIVES, collective, "collective"), algorithm, "algorithm")
-    if collective == "broadcast":
-        return rooted(row.schedule, root)(rank, size)
-    if root != 0:
+    if root != 0 and collective not in ROOTED:
         raise InvalidRankError(f"{collective} has no root, but root={root} was given", rank=rank)
-    return row.schedule(rank, size)
+    return for_root(collective, row.schedule, root)(rank, size)

@@ -1,0 +1,146 @@
+"""How the bytes of objects get from rank to rank: first how many, then the bytes.
+
+Both are one operation with one number, so that objects may be under way beside other collectives.
+What comes second is known only when the first has come: a step between the two makes room for it,
+and adds its rounds to the program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+import xxhash
+
+from phalanx.backends.base import Backend
+from phalanx.backends.engine.operation import LocalStep
+from phalanx.backends.engine.rounds import Round
+from phalanx.backends.memory import tensor_bytes
+from phalanx.collectives.binder import Binder, Fold
+from phalanx.collectives.chunks import chunk_ranges
+from phalanx.collectives.cost import choose
+from phalanx.collectives.layout import WORK, Cut, Range, ranges_of
+from phalanx.collectives.object_decoder import decode
+from phalanx.collectives.object_encoder import encode
+from phalanx.collectives.objects import MalformedObjectError, UnsupportedObjectError
+from phalanx.collectives.pending import PendingCollective
+from phalanx.collectives.schedules import COLLECTIVES, ROOTED, for_root
+from phalanx.errors import UnsupportedOperationError
+
+CONTENT = 1  # the buffer after WORK, in which the lengths are
+MOST = 1 << 40  # bytes that an object may have
+LENGTH = 8  # bytes of a length
+
+
+class _MakeRoom(NamedTuple):
+    """The lengths are here: make room for the objects, and move them."""
+
+
+def encoded(obj: object, backend: Backend, op: str) -> bytearray:
+    """The bytes of an object. If it has none, the other ranks learn so: they wait for it."""
+    rank = backend.rank
+    try:
+        return encode(obj)
+    except Exception as error:
+        what = str(error) if isinstance(error, UnsupportedObjectError) else repr(error)
+        problem = f"rank {rank}: {op}: {what}"
+        backend.fail(UnsupportedOperationError(problem, rank=rank, op=op))
+        if not isinstance(error, UnsupportedObjectError):
+            raise
+        raise UnsupportedObjectError(problem, rank=rank, op=op) from None
+
+
+def move(
+    collective: str,
+    name: str,
+    mine: bytearray | None,
+    backend: Backend,
+    *,
+    root: int = 0,
+    timeout: float | None,
+    background: bool,
+) -> PendingCollective[list[object]]:
+    """Gather or broadcast objects: `collective` is that for tensors, `mine` what this rank has.
+
+    `wait()` gives the objects, one for each rank that has one, in rank order.
+    """
+    rank, size = backend.rank, backend.world_size
+    owners = [root] if collective in ROOTED else list(range(size))
+    lengths = torch.zeros(len(owners), dtype=torch.int64)
+    if mine is not None:
+        lengths[owners.index(rank)] = len(mine)
+    buffers = [tensor_bytes(lengths)]
+    places: list[Range] = []
+
+    def rounds(buffer: int, parts: list[int]) -> list[Round | Fold]:
+        about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
+        algorithm = choose(collective, about, backend).algorithm
+        row = COLLECTIVES[collective][algorithm]
+        cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
+        schedule = for_root(collective, row.schedule, root)
+        return list(Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)))
+
+    program: list[Round | Fold | _MakeRoom] = []
+
+    def make_room(step: LocalStep) -> None:
+        announced = lengths.tolist()
+        places.extend(ranges_of(announced))
+        buffers.append(tensor_bytes(_room(announced, owners, name, backend)))
+        if mine is not None:
+            buffers[CONTENT][slice(*places[owners.index(rank)])] = mine
+        program.extend(rounds(CONTENT, announced))
+
+    def objects() -> list[object]:
+        return [
+            _decoded(buffers[CONTENT][slice(*place)], name, owner, backend)
+            for owner, place in zip(owners, places, strict=True)
+        ]
+
+    program += [*rounds(WORK, [LENGTH] * len(owners)), _MakeRoom()]
+    signature = f"root {root}" if collective in ROOTED else ""
+    operation = backend.start(
+        name,
+        program,
+        cast("tuple[memoryview, ...]", buffers),  # a list, since `make_room` adds one
+        local=make_room,
+        signature=signature,
+        fingerprint=xxhash.xxh3_64_intdigest(f"{name} {signature}".encode()),
+        timeout=timeout,
+        background=background,
+    )
+    return PendingCollective(backend, operation, objects)
+
+
+def _room(announced: list[int], owners: list[int], name: str, backend: Backend) -> torch.Tensor:
+    """Memory for objects of these lengths, as told by their owners."""
+    lies = [length for length in announced if not 0 < length <= MOST]
+    if lies:
+        blamed, problem = lies[0], "no object has that length"
+    else:
+        try:
+            return torch.empty(sum(announced), dtype=torch.uint8)
+        except RuntimeError:
+            blamed, problem = max(announced), f"there is no memory for {sum(announced):,} in all"
+    rank, sequence = backend.rank, backend.group.finished  # of which this is the next
+    peer = owners[announced.index(blamed)]
+    raise MalformedObjectError(
+        f"rank {rank}: {name} #{sequence}: rank {peer} announced an object of {blamed:,} bytes: "
+        f"{problem}",
+        rank=rank,
+        peer=peer,
+        op=name,
+        sequence=sequence,
+    )
+
+
+def _decoded(content: memoryview, name: str, owner: int, backend: Backend) -> object:
+    try:
+        return decode(content)
+    except MalformedObjectError as error:
+        raise MalformedObjectError(
+            f"rank {backend.rank}: {name}: the bytes of rank {owner} are no object: {error}. Do "
+            "all ranks run the same version of Phalanx and of torch?",
+            rank=backend.rank,
+            peer=owner,
+            op=name,
+        ) from None

@@ -1,0 +1,67 @@
+"""`recv(into, None)` when those who could send leave, are lost, or never were."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import Cluster, whole
+
+from phalanx import Backend, PeerLostError, SelfSendError
+from phalanx.collectives.functions.point_to_point import irecv
+
+GO = 1  # tag
+
+
+def test_what_came_before_its_sender_left_is_received_and_then_the_others_count(
+    cluster: Cluster,
+) -> None:
+    def leave(backend: Backend) -> None:
+        into = bytearray(1)
+        if backend.rank == 1:
+            backend.send(b"1", 0)
+            whole(backend).close()
+        elif backend.rank == 2:
+            backend.recv(into, 0, tag=GO)
+            backend.send(b"2", 0)
+            backend.recv(into, 0, tag=GO)
+            whole(backend).close()
+        else:
+            assert backend.recv(into, None) == 1
+            backend.send(b"!", 2, tag=GO)
+            assert backend.recv(into, None) == 2  # not stopped by the one that has left
+            pending = irecv(into, None, backend)
+            backend.send(b"!", 2, tag=GO)
+            with pytest.raises(PeerLostError, match="left"):
+                pending.wait()
+            with pytest.raises(PeerLostError, match="every other rank left"):
+                backend.recv(into, None)
+
+    cluster.run(leave, 3)
+
+
+def test_a_rank_that_is_lost_ends_a_wait_for_anyone_and_is_named(cluster: Cluster) -> None:
+    def lose(backend: Backend) -> None:
+        if backend.rank == 1:
+            backend.recv(bytearray(), 0, tag=GO)
+            whole(backend).abort()
+            return
+        if backend.rank == 0:
+            pending = irecv(bytearray(1), None, backend)
+            backend.send(b"", 1, tag=GO)
+            with pytest.raises(PeerLostError) as info:
+                pending.wait()
+        else:
+            with pytest.raises(PeerLostError) as info:
+                backend.recv(bytearray(1), None)
+        assert info.value.peer == 1
+
+    cluster.run(lose, 3)
+
+
+def test_alone_there_is_nobody_to_receive_from(cluster: Cluster) -> None:
+    def alone(backend: Backend) -> None:
+        group = backend.subgroup([backend.rank])
+        for call in (group.recv, lambda into, src: irecv(into, src, group)):
+            with pytest.raises(SelfSendError, match="no other rank"):
+                call(bytearray(1), None)
+
+    cluster.run(alone, 2)

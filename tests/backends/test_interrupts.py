@@ -1,0 +1,90 @@
+"""Ctrl-C while a rank waits: the wait ends, the others are told why, and nothing is torn."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
+
+import phalanx
+from phalanx import Backend, MisuseError
+
+threads = pytest.mark.parametrize(
+    "threads",
+    [each for each in CLUSTERS if isinstance(each, Threads) and each.name in ("simulated", "tcp")],
+    ids=lambda cluster: cluster.name,
+)
+
+
+@contextmanager
+def two_ranks(threads: Threads) -> Iterator[tuple[Backend, Backend]]:
+    """Both ranks of a job of two; the first one is for the main thread, which gets the signals."""
+    makers = threads.makers(2, TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(makers[1])
+        first, second = makers[0](), other.result()
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+
+
+@contextmanager
+def interrupted_while_waiting(backend: Backend) -> Iterator[None]:
+    """The main thread gets a Ctrl-C as soon as it waits on this backend; that is expected."""
+    over = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not backend.engine.awaited:
+            if over.wait(0.01):
+                return
+        over.wait(0.05)  # by then it is deep in its wait
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@threads
+def test_an_interrupted_receive_breaks_nothing_and_loses_nothing(threads: Threads) -> None:
+    with two_ranks(threads) as (mine, other):
+        into = bytearray(b"mine")
+        with interrupted_while_waiting(mine):
+            mine.recv(into, 1)
+        other.send(b"late", 0)
+        assert into == b"mine"
+        assert mine.recv(into, 1) == 1
+        assert into == b"late"
+
+
+@threads
+def test_an_interrupted_collective_breaks_the_group_and_the_others_are_told_why(
+    threads: Threads,
+) -> None:
+    with two_ranks(threads) as (mine, other):
+        with interrupted_while_waiting(mine):
+            phalanx.all_reduce(torch.ones(3), mine)
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(other.barrier).exception(PATIENCE)
+        assert isinstance(told, MisuseError)
+        assert told.peer == 0
+        assert "interrupted by KeyboardInterrupt" in str(told)
+        with pytest.raises(MisuseError, match=r"broken.*interrupted by KeyboardInterrupt"):
+            mine.barrier()

@@ -1,0 +1,97 @@
+"""A launcher that is told to end does so once, says so in one line, and leaves nobody."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launchers import PHALANX, Launch, environ_without_launcher, finish, launch, run_script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+STUBBORN = """
+import pathlib, sys, time
+ready = pathlib.Path(sys.argv[1])
+try:
+    (ready / "0").touch()
+    time.sleep(600)
+except KeyboardInterrupt:
+    (ready / "1").touch()
+    time.sleep(600)
+"""
+
+
+def ready(folder: Path) -> str:
+    (folder / "ready").mkdir()
+    return str(folder / "ready")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("SIGINT", "has processes of its own"), ("SIGTERM", "sleeps"), ("SIGINT", "hears no signal")],
+)
+def test_a_signal_ends_everything_with_one_line(tmp_path: Path, name: str, what: str) -> None:
+    with launch("run", what, tmp_path, "--max-restarts", "1") as launcher:
+        launcher.wait_for(2)
+        launcher.process.send_signal(signal.Signals[name])
+        assert finish(launcher) == (128 + signal.Signals[name], [], [f"stopped by {name}"])
+        launcher.seconds_until_all_have_ended()
+        assert not list(launcher.temporary.glob("phalanx-*"))
+
+
+def test_a_second_signal_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
+    with run_script(STUBBORN, tmp_path, ready(tmp_path), ranks=1) as launcher:
+        launcher.wait_for(1)
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for(2)  # it is cleaning up, and takes its time
+        launcher.process.send_signal(signal.SIGINT)
+        assert finish(launcher) == (130, [], ["stopped by SIGINT"])
+        launcher.seconds_until_all_have_ended()
+
+
+def test_a_launcher_that_waits_for_other_nodes_can_be_interrupted(tmp_path: Path) -> None:
+    """It waits in torch's store, which does not look for signals."""
+    (tmp_path / "script.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        master = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = ["--nnodes", "2", "--node-rank", "1", "--master", master]
+        words = [*PHALANX, "run", *options, str(tmp_path / "script.py")]
+        with Launch(words, tmp_path) as launcher:
+            silent.settimeout(60)
+            with silent.accept()[0]:  # now it waits for an answer
+                launcher.process.send_signal(signal.SIGINT)
+                assert finish(launcher) == (130, [], ["stopped by SIGINT"])
+                launcher.seconds_until_all_have_ended()
+        assert not list(launcher.temporary.glob("phalanx-*"))
+
+
+def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
+    """As under nohup, which ignores SIGHUP for the program that it starts."""
+    nohup = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], '0').touch()\n"
+        "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.01)\n"
+        "print('went on')\n"
+    )
+    words = [*PHALANX, "run", str(script), ready(tmp_path)]
+    start = [sys.executable, "-c", f"{nohup}os.execv(sys.argv[1], sys.argv[1:])", *words]
+    with Launch(start, tmp_path, environ_without_launcher()) as launcher:
+        launcher.wait_for(1)
+        launcher.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)  # for what must not happen
+        (tmp_path / "ready" / "go").touch()
+        assert finish(launcher) == (0, ["[rank 0] went on"], [])
+
+
+def test_a_script_that_spawns_leaves_nobody_when_it_is_terminated(tmp_path: Path) -> None:
+    with launch("spawn", "has processes of its own", tmp_path) as launcher:
+        launcher.wait_for(2)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert finish(launcher) == (-signal.SIGTERM, [], [])
+        launcher.seconds_until_all_have_ended()

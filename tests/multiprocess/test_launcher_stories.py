@@ -1,0 +1,181 @@
+"""What the user is told on the launcher's bad days."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import PHALANX, Launch, environ_without_launcher, finish, run_script
+
+from phalanx.launch.worker import BOOT
+
+ENDS_EARLY = """
+import os, signal, sys
+from phalanx.launch.init import init
+if os.environ["RANK"] == "1":
+    {how}
+with init(timeout={timeout}):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout", "code", "story"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, 137, "rank 1 was killed by signal 9"),
+        ("sys.exit(0)", 2, 1, "rank 1 ended with exit code 0"),
+    ],
+)
+def test_a_rank_that_ends_before_it_joins_is_named(
+    tmp_path: Path, how: str, timeout: int, code: int, story: str
+) -> None:
+    script = ENDS_EARLY.format(how=how, timeout=timeout)
+    with run_script(script, tmp_path) as launcher:
+        returned, lines, errors = finish(launcher)
+    assert (returned, lines) == (code, [])
+    assert errors[-1].startswith(story)
+
+
+def test_a_port_in_use_is_said_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = [*PHALANX, "run", "--nnodes", "2", "--master", master, str(tmp_path / "script.py")]
+        with Launch(words, tmp_path) as launcher:
+            code, _, errors = finish(launcher)
+    assert code == 2
+    assert errors == [
+        f"phalanx: node 0 cannot listen at {master}: the port is in use, perhaps by another job or "
+        "one that has not ended: end it, or give --master another port, on every node"
+    ]
+
+
+def test_rank_0_by_hand_says_that_its_port_is_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = subprocess.run(
+            [sys.executable, "-c", "from phalanx.launch.init import init; init()"],
+            env={**environ_without_launcher(), **by_hand},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("phalanx.errors.BackendUnavailableError: rank 0 cannot listen at ")
+    assert f"127.0.0.1:{port}" in last
+    assert "in use" in last
+    assert "MASTER_PORT" in last
+
+
+OUTPUT = r"""
+import os, sys
+rank = int(os.environ["RANK"])
+if rank == 0:  # closes its output
+    os.close(1)
+    print("to stderr", file=sys.stderr)
+if rank == 1:  # writes what is no text, and much of it
+    sys.stdout.buffer.write(b"caf\xe9 \xff\n" * 100_000)
+if rank == 2:  # ends in the middle of a line, and badly
+    sys.stdout.write("no end")
+    os._exit(7)
+"""
+
+
+def test_whatever_ranks_write_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OUTPUT)
+    words = [*PHALANX, "run", "-n", "3", str(script)]
+    ended = subprocess.run(
+        words, env=environ_without_launcher(), capture_output=True, check=False, timeout=60
+    )
+    lines = ended.stdout.splitlines()
+    assert b"[rank 2] no end" in lines
+    assert set(lines) <= {b"[rank 2] no end", b"[rank 1] caf\xe9 \xff"}
+    assert b"rank 2 failed: exit code 7; it left no traceback" in ended.stderr.splitlines()
+    assert ended.returncode == 7
+
+
+def no_room_for_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    ended = subprocess.run(
+        [*PHALANX, "run", str(tmp_path / "script.py")],
+        env=environ_without_launcher(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=no_room_for_files,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("phalanx: there is no room for the launcher's small files")
+    assert "set TMPDIR" in ended.stderr
+
+
+def test_a_rank_whose_disk_is_full_still_tells_how_it_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('of its own')")
+    error_file = str(tmp_path / "error.json")
+    ended = subprocess.run(
+        [sys.executable, "-c", BOOT, "script", str(script)],
+        env={**environ_without_launcher(), "TORCHELASTIC_ERROR_FILE": error_file},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=no_room_for_files,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "ValueError: of its own"
+
+
+def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for n in range(100_000): print('line', n)")
+    with subprocess.Popen(
+        [*PHALANX, "run", str(script)],
+        env=environ_without_launcher(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert launcher.stdout.readline() == "[rank 0] line 0\n"
+        launcher.stdout.close()
+        assert launcher.stderr.read() == ""
+    assert launcher.returncode == 0
+
+
+def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')")
+    ended = subprocess.run(
+        [*PHALANX, "run", str(script)], env={}, capture_output=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"[rank 0] here\n", b"")
+
+
+def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself() -> None:
+    token = "4fe1" * 16
+    ended = subprocess.run(
+        [*PHALANX, "doctor"],
+        env={**environ_without_launcher(), "PHALANX_TOKEN": token},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "- tcp: 2 ranks: barrier " in ended.stdout
+    assert "PHALANX_TOKEN: set, 64 characters" in ended.stdout
+    assert token not in ended.stdout

@@ -1,0 +1,8 @@
+"""Real processes, as the tests of processes start them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "multiprocess"))

@@ -1,0 +1,255 @@
+"""One rank carries out its part of a random program, and compares all that it gets."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from clusters import whole
+from stress_kinds import KINDS, Value, begin
+from stress_program import BEFORE, WORLD, Action, Op, Program
+from stress_values import Memory, difference, laid_out, numbers, same
+from torch import Tensor
+
+from phalanx import Backend
+from phalanx.collectives.functions.point_to_point import irecv, isend
+
+Finish = Callable[[], None]
+Observer = Callable[[Action], None]
+
+
+class WrongResultError(AssertionError):
+    """A rank got something else than the program says."""
+
+
+class Reference:
+    """What every rank brings to and gets from each collective, worked out once for all ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[int, tuple[list[Value], list[Value]]] = {}
+
+    def of(self, op: Op) -> tuple[list[Value], list[Value]]:
+        """(what all ranks of the group bring, what all of them get), in the operation's dtype."""
+        known = self._known.get(op.number)
+        if known is None:  # by two threads at once: both find the same
+            kind, size = KINDS[op.kind], len(self._program.ranks_of(op))
+            given = [kind.given(op, rank, size) for rank in range(size)]
+            expected = kind.expected(op, size, given)
+            known = _of_dtype(given, op.dtype), _of_dtype(expected, op.dtype)
+            self._known[op.number] = known
+        return known
+
+
+def _of_dtype(value: Value, dtype: torch.dtype) -> Value:
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    if isinstance(value, list):
+        return [_of_dtype(part, dtype) for part in value]
+    return value
+
+
+class Performer:
+    """A rank of the program, on a backend.
+
+    threads    whether its lanes are threads of their own; else it does all in the timeline's order
+    observe    is told of each action before it is begun
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Backend,
+        reference: Reference,
+        *,
+        threads: bool,
+        observe: Observer = lambda action: None,
+    ) -> None:
+        self._program = program
+        self._groups: dict[int, Backend] = {WORLD: backend}
+        self._rank = backend.rank
+        self._reference = reference
+        self._threads = threads
+        self._observe = observe
+        self._pending: dict[Action, Finish] = {}
+        self._any: defaultdict[int, dict[int, tuple[int, Tensor]]] = defaultdict(dict)
+        self._failures: list[BaseException] = []
+
+    def run(self) -> None:
+        """Do everything. At the end nothing is under way, and no message is left."""
+        world = self._groups[WORLD]
+        if self._threads:
+            self._carry_out(self._program.actions(self._rank, BEFORE))
+            self._run_lanes()
+        else:
+            self._carry_out(self._program.of(self._rank))
+        world.barrier()  # all that was sent has been received
+        with world.engine.lock:
+            left = {peer: n for peer, n in world.engine.mailbox.early_bytes.items() if n}
+        world.barrier()  # nobody begins with another program before everybody has looked
+        if left:
+            raise WrongResultError(f"rank {self._rank}: bytes of messages are left: {left}")
+
+    def _run_lanes(self) -> None:
+        lanes = [self._program.actions(self._rank, lane) for lane in range(self._program.lanes)]
+        threads = [
+            threading.Thread(target=self._lane, args=(lane,), name=f"rank {self._rank} lane {n}")
+            for n, lane in enumerate(lanes[1:], start=1)
+        ]
+        for thread in threads:
+            thread.start()
+        self._lane(lanes[0])
+        for thread in threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _lane(self, actions: list[Action]) -> None:
+        try:
+            self._carry_out(actions)
+        except BaseException as error:
+            self._failures.append(error)
+            whole(self._groups[WORLD]).abort()  # or the other lanes wait in vain
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for step, action in enumerate(actions):
+            self._observe(action)
+            try:
+                self._do(action)
+            except BaseException as error:
+                if hasattr(error, "add_note"):  # since Python 3.11
+                    op = "" if action.verb == "make" else f" ({self._program.ops[action.op]})"
+                    error.add_note(
+                        f"seed {self._program.seed}, rank {self._rank}, lane {action.lane}, "
+                        f"step {step}: {action}{op}"
+                    )
+                raise
+
+    def _do(self, action: Action) -> None:
+        if action.verb == "make":
+            group = self._program.groups[action.op]
+            parent = self._program.groups[group.parent]
+            members = [parent.ranks.index(rank) for rank in group.ranks]
+            self._groups[action.op] = self._groups[group.parent].subgroup(members)
+            return
+        if action.verb == "finish":
+            self._pending.pop(action)()
+            return
+        op = self._program.ops[action.op]
+        waits = action.verb == "do"
+        begin_it = {"": self._collective, "send": self._send, "recv": self._receive}[action.part]
+        finish = begin_it(op, self._groups[op.group], action.index, waits)
+        if waits:
+            finish()
+        else:
+            self._pending[action._replace(verb="finish")] = finish
+
+    # Collectives --------------------------------------------------------------------------
+
+    def _collective(self, op: Op, backend: Backend, index: int, waits: bool) -> Finish:
+        given, expected = (each[backend.rank] for each in self._reference.of(op))
+        tensors = given if isinstance(given, list) else [given]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            result = begin(op, backend, given, None)
+            return partial(self._check, op, result, waits, expected)
+        mine = [laid_out(tensor, op.layout) for tensor in tensors]
+        into = None
+        if op.form == "into" and isinstance(expected, Tensor):
+            into = laid_out(torch.ones_like(expected), op.layout)
+        brought = [memory.tensor for memory in mine]
+        result = begin(
+            op,
+            backend,
+            brought if isinstance(given, list) else brought[0],
+            into.tensor if into is not None else None,
+        )
+        in_memory = brought if op.form == "in_place" else None if into is None else [into.tensor]
+
+        def finish() -> None:
+            got = self._check(op, result, waits, expected)
+            if in_memory is not None:
+                got = got if isinstance(got, list) else [got]
+                if any(one is not other for one, other in zip(got, in_memory, strict=True)):
+                    raise WrongResultError(f"{op}: the result is not in the memory that was given")
+            for memory, values in zip(mine, tensors, strict=True):
+                if in_memory is not brought and not same(memory.tensor, values):
+                    raise WrongResultError(f"{op}: the tensor that was given has changed")
+            for memory in [*mine, *([] if into is None else [into])]:
+                _check_around(op, memory)
+            for memory in mine:
+                memory.tensor.zero_()  # nobody reads it any more
+
+        return finish
+
+    def _check(self, op: Op, result: Any, waits: bool, expected: Value) -> Any:
+        got = result.wait() if op.asynchronous else result
+        if not same(got, expected):
+            raise WrongResultError(f"{op}: {difference(got, expected)}")
+        return got
+
+    # Messages -----------------------------------------------------------------------------
+
+    def _content(self, op: Op, src: int, order: int, shape: tuple[int, ...]) -> Tensor:
+        """Of the messages of this rank of the group, the one that it sends at that place."""
+        return numbers(op, src, shape, salt=order).to(op.dtype)
+
+    def _send(self, op: Op, backend: Backend, index: int, waits: bool) -> Finish:
+        message = op.messages[index]
+        order = sum(earlier.src == message.src for earlier in op.messages[:index])
+        memory = laid_out(self._content(op, message.src, order, message.shape), op.layout)
+        if waits:
+            backend.send(memory.tensor, op.root, tag=op.tag)
+            return lambda: _overwrite(memory)
+        pending = isend(memory.tensor, op.root, backend, tag=op.tag)
+
+        def finish() -> None:
+            pending.wait()
+            _overwrite(memory)
+
+        return finish
+
+    def _receive(self, op: Op, backend: Backend, index: int, waits: bool) -> Finish:
+        receive = op.receives[index]
+        memory = laid_out(torch.ones(receive.shape, dtype=op.dtype), op.layout)
+        if waits:
+            sender = backend.recv(memory.tensor, receive.src, tag=op.tag)
+            return lambda: self._received(op, index, sender, memory)
+        pending = irecv(memory.tensor, receive.src, backend, tag=op.tag)
+        return lambda: self._received(op, index, pending.wait(), memory)
+
+    def _received(self, op: Op, index: int, sender: int, memory: Memory) -> None:
+        """Compare a message; those from anyone when all are here, for they come in any order."""
+        _check_around(op, memory)
+        asked = op.receives[index].src
+        if asked is not None and sender != asked:
+            raise WrongResultError(f"{op}: receive {index} came from {sender}, not {asked}")
+        here = self._any[op.number]
+        here[index] = (sender, memory.tensor)
+        if len(here) < len(op.receives):
+            return
+        del self._any[op.number]
+        count = dict.fromkeys(range(len(self._program.ranks_of(op))), 0)
+        for place, (src, got) in sorted(here.items()):
+            expected = self._content(op, src, count[src], tuple(got.shape))
+            count[src] += 1
+            if not same(got, expected):
+                raise WrongResultError(
+                    f"{op}: receive {place}, from {src}: {difference(got, expected)}"
+                )
+        sent = [sum(message.src == src for message in op.messages) for src in count]
+        if list(count.values()) != sent:
+            raise WrongResultError(f"{op}: {sent} messages were sent by each rank, came {count}")
+
+
+def _overwrite(memory: Memory) -> None:
+    """What is sent is sent: the memory is the caller's again."""
+    memory.tensor.zero_()
+
+
+def _check_around(op: Op, memory: Memory) -> None:
+    if not memory.is_intact():
+        raise WrongResultError(f"{op}: memory around a tensor was written to")
