@@ -19,6 +19,8 @@ catch. They carry what is known about the failure as attributes, `None` where it
     ├── PeerLostError           ConnectionError    a rank that died, left or cannot be reached
     ├── BackendUnavailableError RuntimeError       a backend that cannot run here
     ├── UnsupportedOperationError NotImplementedError  something that a backend cannot do
+    │   └── UnsupportedObjectError  TypeError      an object that cannot be sent
+    ├── MalformedObjectError    ValueError         bytes that are no object
     ├── AuthenticationError     PermissionError    a peer without the job's token
     ├── DeadlockError           RuntimeError       every rank waits
     └── MisuseError             RuntimeError       a call that makes no sense now
@@ -37,11 +39,13 @@ __all__ = [
     "DistributedError",
     "InvalidRankError",
     "InvalidWorldSizeError",
+    "MalformedObjectError",
     "MisuseError",
     "PeerLostError",
     "RankStopped",
     "SelfSendError",
     "SizeMismatchError",
+    "UnsupportedObjectError",
     "UnsupportedOperationError",
 ]
 
@@ -84,6 +88,8 @@ def _rebuild(
 ) -> DistributedError:
     error = kind(message)
     error.__dict__.update(attributes)
+    if "__notes__" in attributes:  # a list of its own, to which the user may add
+        error.__dict__["__notes__"] = list(attributes["__notes__"])  # type: ignore[call-overload]
     return error
 
 
@@ -121,6 +127,14 @@ class BackendUnavailableError(DistributedError, RuntimeError):
 
 class UnsupportedOperationError(DistributedError, NotImplementedError):
     """Something that this backend, algorithm or dtype cannot do."""
+
+
+class UnsupportedObjectError(UnsupportedOperationError, TypeError):
+    """An object that cannot be sent; the message says which part of it, as `obj["a"][3]`."""
+
+
+class MalformedObjectError(DistributedError, ValueError):
+    """Bytes that came as a Python object and are none."""
 
 
 class AuthenticationError(DistributedError, PermissionError):

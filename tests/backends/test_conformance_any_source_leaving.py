@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from clusters import Cluster, whole
+import threading
 
-from phalanx import Backend, PeerLostError, SelfSendError
+import pytest
+from clusters import PATIENCE, Cluster, Tcp, whole
+
+from phalanx import (
+    Backend,
+    CollectiveTimeoutError,
+    PeerLostError,
+    SelfSendError,
+    SizeMismatchError,
+)
 from phalanx.collectives.functions.point_to_point import irecv
 
 GO = 1  # tag
@@ -65,3 +73,34 @@ def test_alone_there_is_nobody_to_receive_from(cluster: Cluster) -> None:
                 call(bytearray(1), None)
 
     cluster.run(alone, 2)
+
+
+def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_receives_only() -> None:
+    """Rank 1 gives up in the middle of a large message; that of rank 2 is too small."""
+    size = 60 << 20
+    begun, small = threading.Event(), threading.Event()
+
+    def exchange(backend: Backend) -> None:
+        if backend.rank == 1:
+            begins = backend.start_send(bytes(size), 0)
+            begun.set()
+            assert small.wait(PATIENCE)
+            with pytest.raises(CollectiveTimeoutError):
+                backend.wait(begins, timeout=1e-6)
+        elif backend.rank == 2:
+            backend.recv(bytearray(), 0, tag=GO)
+            backend.send(b"abc", 0)
+            backend.send(b"", 0, tag=GO)
+        else:
+            assert begun.wait(PATIENCE)
+            pending = irecv(bytearray(size), None, backend)
+            while not backend.engine.mailbox._arriving:
+                assert not pending.done()
+            backend.send(b"", 2, tag=GO)
+            backend.recv(bytearray(), 2, tag=GO)
+            small.set()
+            with pytest.raises(SizeMismatchError, match="from rank 2"):
+                pending.wait()
+        backend.barrier()
+
+    Tcp().run(exchange, 3)

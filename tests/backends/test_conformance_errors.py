@@ -8,7 +8,7 @@ import pytest
 from clusters import Cluster, whole
 
 import phalanx
-from phalanx import Backend, PeerLostError
+from phalanx import Backend, MisuseError, PeerLostError
 
 
 def lost(backend: Backend) -> PeerLostError:
@@ -52,5 +52,15 @@ def test_an_error_raised_twice_does_not_collect_tracebacks(cluster: Cluster) -> 
                 depth, link = depth + 1, link.tb_next
             depths.append(depth)
         assert len(set(depths[1:])) == 1
+
+    cluster.run(fail, 2)
+
+
+def test_a_reason_of_any_length_reaches_the_others(cluster: Cluster) -> None:
+    def fail(backend: Backend) -> None:
+        if backend.rank == 0:
+            backend.fail(MisuseError("why " * 1_000_000, rank=0))
+        with pytest.raises(MisuseError, match="why why"):
+            backend.barrier()
 
     cluster.run(fail, 2)

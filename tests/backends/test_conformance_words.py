@@ -194,3 +194,10 @@ def test_the_line_is_the_innermost_of_the_users(cluster: Cluster) -> None:
 
     for text in cluster.run(disagree, 2, timeout=PROMPT):
         assert f"at {line}" in text
+
+
+def test_code_without_the_name_of_a_module_has_a_line_too() -> None:
+    backend = phalanx.SimulatedBackend.create_group(1)[0]
+    names = {"__name__": None, "phalanx": phalanx, "ones": ONES, "backend": backend}
+    exec("result = phalanx.all_reduce(ones, backend)", names)
+    assert names["result"] is not None

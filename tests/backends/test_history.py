@@ -24,6 +24,7 @@ from phalanx import (
     SimulatedBackend,
 )
 from phalanx.backends.engine.history import SHOWN
+from phalanx.collectives.functions.point_to_point import irecv
 
 needs_notes = pytest.mark.skipif(
     not hasattr(BaseException, "add_note"), reason="errors have notes since Python 3.11"
@@ -182,3 +183,33 @@ def test_nothing_that_has_ended_is_kept_in_memory(cluster: Cluster) -> None:
         assert [ref() for ref in alive] == [None] * 4
 
     cluster.run(forget, 2)
+
+
+def test_memory_is_free_when_the_call_returns_not_when_the_collector_comes(
+    cluster: Cluster,
+) -> None:
+    """While a view of a bytearray is kept, Python refuses to resize it."""
+
+    def resize(backend: Backend) -> None:
+        out, into, other = bytearray(8), bytearray(8), 1 - backend.rank
+        backend.sendrecv(out, other, into, other)
+        out.append(1)
+        into.append(1)
+
+    gc.disable()
+    try:
+        cluster.run(resize, 2)
+    finally:
+        gc.enable()
+
+
+@needs_notes
+def test_a_users_note_on_one_error_is_not_on_the_next_that_is_raised() -> None:
+    backends = SimulatedBackend.create_group(2)
+    backends[0].send(b"!", 1)
+    pending = irecv(bytearray(1), 1, backends[0], timeout=0.01)
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError) as info:
+            pending.wait()
+        info.value.add_note("in epoch 3")  # type: ignore[attr-defined]
+        assert len(notes(info.value)) == 2

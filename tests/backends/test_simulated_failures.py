@@ -217,7 +217,7 @@ def test_asking_in_turns_until_it_is_done_is_no_deadlock() -> None:
             for number in range(50):
                 backend.send(bytes([number]), 1)
         else:
-            for number in range(50):
+            for _ in range(50):
                 backend.recv(bytearray(1), 0)
         pending = phalanx.async_all_reduce(torch.ones(2), backend)
         while not pending.done():

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import sys
 from pathlib import Path
 from time import time
@@ -243,3 +244,18 @@ def test_without_the_variable_nothing_is_written_or_measured(
         assert backend.engine.trace is None
         assert not backend.engine.mailbox.traced
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_within_a_line_leaves_only_whole_ones(folder: Path) -> None:
+    backend = SimulatedBackend.create_group(1)[0]
+    backend.barrier()
+    (file,) = folder.iterdir()
+    before = events(file)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 40, hard))
+    try:
+        backend.barrier()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    backend.barrier()
+    assert events(file) == before

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from phalanx import DistributedError, UnsupportedObjectError, UnsupportedOperationError
 from phalanx.collectives.object_decoder import decode
 from phalanx.collectives.object_encoder import encode
-from phalanx.collectives.objects import DEPTH, DIMENSIONS, DTYPES, MalformedObjectError
+from phalanx.collectives.objects import DEPTH, DIMENSIONS, DTYPES
+from phalanx.errors import MalformedObjectError
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensors = st.sampled_from(

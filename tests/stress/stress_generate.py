@@ -166,16 +166,14 @@ class _Writer:
         sources = draw.sample(others, draw.randint(1, len(others)) if from_any else 1)
         shape = a_shape(draw)
         sent = [
-            Message(draw.choice(sources), shape if from_any else a_shape(draw), draw.random() < 0.6)
+            Message(draw.choice(sources), shape if from_any else a_shape(draw), *self.how_to_wait())
             for _ in range(draw.randint(1, 4))
         ]
         # Whoever asks for one sender's messages first leaves the others to those who take any.
-        named = draw.randint(0, len(sent)) if from_any else len(sent)
-        first = sources[0]
-        named = min(named, sum(message.src == first for message in sent))
-        of_first = [message.shape for message in sent if message.src == first]
-        asked = [Receive(first, of_first[i], draw.random() < 0.6) for i in range(named)]
-        asked += [Receive(None, shape, draw.random() < 0.6) for _ in range(len(sent) - named)]
+        of_first = [message.shape for message in sent if message.src == sources[0]]
+        named = min(draw.randint(0, 4), len(of_first)) if from_any else len(sent)
+        asked = [Receive(sources[0], of_first[i], *self.how_to_wait()) for i in range(named)]
+        asked += [Receive(None, shape, *self.how_to_wait()) for _ in sent[named:]]
         op = Op(
             number=len(self.ops),
             kind="messages",
@@ -192,13 +190,17 @@ class _Writer:
         self.ops[op.number] = op
         self.queues.append(self.in_some_order(op, group))
 
+    def how_to_wait(self) -> tuple[bool, bool]:
+        """Whether a message is sent or received by a blocking call, and whether patiently."""
+        return self.draw.random() < 0.6, self.draw.random() < 0.7
+
     def in_some_order(self, op: Op, group: GroupPlan) -> list[Action]:
         """Sends and receives of one operation, so that each can be completed with what precedes."""
         dst = group.ranks[op.root]
         sends, asks = [], []
         for i, message in enumerate(op.messages):
             src = group.ranks[message.src]
-            verb = "do" if message.buffered else "start"
+            verb = "do" if message.blocking else "start"
             sends.append(Action(src, op.lane, verb, op.number, "send", i))
         waits = [not receive.blocking for receive in op.receives]
         for i, may_wait in enumerate(waits):

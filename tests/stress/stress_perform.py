@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,19 +10,14 @@ from typing import Any
 import torch
 from clusters import whole
 from stress_kinds import KINDS, Value, begin
+from stress_messages import Finish, Messages
 from stress_program import BEFORE, WORLD, Action, Op, Program
-from stress_values import Memory, difference, laid_out, numbers, same
+from stress_values import WrongResultError, difference, laid_out, same
 from torch import Tensor
 
 from phalanx import Backend
-from phalanx.collectives.functions.point_to_point import irecv, isend
 
-Finish = Callable[[], None]
 Observer = Callable[[Action], None]
-
-
-class WrongResultError(AssertionError):
-    """A rank got something else than the program says."""
 
 
 class Reference:
@@ -76,7 +70,7 @@ class Performer:
         self._threads = threads
         self._observe = observe
         self._pending: dict[Action, Finish] = {}
-        self._any: defaultdict[int, dict[int, tuple[int, Tensor]]] = defaultdict(dict)
+        self._messages = Messages()
         self._failures: list[BaseException] = []
 
     def run(self) -> None:
@@ -141,7 +135,11 @@ class Performer:
             return
         op = self._program.ops[action.op]
         waits = action.verb == "do"
-        begin_it = {"": self._collective, "send": self._send, "recv": self._receive}[action.part]
+        begin_it = {
+            "": self._collective,
+            "send": self._messages.send,
+            "recv": self._messages.receive,
+        }[action.part]
         finish = begin_it(op, self._groups[op.group], action.index, waits)
         if waits:
             finish()
@@ -179,7 +177,7 @@ class Performer:
                 if in_memory is not brought and not same(memory.tensor, values):
                     raise WrongResultError(f"{op}: the tensor that was given has changed")
             for memory in [*mine, *([] if into is None else [into])]:
-                _check_around(op, memory)
+                memory.check_around(op)
             for memory in mine:
                 memory.tensor.zero_()  # nobody reads it any more
 
@@ -190,66 +188,3 @@ class Performer:
         if not same(got, expected):
             raise WrongResultError(f"{op}: {difference(got, expected)}")
         return got
-
-    # Messages -----------------------------------------------------------------------------
-
-    def _content(self, op: Op, src: int, order: int, shape: tuple[int, ...]) -> Tensor:
-        """Of the messages of this rank of the group, the one that it sends at that place."""
-        return numbers(op, src, shape, salt=order).to(op.dtype)
-
-    def _send(self, op: Op, backend: Backend, index: int, waits: bool) -> Finish:
-        message = op.messages[index]
-        order = sum(earlier.src == message.src for earlier in op.messages[:index])
-        memory = laid_out(self._content(op, message.src, order, message.shape), op.layout)
-        if waits:
-            backend.send(memory.tensor, op.root, tag=op.tag)
-            return lambda: _overwrite(memory)
-        pending = isend(memory.tensor, op.root, backend, tag=op.tag)
-
-        def finish() -> None:
-            pending.wait()
-            _overwrite(memory)
-
-        return finish
-
-    def _receive(self, op: Op, backend: Backend, index: int, waits: bool) -> Finish:
-        receive = op.receives[index]
-        memory = laid_out(torch.ones(receive.shape, dtype=op.dtype), op.layout)
-        if waits:
-            sender = backend.recv(memory.tensor, receive.src, tag=op.tag)
-            return lambda: self._received(op, index, sender, memory)
-        pending = irecv(memory.tensor, receive.src, backend, tag=op.tag)
-        return lambda: self._received(op, index, pending.wait(), memory)
-
-    def _received(self, op: Op, index: int, sender: int, memory: Memory) -> None:
-        """Compare a message; those from anyone when all are here, for they come in any order."""
-        _check_around(op, memory)
-        asked = op.receives[index].src
-        if asked is not None and sender != asked:
-            raise WrongResultError(f"{op}: receive {index} came from {sender}, not {asked}")
-        here = self._any[op.number]
-        here[index] = (sender, memory.tensor)
-        if len(here) < len(op.receives):
-            return
-        del self._any[op.number]
-        count = dict.fromkeys(range(len(self._program.ranks_of(op))), 0)
-        for place, (src, got) in sorted(here.items()):
-            expected = self._content(op, src, count[src], tuple(got.shape))
-            count[src] += 1
-            if not same(got, expected):
-                raise WrongResultError(
-                    f"{op}: receive {place}, from {src}: {difference(got, expected)}"
-                )
-        sent = [sum(message.src == src for message in op.messages) for src in count]
-        if list(count.values()) != sent:
-            raise WrongResultError(f"{op}: {sent} messages were sent by each rank, came {count}")
-
-
-def _overwrite(memory: Memory) -> None:
-    """What is sent is sent: the memory is the caller's again."""
-    memory.tensor.zero_()
-
-
-def _check_around(op: Op, memory: Memory) -> None:
-    if not memory.is_intact():
-        raise WrongResultError(f"{op}: memory around a tensor was written to")

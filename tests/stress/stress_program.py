@@ -35,7 +35,8 @@ class Message(NamedTuple):
 
     src: int
     shape: tuple[int, ...]
-    buffered: bool  # sent by `send`; else by `isend`
+    blocking: bool  # sent by `send`; else by `isend`
+    patient: bool = True  # else with a short timeout, again and again
 
 
 class Receive(NamedTuple):
@@ -44,6 +45,7 @@ class Receive(NamedTuple):
     src: int | None
     shape: tuple[int, ...]
     blocking: bool  # by `recv`; else by `irecv`
+    patient: bool = True  # else with a short timeout, again and again
 
 
 @dataclass(frozen=True)

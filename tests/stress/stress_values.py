@@ -63,6 +63,10 @@ def mean(total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return torch.div(total, count, rounding_mode="trunc")
 
 
+class WrongResultError(AssertionError):
+    """A rank got something else than the program says."""
+
+
 class Memory(NamedTuple):
     """A tensor as it lies in a piece of memory, and what is around it and must stay as it is."""
 
@@ -72,6 +76,11 @@ class Memory(NamedTuple):
     def is_intact(self) -> bool:
         """Whether nothing has been written around the tensor."""
         return all(torch.equal(part, torch.full_like(part, SENTINEL)) for part in self.around)
+
+    def check_around(self, op: Op) -> None:
+        """Raise if something has been written around the tensor."""
+        if not self.is_intact():
+            raise WrongResultError(f"{op}: memory around a tensor was written to")
 
 
 def laid_out(values: Tensor, layout: str) -> Memory:

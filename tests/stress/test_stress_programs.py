@@ -14,16 +14,16 @@ import torch
 from clusters import CLUSTERS, Cluster
 from stress_generate import generate
 from stress_kinds import KINDS
-from stress_perform import Performer, Reference, WrongResultError
+from stress_perform import Performer, Reference
 from stress_places import run_in_processes, run_on
 from stress_program import WORLD, Action, GroupPlan, Message, Op, Program, Receive
 from stress_shrink import shrunk
-from stress_values import laid_out
+from stress_values import WrongResultError, laid_out
 
 from phalanx import Backend
 
-MANY = range(300)
-SOME = range(1000, 1012)  # on every cluster; make stress does the others
+MANY = range(200)
+SOME = range(1000, 1006)  # on every cluster; make stress does the others
 BATON = next(cluster for cluster in CLUSTERS if not cluster.keeps_time)
 
 
@@ -38,7 +38,7 @@ def test_a_random_program_gives_what_a_plain_reference_gives(cluster: Cluster, s
 
 def test_random_programs_in_processes_give_it_too() -> None:
     programs = [program for program in map(generate, MANY) if program.size == 3]
-    run_in_processes(programs[:20])
+    run_in_processes(programs[:10])
 
 
 # ------------------------------------------------------------------------------ the programs
@@ -124,7 +124,7 @@ def two_ranks(*ops: Op, timeline: list[Action]) -> Program:
 
 def test_a_message_in_the_place_of_another_one_is_found_out(cluster: Cluster) -> None:
     """Received in the other order: right with two tags, and wrong with one."""
-    message, receive = Message(0, (4,), buffered=True), Receive(0, (4,), blocking=True)
+    message, receive = Message(0, (4,), blocking=True), Receive(0, (4,), blocking=True)
     ops = [
         Op(n, "messages", WORLD, 0, root=1, tag=n, messages=(message,), receives=(receive,))
         for n in range(2)

@@ -69,7 +69,7 @@ class Baton(Scheduler):
             self._take(engine.rank)
 
     @override
-    def pause(self, engine: SimulatedEngine) -> None:
+    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
         self._check_thread(engine.rank)
         self._idle_looks += 1
         if self._idle_looks > IDLE_LOOKS:

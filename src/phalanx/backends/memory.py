@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,16 +41,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def readable_bytes(data: Tensor | Buffer) -> memoryview:
     """The bytes to send for `data`: a tensor (copied if it is not contiguous) or a buffer."""
     if isinstance(data, Tensor):
-        return tensor_bytes(data.detach().contiguous())
+        return tensor_bytes(plain(data))
     return _bytes_of_buffer(memoryview(data))
 
 
 def writable_bytes(into: Tensor | Buffer) -> tuple[memoryview, Tensor | None]:
     """Where to receive, and the contiguous stand-in to copy back from if `into` is strided."""
     if isinstance(into, Tensor):
-        if into.is_contiguous():
+        if is_plain(into):
             return tensor_bytes(into.detach()), None
-        stand_in = torch.empty_like(into, memory_format=torch.contiguous_format)
+        stand_in = torch.empty(into.shape, dtype=into.dtype)
         return tensor_bytes(stand_in), stand_in
     view = memoryview(into)
     if view.readonly:
@@ -60,3 +62,38 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
     if view.nbytes == 0:  # which cannot be cast
         return memoryview(bytearray())
     return view.cast("B")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
+    if is_plain(tensor):
+        return tensor.detach()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_bits(copy, tensor)
+    return copy
+
+
+def copy_bits(into: Tensor, values: Tensor) -> None:
+    """Copy values of one dtype, bit for bit, also of dtypes for which torch has no copy."""
+    dtype = values.dtype
+    if dtype not in _COPIED:
+        as_bits = _BITS[dtype.itemsize]
+        into, values = into.view(as_bits), values.detach().view(as_bits)
+    into.copy_(values.detach())
+
+
+_COPIED = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    }
+)
+_BITS: Mapping[int, torch.dtype] = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory holds the values one after the other, none negated or conjugated."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

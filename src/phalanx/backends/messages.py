@@ -18,7 +18,7 @@ from phalanx.backends.engine import (
     SendBytes,
     caller,
 )
-from phalanx.backends.memory import Buffer, readable_bytes, writable_bytes
+from phalanx.backends.memory import Buffer, copy_bits, readable_bytes, writable_bytes
 from phalanx.errors import DistributedError, InvalidRankError, SelfSendError
 from phalanx.wire.frame import Channel, Kind
 
@@ -98,7 +98,7 @@ class Messages:
 
         def finish() -> int:
             if stand_in is not None:
-                into.detach().copy_(stand_in)
+                copy_bits(into.detach(), stand_in)
             return self.group.to_local[operation.sender]
 
         return operation, finish
@@ -138,7 +138,7 @@ class Messages:
         operation = self._message("sendrecv", dst, tag, round_, (outgoing, view), timeout)
         self.wait(operation)
         if stand_in is not None:
-            into.detach().copy_(stand_in)
+            copy_bits(into.detach(), stand_in)
 
     def wait(self, operation: Operation, *, timeout: float | None = None) -> None:
         """Block until an operation is done. Raises its error, each time it is called."""

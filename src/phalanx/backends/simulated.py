@@ -35,8 +35,8 @@ class Scheduler(ABC):
         """An operation of this rank has ended. Lock held."""
 
     @abstractmethod
-    def pause(self, engine: SimulatedEngine) -> None:
-        """Let others run, without waiting for anything. Lock not held."""
+    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
+        """Let others run, and see to what is due, without waiting for anything. Lock not held."""
 
 
 class FreeThreads(Scheduler):
@@ -61,8 +61,11 @@ class FreeThreads(Scheduler):
         self._conditions[rank].notify_all()
 
     @override
-    def pause(self, engine: SimulatedEngine) -> None:
-        pass
+    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
+        with engine.lock:
+            if not until.done:
+                until.group.attend(until)
+                engine.run_ready()
 
 
 class Hub:
@@ -104,8 +107,8 @@ class SimulatedEngine(Engine):
         self.hub.scheduler.wait(self, until)
 
     @override
-    def poll(self) -> None:
-        self.hub.scheduler.pause(self)
+    def look_at(self, operation: Operation) -> None:
+        self.hub.scheduler.pause(self, operation)
 
     @override
     def operation_done(self, operation: Operation) -> None:

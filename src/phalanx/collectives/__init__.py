@@ -35,19 +35,16 @@ from phalanx.collectives.functions.broadcast_object import (
     broadcast_object,
 )
 from phalanx.collectives.functions.gather import async_gather, gather
-from phalanx.collectives.functions.point_to_point import recv, send, sendrecv
+from phalanx.collectives.functions.point_to_point import irecv, isend, recv, send, sendrecv
 from phalanx.collectives.functions.reduce import async_reduce, async_reduce_, reduce, reduce_
 from phalanx.collectives.functions.reduce_scatter import async_reduce_scatter, reduce_scatter
 from phalanx.collectives.functions.scatter import async_scatter, scatter
-from phalanx.collectives.objects import MalformedObjectError, UnsupportedObjectError
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.reduce_op import ReduceOp
 
 __all__ = [
-    "MalformedObjectError",
     "PendingCollective",
     "ReduceOp",
-    "UnsupportedObjectError",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -79,6 +76,8 @@ __all__ = [
     "broadcast_object",
     "chunk_ranges",
     "gather",
+    "irecv",
+    "isend",
     "recv",
     "reduce",
     "reduce_",

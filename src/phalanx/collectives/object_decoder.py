@@ -15,9 +15,9 @@ from phalanx.collectives.objects import (
     DIMENSIONS,
     DTYPES,
     FLOAT,
-    MalformedObjectError,
     shown,
 )
+from phalanx.errors import MalformedObjectError
 
 
 def decode(content: memoryview) -> object:

@@ -14,10 +14,10 @@ from phalanx.collectives.objects import (
     DEPTH,
     DIMENSIONS,
     FLOAT,
-    UnsupportedObjectError,
     shown,
 )
 from phalanx.collectives.prepare import plain
+from phalanx.errors import UnsupportedObjectError
 
 
 def encode(obj: object) -> bytearray:

@@ -22,10 +22,9 @@ from phalanx.collectives.cost import choose
 from phalanx.collectives.layout import WORK, Cut, Range, ranges_of
 from phalanx.collectives.object_decoder import decode
 from phalanx.collectives.object_encoder import encode
-from phalanx.collectives.objects import MalformedObjectError, UnsupportedObjectError
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.schedules import COLLECTIVES, ROOTED, for_root
-from phalanx.errors import UnsupportedOperationError
+from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
 
 CONTENT = 1  # the buffer after WORK, in which the lengths are
 MOST = 1 << 40  # bytes that an object may have

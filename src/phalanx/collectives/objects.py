@@ -25,8 +25,6 @@ from types import MappingProxyType
 
 import torch
 
-from phalanx.errors import DistributedError, UnsupportedOperationError
-
 DEPTH = 100  # levels of lists, tuples and dicts inside each other
 DIMENSIONS = 64  # of a tensor
 FLOAT = struct.Struct("<d")
@@ -45,14 +43,6 @@ CONTAINERS: Mapping[type, bytes] = MappingProxyType({list: b"l", tuple: b"t", di
 CONSTANTS: Mapping[object, bytes] = MappingProxyType({None: b"N", True: b"T", False: b"F"})
 _LEAVES = frozenset({str, bytes, int, float, bool})
 _SHOWN = 40  # characters of a key in a message
-
-
-class UnsupportedObjectError(UnsupportedOperationError, TypeError):
-    """An object that cannot be sent; the message says which part of it, as `obj["a"][3]`."""
-
-
-class MalformedObjectError(DistributedError, ValueError):
-    """Bytes that are no object."""
 
 
 def shown(key: object) -> str:

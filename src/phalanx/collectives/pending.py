@@ -36,7 +36,7 @@ class PendingCollective(Generic[T]):
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once. Moves what can be moved meanwhile."""
         if not self._operation.done:
-            self._backend.engine.poll()
+            self._backend.engine.look_at(self._operation)
         return self._operation.done
 
     def wait(self, timeout: float | None = None) -> T:

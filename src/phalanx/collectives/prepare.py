@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.memory import check_on_cpu
+from phalanx.backends.memory import check_on_cpu, copy_bits, is_plain, plain
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
+
+__all__ = [
+    "Prepared",
+    "check_distinct",
+    "check_into",
+    "check_slices",
+    "check_tensor",
+    "copy_bits",
+    "empty",
+    "finish_into",
+    "fresh",
+    "in_place",
+    "outgoing",
+    "plain",
+]
 
 
 class Prepared(NamedTuple):
@@ -37,7 +51,7 @@ def empty(
     if into is None:
         work = backend.empty(*shape, dtype=dtype)
         return Prepared(work, lambda: work)
-    work = into.detach() if _is_plain(into) else backend.empty(*shape, dtype=dtype)
+    work = into.detach() if is_plain(into) else backend.empty(*shape, dtype=dtype)
     return Prepared(work, lambda: finish_into(into, work))
 
 
@@ -48,15 +62,6 @@ def in_place(tensor: Tensor) -> Prepared:
     check_distinct(tensor)
     work = plain(tensor)
     return Prepared(work, lambda: finish_into(tensor, work))
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
-    if _is_plain(tensor):
-        return tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    copy_bits(copy, tensor)
-    return copy
 
 
 def outgoing(tensor: Tensor, into: Tensor | None) -> Tensor:
@@ -71,36 +76,10 @@ def outgoing(tensor: Tensor, into: Tensor | None) -> Tensor:
 
 def finish_into(into: Tensor, work: Tensor) -> Tensor:
     """`into` with the values of `work`; autograd is told that it changed."""
-    if into.data_ptr() != work.data_ptr() or not _is_plain(into):
+    if into.data_ptr() != work.data_ptr() or not is_plain(into):
         copy_bits(into.detach(), work)
     torch.autograd.graph.increment_version(into)
     return into
-
-
-def copy_bits(into: Tensor, values: Tensor) -> None:
-    """Copy values of one dtype, bit for bit, also of dtypes for which torch has no copy."""
-    dtype = values.dtype
-    if dtype not in _COPIED:
-        as_bits = _BITS[dtype.itemsize]
-        into, values = into.view(as_bits), values.detach().view(as_bits)
-    into.copy_(values.detach())
-
-
-_COPIED = frozenset(
-    {
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
-        *(torch.complex32, torch.complex64, torch.complex128),
-    }
-)
-_BITS: Mapping[int, torch.dtype] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the memory holds the values one after the other, none negated or conjugated."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 # ------------------------------------------------------------------------------------------ checks

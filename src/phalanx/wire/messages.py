@@ -37,13 +37,21 @@ class FailureNotice(msgspec.Struct, frozen=True):
     met: str = ""  # what the culprit was doing, where that is known
 
 
+LONGEST_TEXT = 20_000  # characters; three of them fit into a control frame in any script
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning if it is too long for a control frame."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+
+
 class Ask(msgspec.Struct, frozen=True):
     """To a rank that is waited for, in the group of the frame."""
 
-    sequence: int  # of the asker's collective; -1: this is not about one
+    sequence: int  # of the collective; -1: this is not about one
     fingerprint: int
     what: str  # that collective in words
-    answer: bool = False  # say what you wait for
+    inquiry: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,6 +60,9 @@ class Answer(msgspec.Struct, frozen=True):
     waits_for: list[int]  # ranks of the job
     what: str
     kept: int = 0  # bytes of the asker's messages that nobody here has received yet
+    inquiry: int = 0  # that of the `Ask`
+    group: int = 0  # that what it waits in is of,
+    sequence: int = -1  # and its number there, if it is a collective
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.history import Record
 from phalanx.errors import DesyncError
-from phalanx.wire.messages import Ask
+from phalanx.wire.messages import Ask, shortened
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.group import Group
@@ -67,7 +67,7 @@ class Agreement:
     def ask(self, operation: Operation, peers: list[int] | None = None) -> None:
         """Ask those it waits for whether they are in this collective, too."""
         group = self._group
-        ask = Ask(operation.sequence, operation.fingerprint, operation.describe())
+        ask = Ask(operation.sequence, operation.fingerprint, shortened(operation.describe()))
         for peer in operation.waits_for() if peers is None else peers:
             group.engine.ask(group.ranks[peer], group.id, ask)
 
@@ -109,7 +109,7 @@ class Agreement:
             return
         failure = Failure(DesyncError, peer, group.engine.rank, reason, mine, sequence)
         self.dispute = Dispute(monotonic() + ANSWER_WITHIN, failure)
-        group.engine.ask(peer, group.id, Ask(sequence, fingerprint, mine))
+        group.engine.ask(peer, group.id, Ask(sequence, fingerprint, shortened(mine)))
 
     def words_for(self, failure: Failure) -> str:
         """What this rank was doing when it, as `failure` says, did not do what others did."""

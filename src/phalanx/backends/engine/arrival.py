@@ -162,8 +162,8 @@ class Arrival:
 def combine_into(posted: PostedReceive, start: int, block: memoryview) -> None:
     """Reduce bytes that came into the receiver's memory, from byte `start` of its buffer on."""
     operation = posted.ticket.operation
-    assert operation.combine is not None
     if len(block) and not operation.done:
+        assert operation.combine is not None
         try:
             operation.combine(posted.buffer, start, block)
         except Exception as error:

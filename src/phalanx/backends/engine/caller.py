@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import PurePath
 from types import FrameType
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Site(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{PurePath(self.file).name}:{self.line}" if self.line else "an unknown line"
+        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
 
 
 NOWHERE = Site("", 0)
@@ -30,7 +30,7 @@ def caller() -> Site:
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return NOWHERE

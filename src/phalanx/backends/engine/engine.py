@@ -12,6 +12,7 @@ that say so are called with it held.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,12 +26,13 @@ from phalanx.backends.engine.history import History, Record
 from phalanx.backends.engine.mailbox import Mailbox, is_full
 from phalanx.backends.engine.operation import Operation
 from phalanx.backends.engine.rounds import ANY, Round
-from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
+from phalanx.backends.engine.ticket import NOTHING, PostedReceive, PostedSend, Ticket
 from phalanx.backends.engine.trace import Trace
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Channel, Kind
-from phalanx.wire.messages import Answer, Ask
+from phalanx.wire.messages import Answer, Ask, shortened
 
+NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 EARLY_GROUPS = 4096  # groups not made here yet of which something is remembered
 
@@ -63,6 +65,7 @@ class Engine(ABC):
         self._early_leavers: dict[int, set[int]] = {}  # likewise
         self._early_asks: dict[int, dict[int, Ask]] = {}  # likewise
         self._advancing = False
+        self.inquiries = itertools.count(1)  # their numbers
 
     # What a backend implements ------------------------------------------------------------
 
@@ -79,7 +82,7 @@ class Engine(ABC):
         """Move bytes until the operation is done; past its deadline it fails. Lock not held."""
 
     @abstractmethod
-    def poll(self) -> None:
+    def look_at(self, operation: Operation) -> None:
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     @abstractmethod
@@ -154,10 +157,12 @@ class Engine(ABC):
             if not posted.done:
                 posted.done = True
                 self.mailbox.withdraw(posted)
+                posted.view = NOTHING
         for send in ticket.sends:
             if not send.done:
                 send.done = True
                 self.retract(send)
+                send.view = NOTHING
 
     def run_ready(self) -> None:
         """Advance the operations whose rounds are complete. Lock held."""
@@ -174,12 +179,12 @@ class Engine(ABC):
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
+            group.left |= self._early_leavers.pop(group.id, set())
             failure = self._early_failures.pop(group.id, None)
             if failure is None:
                 failure = next((self.lost[r] for r in group.ranks if r in self.lost), None)
             if failure is not None:
-                group.failure = failure
-            group.left |= self._early_leavers.pop(group.id, set())
+                group.fail(failure, tell=False)
             for peer, ask in self._early_asks.pop(group.id, {}).items():
                 group.agreement.asked(peer, ask)
 
@@ -199,21 +204,39 @@ class Engine(ABC):
         """A peer asks about an operation of a group, or what this rank waits for. Lock held."""
         self.run_ready()
         group = self.groups.get(group_id)
-        if ask.sequence >= 0 and group is not None and peer in group.to_local:
+        if ask.inquiry:
+            self.answer(peer, self.state_for(peer, group, ask))
+        elif ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.agreement.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
             _early(self._early_asks, group_id, dict)[peer] = ask
-        if ask.answer:
-            self.answer(peer, self.state_for(peer, group))
 
-    def state_for(self, peer: int, group: Group | None = None) -> Answer:
-        """What this rank waits for (in that group, or else anywhere), as an answer to a peer."""
+    def state_for(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> Answer:
+        """What keeps this rank from what a peer waits for, as an answer to it."""
         kept = self.mailbox.early_bytes[peer]
-        under_way = group.under_way() if group is not None else []
-        operation = next(iter([*under_way, *self.awaited]), None)
+        operation = self._obstacle(group, ask.sequence)
         if operation is None:
-            return Answer([], "", kept)
-        return Answer(operation.waiting_for_whole(), operation.describe(), kept)
+            return Answer([], "", kept, ask.inquiry)
+        return Answer(
+            operation.waiting_for_whole(),
+            shortened(operation.describe()),
+            kept,
+            ask.inquiry,
+            operation.group.id,
+            operation.sequence if operation.is_collective else -1,
+        )
+
+    def _obstacle(self, group: Group | None, sequence: int) -> Operation | None:
+        """What has to end before this rank can do what it is waited for, if that is known.
+
+        The collective itself, if it is under way here, or one before it; else whatever a thread of
+        this rank waits in; else anything that is under way in that group.
+        """
+        under_way = group.under_way() if group is not None else []
+        for operation in under_way:
+            if operation.is_collective and operation.sequence <= sequence:
+                return operation
+        return next(iter([*self.awaited, *under_way]), None)
 
     def answered(self, peer: int, answer: Answer) -> None:
         """A peer says what it waits for. Lock held."""
@@ -223,8 +246,9 @@ class Engine(ABC):
             self.full.pop(peer, None)
         for group in list(self.groups.values()):
             for operation in group.under_way():
-                if operation.inquiry is not None:
-                    operation.inquiry.answered(peer, answer)
+                inquiry = operation.inquiry
+                if inquiry is not None and inquiry.number == answer.inquiry:
+                    inquiry.answered(peer, answer)
 
     def operation_ended(self, operation: Operation, record: Record) -> None:
         """An operation is over. Lock held."""

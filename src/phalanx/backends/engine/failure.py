@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx import errors
-from phalanx.wire.messages import FailureNotice
+from phalanx.wire.messages import FailureNotice, shortened
 
 
 class Failure(NamedTuple):
@@ -25,10 +25,10 @@ class Failure(NamedTuple):
             self.error.__name__,
             self.culprit,
             self.reporter,
-            self.reason,
-            self.signature,
+            shortened(self.reason),
+            shortened(self.signature),
             self.sequence,
-            self.met,
+            shortened(self.met),
         )
 
     @classmethod

@@ -241,6 +241,8 @@ class Group:
     def member_left(self, rank: int) -> None:
         """A member has closed the group, in good order: only who waits for it cannot go on."""
         self.left.add(rank)
+        if self.agreement.dispute is not None:
+            self.fail(self.agreement.dispute.failure)  # nobody will say what it was doing
         failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_whole(rank)} left")
         waiting = self._messages | set(list(self._queue)[:1])
         for operation in waiting:

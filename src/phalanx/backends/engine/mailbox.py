@@ -209,12 +209,16 @@ class Mailbox:
             p for key in ((channel, peer), (channel, ANY)) for p in self._posted.get(key, ())
         ]
         for posted in sorted(waiting, key=lambda posted: posted.order):
-            operation = posted.ticket.operation
             self._leave_line((channel, posted.peer), posted)
-            try:
-                self.expect(channel, posted)
-            except DistributedError as error:
-                operation.group.operation_failed(operation, error)
+            self._expect_again(channel, posted)
+
+    def _expect_again(self, channel: Channel, posted: PostedReceive) -> None:
+        """A receive lost its message; one that does not fit it is its error, nobody else's."""
+        operation = posted.ticket.operation
+        try:
+            self.expect(channel, posted)
+        except DistributedError as error:
+            operation.group.operation_failed(operation, error)
 
     def cancelled(self, arrival: Arrival) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
@@ -228,7 +232,7 @@ class Mailbox:
                 del self._early[key]
         arrival.forget()
         if posted is not None:
-            self.expect(arrival.channel, posted)
+            self._expect_again(arrival.channel, posted)
 
     def is_over(self, group: int) -> bool:
         """Whether a group is broken or closed."""

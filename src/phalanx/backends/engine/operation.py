@@ -154,6 +154,8 @@ class Operation:
         if ticket is not None and ticket.receives:
             self.sender = ticket.receives[0].peer
         self.group.operation_done(self)
+        # Or the memory would only be free when the garbage collector comes.
+        self.buffers, self.combine, self.local = (), None, None
 
     def expect_within(self, seconds: float) -> None:
         """Set a new deadline, counted from now."""

@@ -10,6 +10,7 @@ Where it ends nowhere, they wait for each other in a circle, or the bytes are sl
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -58,34 +59,47 @@ class Inquiry:
         self._operation = operation
         self._engine = operation.group.engine
         self._first = operation.waiting_for_whole()
-        self._answers: dict[int, Answer | None] = {self._engine.rank: Answer(list(self._first), "")}
+        self.number = next(self._engine.inquiries)
+        sequence = operation.sequence if operation.is_collective else -1
+        mine = Answer(list(self._first), "", group=operation.group.id, sequence=sequence)
+        self._answers: dict[int, Answer | None] = {self._engine.rank: mine}
+        self._to_follow: deque[Answer] = deque([mine])
+        self._following = False
 
     def begin(self) -> None:
         """Ask those that the operation waits for."""
-        self._ask(self._first)
+        self._follow()
 
     def answered(self, peer: int, answer: Answer) -> None:
         """A rank says what it waits for."""
         if peer in self._answers:
             self._answers[peer] = answer
-            self._ask(answer.waits_for)
+            self._to_follow.append(answer)
+            self._follow()
 
-    def _ask(self, ranks: Iterable[int]) -> None:
-        group = self._operation.group
-        for rank in ranks:
-            if rank not in self._answers and 0 <= rank < self._engine.world_size:
-                # A peer that takes no more cannot read the question: what it said last counts.
-                self._answers[rank] = self._engine.full.get(rank)
-                self._engine.ask(rank, group.id, Ask(-1, 0, "", answer=True))
+    def _follow(self) -> None:
+        """Ask those whom the ranks that answered wait for. Some answer before this returns."""
+        if self._following:
+            return
+        self._following = True
+        while self._to_follow:
+            answer = self._to_follow.popleft()
+            for rank in answer.waits_for:
+                if rank not in self._answers and 0 <= rank < self._engine.world_size:
+                    # A peer that takes no more cannot read the question: what it said last counts.
+                    self._answers[rank] = self._engine.full.get(rank)
+                    question = Ask(answer.sequence, 0, "", self.number)
+                    self._engine.ask(rank, answer.group, question)
+        self._following = False
 
     def verdict(self) -> CollectiveTimeoutError:
         """The error for the deadline that has passed."""
         operation = self._operation
         group = operation.group
         chain, ends = chain_of_waits(self._first, self._answers)
-        culprit = group.to_local.get(chain[-1]) if chain else None
-        if culprit is None and self._first:
-            culprit = group.to_local[self._first[0]]
+        # The end of the chain may be no member: then the last one that is, in this group's numbers.
+        members = [rank for rank in chain if rank in group.to_local]
+        culprit = group.to_local[members[-1]] if members else None
         head = group.head_of_queue(operation)
         behind = f" (it is queued behind {head.describe()})" if head is not operation else ""
         return CollectiveTimeoutError(

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from phalanx.backends.engine.operation import Operation
 
 
+NOTHING = memoryview(b"")  # instead of memory that is not needed any more: these are in cycles
+
+
 class PostedReceive:
     """A receive that waits for its message.
 
@@ -49,6 +52,7 @@ class PostedReceive:
         """The message is where it belongs."""
         if not self.done:
             self.done = True
+            self.view = NOTHING
             self.ticket.part_done()
 
 
@@ -67,6 +71,7 @@ class PostedSend:
         """The memory may be used again."""
         if not self.done:
             self.done = True
+            self.view = NOTHING
             self.ticket.part_done()
 
 

@@ -39,6 +39,7 @@ class Trace:
         self._groups: dict[int, int] = {}
         self._since = time() - monotonic()
         self._file = _create(folder, rank)
+        self._size = 0  # bytes, all of whole lines
         weakref.finalize(self, _close, self._file)
         self._write(b"[\n")
         self._name("process_name", 0, name=f"rank {rank}")
@@ -113,10 +114,15 @@ class Trace:
     def _write(self, line: bytes) -> None:
         if self._file < 0:
             return
+        rest = memoryview(line)
         try:
-            os.write(self._file, line)
+            while rest:  # when the disk is nearly full, only a part is written
+                rest = rest[os.write(self._file, rest) :]
+            self._size += len(line)
         except OSError as error:  # a full disk ends the trace, not the training
             log.warning("rank %d: the trace ends here: %s", self._rank, error)
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)  # nor is the last line torn
             self._file = -1
 
 

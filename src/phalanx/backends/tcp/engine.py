@@ -112,7 +112,15 @@ class TcpEngine(Engine):
                     left = min(until.group.attend(until), self.pulse.attend())
 
     @override
+    def look_at(self, operation: Operation) -> None:
+        with self.lock:
+            self.poll()
+            if not operation.done:
+                operation.group.attend(operation)
+                self.run_ready()
+
     def poll(self) -> None:
+        """Move the bytes that can be moved without waiting."""
         with self.lock:
             if self._driver is None and not self.closed:
                 self._turn(0.0)
@@ -151,6 +159,8 @@ class TcpEngine(Engine):
                     target=self._run_background, name=f"phalanx rank {self.rank}", daemon=True
                 )
                 self._thread.start()
+            if self._driver is not None and operation.timeout < 4 * EXPIRY_CHECK:
+                self.reactor.wake()  # or its deadline might pass before anybody looks at it
             self._condition.notify_all()
 
     def _run_background(self) -> None:
@@ -166,16 +176,18 @@ class TcpEngine(Engine):
                 raise
 
     def _keep_moving(self) -> None:
+        soon = 0.0
         while not self.closed:
             if not self._background:
                 self._condition.wait()
             elif self._driver is not None:
-                self._condition.wait(EXPIRY_CHECK)
+                self._condition.wait(soon)
             else:
-                self.drive(_NothingLeft(self._background), monotonic() + EXPIRY_CHECK)
+                self.drive(_NothingLeft(self._background), monotonic() + soon)
             self.pulse.attend()
+            soon = EXPIRY_CHECK
             for operation in list(self._background):
-                operation.group.attend(operation)
+                soon = min(soon, max(0.0, operation.group.attend(operation)))
             self.run_ready()
 
     @override

@@ -93,6 +93,11 @@ class Link:
         self.flush()
 
     @property
+    def paused(self) -> bool:
+        """Whether nothing is read from the peer, since there is no room for what it sends."""
+        return self._decoder.paused
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is left to write."""
         return not (self._pieces or self._outbox or self._control)

@@ -91,7 +91,10 @@ class Mesh:
                     f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
                     f"there are {self.world_size} ranks"
                 )
-            self.engine.failure_came(group, Failure.from_notice(notice))
+            failure = Failure.from_notice(notice)
+            if self.rendezvous is not None:
+                self.rendezvous.told(failure)
+            self.engine.failure_came(group, failure)
         elif kind is Kind.LEAVE_GROUP:
             self.engine.member_left(group, link.peer)
         elif kind is Kind.LEAVE:

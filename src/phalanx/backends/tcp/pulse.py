@@ -57,7 +57,7 @@ class Pulse:
         self._mesh = mesh
         self._poll = poll
         self._beat_every = seconds / 30
-        self._look_every = seconds / 12
+        self._look_every = seconds / 30
         self._limit = seconds * 5 / 6
         self._seconds = seconds
         self._processes: Mapping[int, int] = {}  # of the peers on this host
@@ -89,7 +89,7 @@ class Pulse:
         now = monotonic()
         if now >= self._next_look:
             # A rank that was stopped itself, or had no processor, must not blame the others for it.
-            self._look(min(now - self._last_look, 2 * self._look_every))
+            self._look(min(now - self._last_look, self._seconds / 6))
             self._last_look = now
             self._next_look = now + self._look_every
         return self._next_look - now
@@ -105,7 +105,7 @@ class Pulse:
                 self._mesh.give_up(link, self._obituary(peer))
 
     def _is_silent(self, link: Link) -> bool:
-        if link.given_up or link.left:
+        if link.given_up or link.left or link.paused:
             return False
         process = self._processes.get(link.peer)
         return process is None or is_stopped(process)

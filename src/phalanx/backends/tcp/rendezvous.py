@@ -18,6 +18,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from phalanx.backends.engine import Failure
 from phalanx.backends.tcp.address import listen_at, resolve
 from phalanx.backends.tcp.dial import Dial
 from phalanx.backends.tcp.host import host_id, process_id
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("phalanx")
+
+GRACE = 1.0  # seconds that a rank waits longer than rank 0 for word of who did not come
 
 Drive = Callable[["Rendezvous", float], None]
 
@@ -70,14 +73,19 @@ class Rendezvous:
             else:
                 self._call(0, self.endpoint, patient=True)
             drive(self, monotonic() + timeout)
+            if not self.done and 0 in mesh.links:
+                # Rank 0 knows who did not come, and says so when its own time is over.
+                drive(self, monotonic() + GRACE)
+            if not self.done:
+                self.error = self._too_late(timeout)
+            if mesh.rank == 0 and self.error is not None:
+                self._tell(self.error)
         finally:
             mesh.rendezvous = None
             for dial in self._dials.values():
                 dial.drop()
         if self.error is not None:
             raise self.error
-        if not self.done:
-            raise self._too_late(timeout)
         if mesh.door is not None:
             mesh.door.close()
             mesh.door = None
@@ -111,6 +119,17 @@ class Rendezvous:
             log.warning("rank 0: rank %d came and was lost: %s", link.peer, reason)
         else:
             self._lost(link.peer, reason)
+
+    def told(self, failure: Failure) -> None:
+        """Rank 0 has given up, and says why; once all are known, the first call says it."""
+        if len(self._known) < self.mesh.world_size:
+            self._fail(failure.error, failure.culprit, failure.reason)
+
+    def _tell(self, error: DistributedError) -> None:
+        culprit = 0 if error.peer is None else error.peer
+        notice = Failure(type(error), culprit, 0, str(error)).notice()
+        for link in list(self.mesh.links.values()):
+            link.send_control(Kind.FAILURE, encode(notice))
 
     def control_came(self, link: Link, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
@@ -202,7 +221,8 @@ class Rendezvous:
                 what += f" (last turned away: {mesh.last_rejection})"
             gone = [rank for rank in missing if rank in self._went]
             what += "".join(f"; rank {rank} came and was lost: {self._went[rank]}" for rank in gone)
-            peer = missing[0]
+            never = [rank for rank in missing if rank not in self._went]
+            peer = (never or missing)[0]
         elif 0 in unconnected:
             what, peer = f"rank 0 cannot be reached: {self._dials[0].trouble}", 0
             if self._dials[0].refused:

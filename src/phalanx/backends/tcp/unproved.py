@@ -17,6 +17,11 @@ log = logging.getLogger("phalanx")
 HUNG_UP = "the connection was closed during the handshake"
 
 
+# What a short outage swallowed is sent again within a second of its end (Linux 6.15, uapi tcp.h).
+TCP_RTO_MAX_MS = 44
+LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
+
+
 class Unproved:
     """A non-blocking socket, and the handshake that goes over it."""
 
@@ -69,6 +74,8 @@ class Unproved:
         """The peer has proved itself: the connection is a link now."""
         with suppress(OSError):  # if it has broken already, the link will see
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # an older kernel
+            self.sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRANSMIT)
         peer = self.handshake.peer
         assert peer is not None
         self.mesh.link_opened(peer, self.sock, self.handshake.surplus)

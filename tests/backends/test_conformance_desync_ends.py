@@ -1,0 +1,75 @@
+"""Ranks that disagree and do not wait: they poll, leave, or come when it is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from clusters import PATIENCE, Cluster, whole
+
+import phalanx
+from phalanx import Backend, DesyncError, PeerLostError
+
+ONES = torch.ones(8)
+PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
+
+
+def test_ranks_that_only_ask_whether_they_are_done_learn_that_they_disagree(
+    cluster: Cluster,
+) -> None:
+    def disagree(backend: Backend) -> None:
+        root = 1 - backend.rank
+        pending = phalanx.async_broadcast(ONES, backend, root, algorithm="star")
+        if cluster.keeps_time:
+            polls = 0
+            while not pending.done() and polls < 3000:
+                time.sleep(0.005)
+                polls += 1
+            assert pending.done()
+        with pytest.raises(DesyncError):
+            pending.wait()
+
+    cluster.run(disagree, 2, timeout=PROMPT)
+
+
+@pytest.mark.timeouts
+def test_a_disagreement_is_told_although_the_other_side_leaves_in_the_middle_of_it(
+    cluster: Cluster,
+) -> None:
+    met = threading.Event()
+
+    def disagree(backend: Backend) -> None:
+        if backend.rank == 0:
+            phalanx.broadcast(ONES, backend, algorithm="star")
+            backend.send(b"go", 1)
+            assert met.wait(PATIENCE)
+            whole(backend).close()
+            return
+        backend.recv(bytearray(2), 0)
+        pending = phalanx.async_all_reduce(ONES, backend, algorithm="star")
+        met.set()
+        with pytest.raises(DesyncError):
+            pending.wait()
+
+    cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_what_came_for_a_group_that_was_broken_before_it_was_made_is_dropped(
+    cluster: Cluster,
+) -> None:
+    def break_early(backend: Backend) -> None:
+        if backend.rank == 1:
+            group = backend.subgroup([0, 1])
+            group.send(bytes(1000), 0)
+            group.abort()
+            backend.barrier()
+            return
+        backend.barrier()
+        group = backend.subgroup([0, 1])
+        with pytest.raises(PeerLostError):
+            group.barrier()
+        assert not sum(backend.engine.mailbox.early_bytes.values())
+
+    cluster.run(break_early, 2)
