@@ -4,9 +4,15 @@
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
 #   make bench   all_reduce beside Gloo
-#   make fuzz    bytes that nobody should send, a minute of each kind
-#   make blame   who failed, and how soon all know it: minutes of killed and cut-off ranks
-#   make flood   how long a job takes to form with a crowd of strangers at its door
+#
+# Long forms of what the tests do in short, each of which prints N of N:
+#
+#   make stress    random programs on every backend, compared with a plain reference
+#   make blame     ranks killed, stopped, cut off: who is named, and how soon
+#   make bad-days  the launcher killed, interrupted and restarted
+#   make fuzz      bytes that nobody should send
+#   make flood     how long a job takes to form with a crowd of strangers at its door
+#   make agreement what it costs that ranks compare what they do
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
@@ -19,7 +25,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench fuzz flood blame clean
+.PHONY: demo test lint format bench stress blame bad-days fuzz flood agreement clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -39,6 +45,15 @@ format: $(READY)
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce.py $(ARGS)
 
+stress: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/run.py $(ARGS)
+
+blame: $(READY)
+	$(BIN)/python tests/scripts/blame.py $(ARGS)
+
+bad-days: $(READY)
+	$(BIN)/python tests/scripts/launcher_bad_days.py $(ARGS)
+
 fuzz: $(READY)
 	$(BIN)/python tests/wire/wire_fuzz.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/link_fuzz.py $(ARGS)
@@ -46,8 +61,8 @@ fuzz: $(READY)
 flood: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/door_flood.py $(ARGS)
 
-blame: $(READY)
-	$(BIN)/python tests/scripts/blame.py $(ARGS)
+agreement: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
 
 # torch first and by itself: as a dependency of something else it could be another build.
 $(READY): pyproject.toml constraints.txt
