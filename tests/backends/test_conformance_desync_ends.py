@@ -73,3 +73,29 @@ def test_what_came_for_a_group_that_was_broken_before_it_was_made_is_dropped(
         assert not sum(backend.engine.mailbox.early_bytes.values())
 
     cluster.run(break_early, 2)
+
+
+def test_a_rank_that_makes_no_call_any_more_finds_a_disagreement_in_the_log(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    def disagree(backend: Backend) -> None:
+        group = backend.subgroup(range(2))
+        if backend.rank == 0:
+            phalanx.broadcast(ONES, group, algorithm="star")
+            backend.send(b"go", 1)
+            backend.recv(bytearray(4), 1)  # the other has raised
+            backend.barrier()
+            group.close()
+            return
+        backend.recv(bytearray(2), 0)
+        with pytest.raises(DesyncError):
+            phalanx.all_reduce(ONES, group, algorithm="star")
+        backend.send(b"done", 0)
+        backend.barrier()
+
+    cluster.run(disagree, 2)
+    told = [record for record in caplog.records if "without having noticed" in record.message]
+    assert len(told) == 1
+    assert "rank 0 closes" in told[0].message
+    assert "broadcast #0" in told[0].message
+    assert "all_reduce #0" in told[0].message

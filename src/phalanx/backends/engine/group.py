@@ -8,6 +8,7 @@ were issued; its messages run beside them; other groups know nothing of it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 import weakref
 from collections import Counter, deque
@@ -20,11 +21,13 @@ from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.history import Record
 from phalanx.backends.engine.overdue import Inquiry, inquiry_time
 from phalanx.backends.engine.wording import closed_error, error_for
-from phalanx.errors import DistributedError, MisuseError, PeerLostError
+from phalanx.errors import DesyncError, DistributedError, MisuseError, PeerLostError
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.engine import Engine
     from phalanx.backends.engine.operation import Operation
+
+log = logging.getLogger("phalanx")
 
 WORLD_ID = 0
 
@@ -44,6 +47,7 @@ class Group:
         self.rank = self.to_local[engine.rank]
         self.size = len(ranks)
         self.failure: Failure | None = None
+        self._untold = False  # whether no call has raised the failure
         self.closed = False
         self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
@@ -232,6 +236,7 @@ class Group:
         if self.failure is not None:
             return
         self.failure = failure
+        self._untold = not self.under_way()
         for operation in self.under_way():
             operation.fail(error_for(failure, operation))
         self.engine.mailbox.forget_group(self.id)
@@ -255,6 +260,7 @@ class Group:
         if self.closed:
             return
         self.closed = True
+        self._tell_at_last()
         for child in self._made:
             child.close()
         for operation in self.under_way():
@@ -262,11 +268,25 @@ class Group:
         self.engine.mailbox.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
 
+    def _tell_at_last(self) -> None:
+        """A rank that makes no call any more hears of a disagreement here, in the log."""
+        dispute = self.agreement.dispute
+        if self.failure is None and dispute is not None:
+            self.fail(dispute.failure)
+        if self.failure is not None and self._untold and self.failure.error is DesyncError:
+            log.warning(
+                "rank %d closes%s without having noticed: %s",
+                self.rank,
+                self.suffix,
+                self.failure.reason,
+            )
+
     def check_usable(self, operation: Operation) -> None:
         """Raise the first failure of the group, or that it is closed."""
         if self.closed or self.engine.closed:
             raise closed_error(operation)
         if self.failure is not None:
+            self._untold = False
             error = error_for(self.failure, operation, later=True)
             self.engine.history.note_on(error)
             raise error

@@ -109,6 +109,7 @@ class TcpBackend(Backend):
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
 
         Waits until the bytes of completed sends have reached the peers' hosts, 5 seconds at most.
+        If the ranks disagreed and no call of this rank has raised it, the log says so.
         """
         self._leave(farewell=FAREWELL)
 
@@ -121,6 +122,8 @@ class TcpBackend(Backend):
         with engine.lock:
             if engine.closed:
                 return
+            if farewell:
+                engine.poll()  # word of a failure may be waiting
             for group in list(engine.groups.values()):
                 group.close()
             engine.run_ready()
