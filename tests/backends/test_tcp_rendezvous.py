@@ -17,7 +17,6 @@ from phalanx import (
     AuthenticationError,
     BackendUnavailableError,
     CollectiveTimeoutError,
-    DistributedError,
     InvalidRankError,
     InvalidWorldSizeError,
     TcpBackend,

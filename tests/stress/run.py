@@ -69,20 +69,20 @@ def _outcomes(place: str, seeds: range) -> Iterator[tuple[int, Program, BaseExce
     if place != PROCESSES or len(seeds) == 1:
         for seed in seeds:
             program = generate(seed)
-            yield 1, program, _error_of(lambda program=program: run(program, place))  # type: ignore[misc]
+            yield 1, program, _error_of(lambda program=program: run(program, place))
         return
     by_size = sorted(map(generate, seeds), key=lambda program: program.size)
     for _, programs in groupby(by_size, key=lambda program: program.size):
         many = list(programs)
         for start in range(0, len(many), BATCH):
             batch = many[start : start + BATCH]
-            failed = _error_of(lambda batch=batch: run_in_processes(batch))  # type: ignore[misc]
+            failed = _error_of(lambda batch=batch: run_in_processes(batch))
             if failed is None:
                 yield len(batch), batch[-1], None
                 continue
             errors = []
             for program in batch:  # each alone, to know which
-                errors.append(_error_of(lambda program=program: run_in_processes([program])))  # type: ignore[misc]
+                errors.append(_error_of(lambda program=program: run_in_processes([program])))
                 yield 1, program, errors[-1]
             if not any(errors):
                 yield -len(batch), batch[-1], failed  # right alone, but not one after the other

@@ -19,6 +19,8 @@ from stress_program import BEFORE, WORLD, Action, GroupPlan, Message, Op, Progra
 
 MESSAGES = 0.4  # of all operations
 BURSTS = 0.15
+HUGE = 0.1  # of the impatient messages: more than a socket takes
+MANY_ROWS = 5000  # as many for each rank would be too many
 
 
 def generate(seed: int) -> Program:
@@ -111,7 +113,8 @@ class _Writer:
         shape = a_shape(draw)
         size = len(group.ranks)
         if kind.cuts:
-            shape = (shape[0] * size, *shape[1:]) if shape else (size,)
+            rows = shape[0] if shape else 1
+            shape = (size * (rows if rows <= MANY_ROWS else rows // size), *shape[1:])
         op = Op(
             number=len(self.ops),
             kind=name,
@@ -165,10 +168,13 @@ class _Writer:
         from_any = draw.random() < 0.3
         sources = draw.sample(others, draw.randint(1, len(others)) if from_any else 1)
         shape = a_shape(draw)
-        sent = [
-            Message(draw.choice(sources), shape if from_any else a_shape(draw), *self.how_to_wait())
-            for _ in range(draw.randint(1, 4))
-        ]
+        sent = []
+        for _ in range(draw.randint(1, 4)):
+            blocking, patient = self.how_to_wait()
+            each = shape if from_any else a_shape(draw)
+            if blocking and not (patient or from_any) and draw.random() < HUGE:
+                each = (draw.randint(1 << 20, 2 << 20),)  # given up in the middle
+            sent.append(Message(draw.choice(sources), each, blocking, patient))
         # Whoever asks for one sender's messages first leaves the others to those who take any.
         of_first = [message.shape for message in sent if message.src == sources[0]]
         named = min(draw.randint(0, 4), len(of_first)) if from_any else len(sent)

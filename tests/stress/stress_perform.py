@@ -140,7 +140,7 @@ class Performer:
             "send": self._messages.send,
             "recv": self._messages.receive,
         }[action.part]
-        finish = begin_it(op, self._groups[op.group], action.index, waits)
+        finish = begin_it(op, self._groups[op.group], action.which, waits)
         if waits:
             finish()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from clusters import CLUSTERS, Cluster
 from ranks import run_ranks
 from stress_perform import Observer, Performer, Reference
@@ -68,5 +69,6 @@ def run_in_processes(programs: list[Program]) -> None:
 
 def be_a_process(backend: Backend, programs: list[Program]) -> None:
     """One rank of several programs; all on the same connections."""
+    torch.set_num_threads(1)  # or the ranks' threads wait for each other's
     for program in programs:
         Performer(program, backend, Reference(program), threads=True).run()

@@ -91,7 +91,7 @@ class Action(NamedTuple):
     """What one rank (of the world) does: make a group; do, start or finish its part of an op.
 
     part    of messages: "send" or "recv"; else empty
-    index   which of them
+    which   of them: its place in the operation
     """
 
     rank: int
@@ -99,12 +99,12 @@ class Action(NamedTuple):
     verb: str
     op: int
     part: str = ""
-    index: int = 0
+    which: int = 0
 
     def __str__(self) -> str:
         if self.verb == "make":
             return f"make group {self.op}"
-        return f"{self.verb} #{self.op}" + (f" {self.part} {self.index}" if self.part else "")
+        return f"{self.verb} #{self.op}" + (f" {self.part} {self.which}" if self.part else "")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ of them are exact in their dtype, so the reference need not know in which order 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from stress_program import Op
@@ -101,7 +101,7 @@ def laid_out(values: Tensor, layout: str) -> Memory:
     return memory
 
 
-def same(left: object, right: object) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Equal in type, shape, dtype and every value; lists and dicts part by part."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
@@ -111,7 +111,7 @@ def same(left: object, right: object) -> bool:
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    return left == right
+    return bool(left == right)
 
 
 def shown(value: object) -> str:

@@ -93,8 +93,8 @@ def test_the_timeline_can_be_completed_one_action_after_the_other() -> None:
             sent[action.op] += action.part == "send" and action.verb != "finish"
             if action.part == "recv" and action.verb != "start":
                 op = program.ops[action.op]
-                src = op.receives[action.index].src
-                asked = sum(receive.src == src for receive in op.receives[: action.index + 1])
+                src = op.receives[action.which].src
+                asked = sum(receive.src == src for receive in op.receives[: action.which + 1])
                 assert sent[op.number] >= (len(op.messages) if src is None else asked)
         assert not started
         for op in program.ops.values():
