@@ -78,7 +78,7 @@ def test_alone_there_is_nobody_to_receive_from(cluster: Cluster) -> None:
 def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_receives_only() -> None:
     """Rank 1 gives up in the middle of a large message; that of rank 2 is too small."""
     size = 60 << 20
-    begun, small = threading.Event(), threading.Event()
+    begun, small, given_up = threading.Event(), threading.Event(), threading.Event()
 
     def exchange(backend: Backend) -> None:
         if backend.rank == 1:
@@ -87,6 +87,7 @@ def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_rece
             assert small.wait(PATIENCE)
             with pytest.raises(CollectiveTimeoutError):
                 backend.wait(begins, timeout=1e-6)
+            given_up.set()
         elif backend.rank == 2:
             backend.recv(bytearray(), 0, tag=GO)
             backend.send(b"abc", 0)
@@ -98,7 +99,9 @@ def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_rece
                 assert not pending.done()
             backend.send(b"", 2, tag=GO)
             backend.recv(bytearray(), 2, tag=GO)
-            small.set()
+            with backend.engine.lock:  # nothing is read meanwhile, or all of it might get through
+                small.set()
+                assert given_up.wait(PATIENCE)
             with pytest.raises(SizeMismatchError, match="from rank 2"):
                 pending.wait()
         backend.barrier()

@@ -5,6 +5,7 @@ rounds      sends and receives that may happen together, bound to bytes
 ticket      one round under way
 mailbox     where messages and receives meet, whichever comes first
 group       which ranks, in which order they do things, and whether they still can
+foretold    what others say of groups that are not made here yet
 agreement   whether they do the same things
 overdue     whose fault it is when a deadline passes
 failure     why a group is broken

@@ -16,11 +16,10 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from time import monotonic
-from typing import TypeVar
 
 from phalanx.backends.engine.failure import Failure
+from phalanx.backends.engine.foretold import FutureGroups
 from phalanx.backends.engine.group import Group
 from phalanx.backends.engine.history import History, Record
 from phalanx.backends.engine.mailbox import Mailbox, is_full
@@ -34,9 +33,6 @@ from phalanx.wire.messages import Answer, Ask, shortened
 
 NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
-EARLY_GROUPS = 4096  # groups not made here yet of which something is remembered
-
-T = TypeVar("T")
 
 
 class Engine(ABC):
@@ -61,9 +57,7 @@ class Engine(ABC):
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
         self.mailbox.traced = self.trace is not None
-        self._early_failures: dict[int, Failure] = {}  # of groups that are not made here yet
-        self._early_leavers: dict[int, set[int]] = {}  # likewise
-        self._early_asks: dict[int, dict[int, Ask]] = {}  # likewise
+        self._future = FutureGroups()
         self._advancing = False
         self.inquiries = itertools.count(1)  # their numbers
 
@@ -179,13 +173,13 @@ class Engine(ABC):
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
-            group.left |= self._early_leavers.pop(group.id, set())
-            failure = self._early_failures.pop(group.id, None)
-            if failure is None:
-                failure = next((self.lost[r] for r in group.ranks if r in self.lost), None)
+            foretold = self._future.take(group.id)
+            group.left |= foretold.leavers
+            lost = (self.lost[rank] for rank in group.ranks if rank in self.lost)
+            failure = foretold.failure or next(lost, None)
             if failure is not None:
                 group.fail(failure, tell=False)
-            for peer, ask in self._early_asks.pop(group.id, {}).items():
+            for peer, ask in foretold.asks.items():
                 group.agreement.asked(peer, ask)
 
     def failure_came(self, group_id: int, failure: Failure) -> None:
@@ -195,7 +189,8 @@ class Engine(ABC):
         self.run_ready()  # what is complete has not failed
         group = self.groups.get(group_id)
         if group is None:
-            _early(self._early_failures, group_id, lambda: failure)
+            foretold = self._future.of(group_id)
+            foretold.failure = foretold.failure or failure
         else:
             # Told on: a member that is not connected to the reporter may be to this rank.
             group.fail(failure)
@@ -209,7 +204,7 @@ class Engine(ABC):
         elif ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.agreement.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
-            _early(self._early_asks, group_id, dict)[peer] = ask
+            self._future.of(group_id).asks[peer] = ask
 
     def state_for(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> Answer:
         """What keeps this rank from what a peer waits for, as an answer to it."""
@@ -274,7 +269,7 @@ class Engine(ABC):
         if group is not None:
             group.member_left(peer)
         elif not self.mailbox.is_over(group_id):
-            _early(self._early_leavers, group_id, set).add(peer)
+            self._future.of(group_id).leavers.add(peer)
 
     def peer_left(self, peer: int) -> None:
         """A peer has closed everything, in good order. Lock held."""
@@ -309,12 +304,3 @@ class Engine(ABC):
                 op=operation.name,
                 sequence=operation.sequence,
             )
-
-
-def _early(kept: dict[int, T], group: int, make: Callable[[], T]) -> T:
-    """What is kept for a group that is not made here yet; of too many, the oldest is dropped."""
-    if group not in kept:
-        if len(kept) >= EARLY_GROUPS:
-            del kept[next(iter(kept))]
-        kept[group] = make()
-    return kept[group]
