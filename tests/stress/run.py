@@ -53,7 +53,7 @@ def _all_right(place: str, seeds: range) -> bool:
             right += done
         if error is not None:
             print(f"\n{place}: seed {program.seed} fails:")
-            traceback.print_exception(error)
+            traceback.print_exception(error, file=sys.stdout)
             _explain(program, place)
         if sys.stdout.isatty():
             print(f"\r{place}: {right} of {len(seeds)} programs right", end="", flush=True)
