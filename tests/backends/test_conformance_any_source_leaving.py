@@ -13,8 +13,8 @@ from phalanx import (
     PeerLostError,
     SelfSendError,
     SizeMismatchError,
+    irecv,
 )
-from phalanx.collectives.functions.point_to_point import irecv
 
 GO = 1  # tag
 

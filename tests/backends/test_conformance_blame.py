@@ -10,8 +10,7 @@ import torch
 from clusters import CLUSTERS, PATIENCE, Cluster, Simulated, Tcp
 
 import phalanx
-from phalanx import Backend, CollectiveTimeoutError
-from phalanx.collectives.functions.point_to_point import irecv
+from phalanx import Backend, CollectiveTimeoutError, irecv
 
 SOON = 1.0  # seconds; the questions are asked a quarter of a second before
 ONES = torch.ones(4)

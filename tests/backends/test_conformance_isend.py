@@ -18,8 +18,9 @@ from phalanx import (
     PeerLostError,
     SelfSendError,
     SizeMismatchError,
+    irecv,
+    isend,
 )
-from phalanx.collectives.functions.point_to_point import irecv, isend
 
 
 def test_any_number_may_be_outstanding_and_waited_for_in_any_order(cluster: Cluster) -> None:

@@ -22,9 +22,9 @@ from phalanx import (
     DistributedError,
     PeerLostError,
     SimulatedBackend,
+    irecv,
 )
 from phalanx.backends.engine.history import SHOWN
-from phalanx.collectives.functions.point_to_point import irecv
 
 needs_notes = pytest.mark.skipif(
     not hasattr(BaseException, "add_note"), reason="errors have notes since Python 3.11"

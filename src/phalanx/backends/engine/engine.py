@@ -99,6 +99,10 @@ class Engine(ABC):
     def retract(self, send: PostedSend) -> None:
         """A send was given up: its memory must not be read from now on."""
 
+    def settle(self, send: PostedSend) -> bool:
+        """Whether a send whose time is over has gone all the same: then it is complete."""
+        return False
+
     @abstractmethod
     def operation_done(self, operation: Operation) -> None:
         """An operation has ended: wake whoever waits for it. Lock held."""

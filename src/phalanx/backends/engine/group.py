@@ -21,7 +21,13 @@ from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.history import Record
 from phalanx.backends.engine.overdue import Inquiry, inquiry_time
 from phalanx.backends.engine.wording import closed_error, error_for
-from phalanx.errors import DesyncError, DistributedError, MisuseError, PeerLostError
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    DesyncError,
+    DistributedError,
+    MisuseError,
+    PeerLostError,
+)
 
 if TYPE_CHECKING:
     from phalanx.backends.engine.engine import Engine
@@ -163,7 +169,10 @@ class Group:
         if operation.done:
             return
         if not operation.is_collective:
-            operation.fail(error)
+            if isinstance(error, CollectiveTimeoutError) and self._has_gone(operation):
+                self.engine.run_ready()
+            else:
+                operation.fail(error)
             return
         kind: type[DistributedError] = PeerLostError
         culprit = self.rank
@@ -181,6 +190,13 @@ class Group:
         )
         operation.fail(error)
         self.fail(failure)
+
+    def _has_gone(self, operation: Operation) -> bool:
+        """Whether a message that timed out arrives all the same: resent, it would come twice."""
+        ticket = operation.ticket
+        if ticket is None or not all(posted.done for posted in ticket.receives):
+            return False
+        return all(send.done or self.engine.settle(send) for send in ticket.sends)
 
     def attend(self, operation: Operation) -> float:
         """See to what is due while an operation is under way; seconds until this is needed again.

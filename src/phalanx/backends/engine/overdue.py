@@ -120,6 +120,12 @@ class Inquiry:
 
     def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
         name = self._operation.group.name_of_whole
+        kept = self._engine.mailbox.early_bytes[chain[-1]] if chain else 0
+        if chain and self._answers.get(chain[-1]) is None and is_full(kept):
+            # It may have answered: nothing is read from it.
+            yield f", of whose messages this rank keeps {kept >> 20} MiB that nobody has received, "
+            yield "and takes no more: receive those first"
+            return
         it = ", which"
         for rank, next_rank in pairwise([*chain, *self._beyond(chain)]):
             answer = self._answers[rank]

@@ -44,7 +44,8 @@ class TcpBackend(Backend):
     Blocks until all ranks have met and are connected, each with each; those that start early try
     again until the others are there. Then nobody listens any more. A message is sent when the
     kernel has taken it; up to 256 MiB of each peer's that nobody has asked for are kept by this
-    process, whenever it is in a call of this backend.
+    process, whenever it is in a call of this backend, those of collectives that the peer has issued
+    ahead among them. Beyond that the peer waits, and so does what it sends behind.
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
     use, the address is not this host's), `AuthenticationError` (another token, job or world size;

@@ -66,6 +66,10 @@ class TcpEngine(Engine):
         self.mesh.retract(send)
 
     @override
+    def settle(self, send: PostedSend) -> bool:
+        return self.mesh.settle(send)
+
+    @override
     def tell(self, group: Group, failure: Failure) -> None:
         # The culprit is told, too, if it lives.
         self._send_to_members(group, Kind.FAILURE, encode(failure.notice()))

@@ -26,11 +26,13 @@ READS_AT_A_TIME = 8  # then others have their turn
 class Outgoing:
     """A message on its way out, cut into frames."""
 
-    __slots__ = ("frames", "send")
+    __slots__ = ("begun", "frames", "last_begun", "send")
 
-    def __init__(self, send: PostedSend | None, parts: Iterator[tuple[bytes, memoryview]]) -> None:
-        self.send = send  # None for control frames, which nobody waits for
+    def __init__(self, send: PostedSend, parts: Iterator[tuple[bytes, memoryview]]) -> None:
+        self.send: PostedSend | None = send  # None once nobody waits for it
         self.frames = parts
+        self.begun = 0  # bytes in the frames that have begun
+        self.last_begun = False  # whether the last one has
 
 
 class Link:
@@ -86,6 +88,20 @@ class Link:
                 self._cancel(send)
             return
 
+    def settle(self, send: PostedSend) -> bool:
+        """Whether a message that would be given up counts as sent: its last frame has begun.
+
+        The peer gets it whole in any case; what is left of the frame is written from a copy.
+        """
+        if not self._outbox or self._outbox[0].send is not send or not self._outbox[0].last_begun:
+            return False
+        outgoing = self._outbox[0]
+        self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
+        outgoing.send = None
+        outgoing.frames = iter(())
+        send.complete()
+        return True
+
     def _cancel(self, send: PostedSend) -> None:
         channel = send.ticket.operation.channel
         header = pack_header(Channel(channel.group, Kind.CANCEL, channel.number))
@@ -140,6 +156,9 @@ class Link:
             part = next(outgoing.frames, None)
             if part is not None:
                 header, payload = part
+                outgoing.begun += len(payload)
+                assert outgoing.send is not None
+                outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
                 self._pieces = [memoryview(header)]
                 if len(payload):
                     self._pieces.append(payload)

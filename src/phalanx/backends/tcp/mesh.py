@@ -75,6 +75,11 @@ class Mesh:
         if link is not None:
             link.retract(send)
 
+    def settle(self, send: PostedSend) -> bool:
+        """Whether a message that would be given up has gone already."""
+        link = self.links.get(send.peer)
+        return link is not None and link.settle(send)
+
     def resume(self, peer: int) -> None:
         """There may be room again for what a peer sends."""
         link = self.links.get(peer)
