@@ -64,12 +64,12 @@ class Agreement:
                 if ask.sequence == operation.sequence:
                     self.asked(peer, ask)
 
-    def ask(self, operation: Operation, peers: list[int] | None = None) -> None:
+    def ask(self, operation: Operation) -> None:
         """Ask those it waits for whether they are in this collective, too."""
         group = self._group
         ask = Ask(operation.sequence, operation.fingerprint, shortened(operation.describe()))
-        for peer in operation.waits_for() if peers is None else peers:
-            group.engine.ask(group.ranks[peer], group.id, ask)
+        for peer in operation.waiting_for_whole():
+            group.engine.ask(peer, group.id, ask)
 
     def asked(self, peer: int, ask: Ask) -> None:
         """A member (a rank of the job) asks whether this rank is, was, or will be in that, too."""

@@ -15,6 +15,7 @@ from phalanx.backends.engine.agreement import ASK_EVERY
 from phalanx.backends.engine.caller import NOWHERE, Site
 from phalanx.backends.engine.describe import describe
 from phalanx.backends.engine.rounds import Round
+from phalanx.backends.engine.ticket import NOTHING
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from phalanx.backends.engine.ticket import Ticket
 
 LocalStep = Any  # whatever the operation's `local` understands
-_NOTHING = memoryview(b"")
 Combine = Callable[[int, int, memoryview], None]  # (buffer, first byte, what came)
 
 
@@ -112,7 +112,7 @@ class Operation:
 
     def bytes_of(self, buffer: int, start: int, stop: int) -> memoryview:
         """A part of one of the buffers."""
-        return self.buffers[buffer][start:stop] if stop > start else _NOTHING
+        return self.buffers[buffer][start:stop] if stop > start else NOTHING
 
     def advance(self) -> None:
         """Go on from the round that is complete, as far as possible without waiting."""

@@ -80,9 +80,7 @@ class Link:
                 continue
             del self._outbox[place]
             if place == 0 and self._pieces:
-                self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
-                outgoing.send = None
-                outgoing.frames = iter(())
+                self._finish_from_copy(outgoing)
                 self._outbox.appendleft(outgoing)
             if place == 0:
                 self._cancel(send)
@@ -95,12 +93,15 @@ class Link:
         """
         if not self._outbox or self._outbox[0].send is not send or not self._outbox[0].last_begun:
             return False
-        outgoing = self._outbox[0]
+        self._finish_from_copy(self._outbox[0])
+        send.complete()
+        return True
+
+    def _finish_from_copy(self, outgoing: Outgoing) -> None:
+        """Nobody waits for this message any more: write its frame to the end, and no other."""
         self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
         outgoing.send = None
         outgoing.frames = iter(())
-        send.complete()
-        return True
 
     def _cancel(self, send: PostedSend) -> None:
         channel = send.ticket.operation.channel
