@@ -21,6 +21,7 @@ from phalanx.backends.memory import copy_bits, tensor_bytes
 from phalanx.backends.native import Call
 from phalanx.collectives.arithmetic import Arithmetic
 from phalanx.collectives.cost import choose
+from phalanx.collectives.flat import FLAT, Flat
 from phalanx.collectives.memo import remembered
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Key, Plan, make_plan
@@ -61,7 +62,10 @@ def planned(
         if collective in REDUCING:
             reduction_for(op, dtype, rank=backend.rank, collective=collective)
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
-        if name == "auto":
+        window = backend.group.window
+        if name == "auto" and window is not None and window.size == backend.world_size:
+            name = FLAT[collective]
+        elif name == "auto":
             name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
         return make_plan(
             Key(collective, name, shape, dtype, op, root), backend.rank, backend.world_size
@@ -88,7 +92,46 @@ def start(
     name    another one than the schedule's, for messages
     label   ranks whose labels differ do not mean the same: a `DesyncError`
     """
-    plan = planned(
+    plan = _plan_for(task, backend, algorithm, reproducible=reproducible)
+    return _start(
+        task,
+        plan,
+        backend,
+        freely=algorithm == "auto" and not reproducible,
+        name=name,
+        timeout=timeout,
+        background=background,
+        label=label,
+    )
+
+
+def run(
+    task: Task[T],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    reproducible: bool = False,
+    timeout: float | None = None,
+) -> T:
+    """Carry out a collective and return its result. Blocks."""
+    plan = _plan_for(task, backend, algorithm, reproducible=reproducible)
+    flat = _flat(plan, backend)
+    if flat is None:
+        return _start(
+            task, plan, backend, freely=algorithm == "auto" and not reproducible, timeout=timeout
+        ).wait()
+    backend.carry_out(
+        task.collective,
+        flat.steps(task),
+        signature=plan.signature,
+        fingerprint=plan.fingerprint,
+        timeout=timeout,
+    )
+    return task.result()
+
+
+def _plan_for(task: Task[T], backend: Backend, algorithm: str, *, reproducible: bool) -> Plan:
+    return planned(
         task.collective,
         task.shape,
         task.dtype,
@@ -98,11 +141,35 @@ def start(
         algorithm=algorithm,
         reproducible=reproducible,
     )
+
+
+def _flat(plan: Plan, backend: Backend) -> Flat | None:
+    """How this is done in shared memory, if all ranks of the group have that in common."""
+    window = backend.group.window
+    if window is None or not plan.program or plan.key.algorithm != FLAT[plan.key.collective]:
+        return None
+    if window.size < backend.world_size:
+        return None
+    return remembered(backend, plan.key, lambda: Flat(plan, window))
+
+
+def _start(
+    task: Task[T],
+    plan: Plan,
+    backend: Backend,
+    *,
+    freely: bool,
+    name: str | None = None,
+    timeout: float | None = None,
+    background: bool = False,
+    label: str = "",
+) -> PendingCollective[T]:
+    """`freely`: the caller has asked for no algorithm."""
     signature, fingerprint = plan.signature, plan.fingerprint
     if label:
         signature = f"{signature}, {label}"
         fingerprint ^= xxh3_64_intdigest(label.encode())
-    way = _way(task, plan, backend, freely=algorithm == "auto" and not reproducible)
+    way = _way(task, plan, backend, freely=freely)
     operation = backend.start(
         name or task.collective,
         way.steps,
@@ -116,20 +183,6 @@ def start(
     return PendingCollective(backend, operation, way.result)
 
 
-def run(
-    task: Task[T],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> T:
-    """Carry out a collective and return its result. Blocks."""
-    return start(
-        task, backend, algorithm=algorithm, reproducible=reproducible, timeout=timeout
-    ).wait()
-
-
 @dataclass(slots=True)
 class _Way(Generic[T]):
     """How a collective is done: as an operation's program, on this memory."""
@@ -141,7 +194,9 @@ class _Way(Generic[T]):
 
 
 def _way(task: Task[T], plan: Plan, backend: Backend, *, freely: bool) -> _Way[T]:
-    """`freely`: the caller has asked for no algorithm."""
+    flat = _flat(plan, backend)
+    if flat is not None:
+        return _Way(flat.steps(task), task.result)
     native = backend.native
     if native is not None and freely and plan.program:
         op = task.op.value if task.op is not None else None

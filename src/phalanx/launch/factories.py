@@ -12,6 +12,7 @@ from phalanx.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from phalanx.backends.base import Backend
+    from phalanx.backends.tcp.mesh_backend import MeshBackend
 
 __all__ = ["BACKENDS", "Factory", "MeetingPoint", "factory_named"]
 
@@ -57,9 +58,25 @@ def _alone(point: MeetingPoint, timeout: float) -> Backend:
 def _tcp(point: MeetingPoint, timeout: float) -> Backend:
     from phalanx.backends.tcp import TcpBackend  # noqa: PLC0415
 
+    return _connected(TcpBackend, point, timeout)
+
+
+def _shm(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.shm.backend import SharedMemoryBackend  # noqa: PLC0415
+
+    return _connected(SharedMemoryBackend, point, timeout)
+
+
+def _hybrid(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.shm.backend import HybridBackend  # noqa: PLC0415
+
+    return _connected(HybridBackend, point, timeout)
+
+
+def _connected(kind: type[MeshBackend], point: MeetingPoint, timeout: float) -> Backend:
     if point.listener is not None:
         point.listener.setblocking(False)  # a socket that came through a pipe forgets that
-    return TcpBackend(
+    return kind(
         point.rank,
         point.world_size,
         point.master_addr,
@@ -71,5 +88,7 @@ def _tcp(point: MeetingPoint, timeout: float) -> Backend:
     )
 
 
-BACKENDS: Mapping[str, Factory] = MappingProxyType({"auto": _tcp, "tcp": _tcp})
+BACKENDS: Mapping[str, Factory] = MappingProxyType(
+    {"auto": _tcp, "tcp": _tcp, "shm": _shm, "hybrid": _hybrid}
+)
 """Name -> factory. `auto` is the best of those that can run here."""

@@ -16,6 +16,10 @@ class Address(msgspec.Struct, frozen=True):
     port: int
     host_id: str
     process: int = 0  # 0: one that others of its host cannot look at
+    # Numbers of files of that process, for others of its host: its shared memory, and what wakes
+    # it. -1: it has none.
+    memory: int = -1
+    bell: int = -1
 
 
 class Table(msgspec.Struct, frozen=True):

@@ -155,7 +155,16 @@ class Rendezvous:
 
     def _here(self, listener: socket.socket) -> Address:
         name = listener.getsockname()
-        return Address(str(name[0]), int(name[1]), host_id(), process_id())
+        mesh = self.mesh
+        commons = mesh.commons
+        return Address(
+            str(name[0]),
+            int(name[1]),
+            mesh.host or host_id(),
+            process_id(),
+            commons.memory if commons is not None else -1,
+            commons.rope if commons is not None else -1,
+        )
 
     def _learn(self, rank: int, address: Address) -> None:
         """Rank 0 hears where another rank listens; when it knows all, it tells all."""
