@@ -91,10 +91,11 @@ class Calls(Messages):
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with engine.lock:
             sequence = group.next_sequence()
+            began = monotonic()
+            engine.glance(began)
             if group.is_free():
-                began = monotonic()
                 try:
-                    waiting = _carried_out(steps, fingerprint)
+                    waiting = _carried_out(steps, fingerprint, sequence)
                 except BaseException as error:
                     steps = _raising(error)
                 else:
@@ -139,10 +140,10 @@ class Calls(Messages):
             self.engine.run_ready()
 
 
-def _carried_out(steps: Iterator[Meet], fingerprint: int) -> Meet | None:
+def _carried_out(steps: Iterator[Meet], fingerprint: int, sequence: int) -> Meet | None:
     """Do one step after the other; the one to which not everybody has come soon enough, or None."""
     for meet in steps:
-        meet.begin(fingerprint)
+        meet.begin(fingerprint, sequence)
         if not meet.spin():
             return meet
     return None

@@ -28,6 +28,12 @@ class Table(msgspec.Struct, frozen=True):
     addresses: list[Address]
 
 
+class Attached(msgspec.Struct, frozen=True):
+    """From each rank to all, when it knows the table: whether it has its neighbours' memory."""
+
+    problem: str  # "" if there is none
+
+
 class FailureNotice(msgspec.Struct, frozen=True):
     """A group is broken. Ranks are those of the whole job."""
 

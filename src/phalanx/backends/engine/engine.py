@@ -114,6 +114,12 @@ class Engine(ABC):
     def operation_done(self, operation: Operation) -> None:
         """An operation has ended: wake whoever waits for it. Lock held."""
 
+    def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
+        """A call begins that may end without waiting: see, now and then, what has come meanwhile.
+
+        Lock held.
+        """
+
     def window(self, group: Group) -> Window | None:
         """Shared memory of those members of a group that this rank shares any with."""
         return None

@@ -44,7 +44,11 @@ class Neighbour:
         found = self.ledger.window(group)
         if found is None:
             return None
-        return Pane(self.rank, self.ledger.segment(found[0]), found[1], self.ledger.segment)
+        try:
+            segment = self.ledger.segment(found[0])
+        except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
+            return None
+        return Pane(self.rank, segment, found[1], self.ledger.segment)
 
     def close(self) -> None:
         """Ring no more."""
@@ -104,7 +108,7 @@ class Commons:
         """Come to a meeting."""
         ticket = Ticket(operation, meet)
         operation.ticket = ticket
-        meet.begin(operation.fingerprint)
+        meet.begin(operation.fingerprint, operation.sequence)
         if self._is_complete(ticket, meet):
             ticket.arm()
         else:
@@ -120,9 +124,10 @@ class Commons:
                 ticket.part_done()
 
     def _is_complete(self, ticket: Ticket, meet: Meet) -> bool:
+        absent = meet.absent()  # first: who comes between the two looks is still to be checked
         stranger = meet.stranger()
         if stranger is None:
-            return not meet.absent()
+            return not absent
         if ticket not in self._disputed:
             self._disputed.add(ticket)
             ticket.operation.group.agreement.met_another(ticket.operation, stranger)

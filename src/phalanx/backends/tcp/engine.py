@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx.backends.shm.commons import Commons
 
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
+GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
 FIRST_LOOK = 0.05  # seconds that an operation is waited for before its deadlines are looked at
 
 
@@ -54,6 +55,7 @@ class TcpEngine(Engine):
         self.pulse = Pulse(self.mesh, heartbeat, self.poll)
         self.commons: Commons | None = None  # what the ranks of this host share, if they do
         self._condition = threading.Condition(self.lock)
+        self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
         self._background: set[Operation] = set()
         self._thread: threading.Thread | None = None
@@ -168,6 +170,12 @@ class TcpEngine(Engine):
             if not operation.done:
                 operation.group.attend(operation)
                 self.run_ready()
+
+    @override
+    def glance(self, now: float) -> None:
+        if now >= self._next_glance:
+            self._next_glance = now + GLANCE_EVERY
+            self.poll()
 
     def poll(self) -> None:
         """Move the bytes that can be moved without waiting."""

@@ -7,11 +7,12 @@ import os
 import socket
 import weakref
 from contextlib import suppress
+from functools import partial
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.messages import check_timeout
-from phalanx.backends.shm.sharing import Sharing, share
+from phalanx.backends.shm.sharing import Sharing, check
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.pulse import check_heartbeat
@@ -71,16 +72,23 @@ class MeshBackend(Backend):
         mesh.host = host
         try:
             if world_size > 1:
-                mesh.commons = self.sharing.offer(rank)
+                commons = mesh.commons = self.sharing.offer(rank)
+                attach = None
+                if commons is not None:
+                    attach = partial(self.sharing.attach, commons, rank)
                 if rank == 0:
                     mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:
-                    addresses = Rendezvous(mesh, endpoint).run(self.timeout, engine.drive)
+                    rendezvous = Rendezvous(mesh, endpoint, attach)
+                    addresses = rendezvous.run(self.timeout, engine.drive)
                     engine.pulse.begin(_processes_on_host(rank, addresses))
                 hosts = [address.host_id for address in addresses]
                 self.topology = tuple(hosts.index(host) for host in hosts)
-                if mesh.commons is not None:
-                    share(self, engine, mesh.commons, addresses, self.sharing)
+                if commons is not None:
+                    check(rank, rendezvous.problems)
+                    with engine.lock:
+                        engine.share(commons)
+                        self.group.window = engine.window(self.group)
         except BaseException:
             with engine.lock:
                 engine.shut()
