@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.collectives.plan import Plan
-from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_
+from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
 
 BLOCK = 256 << 10  # bytes folded at a time where there are more than two: they stay in the cache
 
@@ -19,10 +19,10 @@ class Folding:
     """
 
     def __init__(self, plan: Plan, size: int) -> None:
-        assert plan.reduction is not None
         dtype = plan.key.dtype
-        self._combine = plan.reduction.combine
-        self._wider = WIDER.get(dtype) if plan.reduction.adds_up else None
+        reduction = reduction_for(plan.key.op, dtype)
+        self._combine = reduction.combine
+        self._wider = WIDER.get(dtype) if reduction.adds_up else None
         self._divisor = size if plan.key.op is ReduceOp.MEAN else 0
         self._block = BLOCK // dtype.itemsize
         self._scratch: Tensor | None = None
