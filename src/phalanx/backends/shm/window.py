@@ -199,7 +199,8 @@ class Window:
         """A member that has come to do something else, as a rank of the job, if there is one."""
         entry = ENTRIES + self.turn * ENTRY
         for pane in self.panes:
-            if pane is not None and pane.words[entry] != check and pane.words[FLAG] >= value:
+            # The flag first: what is read of the entry afterwards is what was shown with it.
+            if pane is not None and pane.words[FLAG] >= value and pane.words[entry] != check:
                 return pane.rank
         return None
 
