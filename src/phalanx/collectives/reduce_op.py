@@ -43,6 +43,8 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    __hash__ = object.__hash__  # by identity: that of enum.Enum takes as long as a whole call
+
 
 Combination: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
 """`combine(first, second, out)`: `out` may be either of them, or other memory."""

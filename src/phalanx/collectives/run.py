@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -25,51 +25,51 @@ from phalanx.collectives.flat import FLAT, Flat
 from phalanx.collectives.memo import remembered
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Key, Plan, make_plan
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
+from phalanx.collectives.reduce_op import reduction_for
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.task import Task
 from phalanx.collectives.work import work_for
 from phalanx.errors import UnsupportedOperationError
 
-__all__ = ["checked_algorithm", "planned", "run", "start"]
+__all__ = ["checked_algorithm", "chosen", "run", "start"]
 
 T = TypeVar("T")
 
 
-def planned(
-    collective: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    backend: Backend,
-    *,
-    op: ReduceOp | None = None,
-    root: int = 0,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-) -> Plan:
-    """This rank's plan for a call, with the algorithm that was asked for or the cheapest one.
+class Choice(NamedTuple):
+    """How a collective is done, worked out once for all calls of its kind."""
 
-    shape    of the tensor that the collective cuts into chunks
-    root     is checked
+    plan: Plan
+    flat: Flat | None  # in shared memory
+
+
+def chosen(
+    task: Task[T], backend: Backend, algorithm: str = "auto", *, reproducible: bool = False
+) -> Choice:
+    """How to do this, with the algorithm that was asked for or the cheapest one.
 
     Raises `UnsupportedOperationError` for an algorithm that the collective has not, and for a
     reduction that has no meaning for the dtype; `InvalidRankError` for the root.
     """
+    collective, shape, dtype, op, root = task.collective, task.shape, task.dtype, task.op, task.root
     if type(root) is not int or root:
         backend.check_rank(root, "root")
 
-    def checked() -> Plan:
+    def checked() -> Choice:
         if collective in REDUCING:
             reduction_for(op, dtype, rank=backend.rank, collective=collective)
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
         window = backend.group.window
-        if name == "auto" and window is not None and window.size == backend.world_size:
+        together = window is not None and window.size == backend.world_size
+        if name == "auto" and together:
             name = FLAT[collective]
         elif name == "auto":
             name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
-        return make_plan(
-            Key(collective, name, shape, dtype, op, root), backend.rank, backend.world_size
-        )
+        key = Key(collective, name, shape, dtype, op, root)
+        plan = make_plan(key, backend.rank, backend.world_size)
+        if window is not None and together and plan.program and name == FLAT[collective]:
+            return Choice(plan, Flat(plan, window))
+        return Choice(plan, None)
 
     # Arguments that were right once are right again.
     arguments = (collective, shape, dtype, op, root, algorithm, reproducible)
@@ -92,10 +92,9 @@ def start(
     name    another one than the schedule's, for messages
     label   ranks whose labels differ do not mean the same: a `DesyncError`
     """
-    plan = _plan_for(task, backend, algorithm, reproducible=reproducible)
     return _start(
         task,
-        plan,
+        chosen(task, backend, algorithm, reproducible=reproducible),
         backend,
         freely=algorithm == "auto" and not reproducible,
         name=name,
@@ -114,12 +113,11 @@ def run(
     timeout: float | None = None,
 ) -> T:
     """Carry out a collective and return its result. Blocks."""
-    plan = _plan_for(task, backend, algorithm, reproducible=reproducible)
-    flat = _flat(plan, backend)
+    choice = chosen(task, backend, algorithm, reproducible=reproducible)
+    plan, flat = choice
     if flat is None:
-        return _start(
-            task, plan, backend, freely=algorithm == "auto" and not reproducible, timeout=timeout
-        ).wait()
+        freely = algorithm == "auto" and not reproducible
+        return _start(task, choice, backend, freely=freely, timeout=timeout).wait()
     backend.carry_out(
         task.collective,
         flat.steps(task),
@@ -130,32 +128,9 @@ def run(
     return task.result()
 
 
-def _plan_for(task: Task[T], backend: Backend, algorithm: str, *, reproducible: bool) -> Plan:
-    return planned(
-        task.collective,
-        task.shape,
-        task.dtype,
-        backend,
-        op=task.op,
-        root=task.root,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
-
-
-def _flat(plan: Plan, backend: Backend) -> Flat | None:
-    """How this is done in shared memory, if all ranks of the group have that in common."""
-    window = backend.group.window
-    if window is None or not plan.program or plan.key.algorithm != FLAT[plan.key.collective]:
-        return None
-    if window.size < backend.world_size:
-        return None
-    return remembered(backend, plan.key, lambda: Flat(plan, window))
-
-
 def _start(
     task: Task[T],
-    plan: Plan,
+    choice: Choice,
     backend: Backend,
     *,
     freely: bool,
@@ -165,11 +140,12 @@ def _start(
     label: str = "",
 ) -> PendingCollective[T]:
     """`freely`: the caller has asked for no algorithm."""
+    plan = choice.plan
     signature, fingerprint = plan.signature, plan.fingerprint
     if label:
         signature = f"{signature}, {label}"
         fingerprint ^= xxh3_64_intdigest(label.encode())
-    way = _way(task, plan, backend, freely=freely)
+    way = _way(task, choice, backend, freely=freely)
     operation = backend.start(
         name or task.collective,
         way.steps,
@@ -193,8 +169,8 @@ class _Way(Generic[T]):
     combine: Combine | None = None
 
 
-def _way(task: Task[T], plan: Plan, backend: Backend, *, freely: bool) -> _Way[T]:
-    flat = _flat(plan, backend)
+def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _Way[T]:
+    plan, flat = choice
     if flat is not None:
         return _Way(flat.steps(task), task.result)
     native = backend.native

@@ -19,6 +19,9 @@ class SharedMemoryBackend(MeshBackend):
     others, and then sleeps until a peer wakes it. The memory has no name: when the last process
     ends, in whatever way, it is free.
 
+    With `fall_back`, ranks that cannot share memory do all over TCP, and rank 0's log says why;
+    `init("auto")` asks for that.
+
     Raises what `TcpBackend` does, and `BackendUnavailableError` if the ranks are not on one host,
     are not one user's, or this is not Linux.
     """

@@ -30,7 +30,6 @@ class MeshBackend(Backend):
     """One rank of a group whose ranks are processes, connected over TCP: what such backends share.
 
     sharing   which ranks are to have memory in common, once they have met
-    host      what this rank's host counts as; "": what it is
     """
 
     sharing = Sharing.NOTHING
@@ -48,6 +47,7 @@ class MeshBackend(Backend):
         listener: socket.socket | None = None,
         heartbeat: float | None = None,
         host: str = "",
+        fall_back: bool = False,
     ) -> None:
         if world_size < 1:
             raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
@@ -72,10 +72,9 @@ class MeshBackend(Backend):
         mesh.host = host
         try:
             if world_size > 1:
-                commons = mesh.commons = self.sharing.offer(rank)
-                attach = None
-                if commons is not None:
-                    attach = partial(self.sharing.attach, commons, rank)
+                sharing = self.sharing.relaxed() if fall_back else self.sharing
+                commons = mesh.commons = sharing.offer(rank, fall_back=fall_back)
+                attach = partial(sharing.attach, commons, rank) if sharing.shares else None
                 if rank == 0:
                     mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:
@@ -84,8 +83,7 @@ class MeshBackend(Backend):
                     engine.pulse.begin(_processes_on_host(rank, addresses))
                 hosts = [address.host_id for address in addresses]
                 self.topology = tuple(hosts.index(host) for host in hosts)
-                if commons is not None:
-                    check(rank, rendezvous.problems)
+                if check(rank, rendezvous.problems, fall_back=fall_back) and commons is not None:
                     with engine.lock:
                         engine.share(commons)
                         self.group.window = engine.window(self.group)
@@ -96,6 +94,8 @@ class MeshBackend(Backend):
         finally:
             if listener is not None and (rank != 0 or world_size == 1):
                 listener.close()
+            if mesh.commons is not None and engine.commons is None:  # it came to nothing
+                mesh.commons.close()
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = _CloseAtExit(self)
