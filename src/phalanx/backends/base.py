@@ -23,7 +23,7 @@ from phalanx.backends.engine import (
     caller,
     ring_barrier,
 )
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 from phalanx.backends.messages import Messages
 from phalanx.errors import DistributedError, PeerLostError
 from phalanx.wire.frame import Channel, Kind
@@ -61,7 +61,12 @@ class Backend(Messages):
     @property
     def link_cost(self) -> LinkCost:
         """What messages cost in this group, as estimated for all of its links."""
-        return INSIDE_A_HOST if len(set(self.topology)) == 1 else BETWEEN_HOSTS
+        return self.links.inside if len(set(self.topology)) == 1 else self.links.between
+
+    @property
+    def links(self) -> Links:
+        """What messages cost inside a host and between hosts. The same on every rank."""
+        return Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
