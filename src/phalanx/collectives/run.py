@@ -59,8 +59,9 @@ def planned(
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
         if name == "auto":
             name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
+        hosts = backend.topology if COLLECTIVES[collective][name].placed else None
         return make_plan(
-            Key(collective, name, shape, dtype, op, root), backend.rank, backend.world_size
+            Key(collective, name, shape, dtype, op, root, hosts), backend.rank, backend.world_size
         )
 
     # Arguments that were right once are right again.
