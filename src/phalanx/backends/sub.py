@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.links import Links
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 
@@ -46,12 +45,8 @@ class SubBackend(Backend):
         with engine.lock:
             group = parent.group.child(whole)
         super().__init__(engine, group, timeout=parent.timeout)
+        self.links = parent.links
         self.topology = tuple(parent.topology[member] for member in self.members)
-
-    @property
-    def links(self) -> Links:
-        """As the parent's."""
-        return self.parent.links
 
     def to_global(self, local: int) -> int:
         """The parent's number for rank `local` of this group."""
