@@ -40,7 +40,8 @@ class SharedHosts(Network):
         super()._make()
         if self._megabits is not None:
             for host in range(self._count):
-                self.slow_down(host, self._megabits)
+                # A busy machine looks a few hundred times a second: that much may go at once.
+                self.slow_down(host, self._megabits, burst="512k")
 
 
 class Measured(NamedTuple):
