@@ -3,8 +3,8 @@
 The ranks of a host share its network interface. A direct exchange of all p ranks sends through it
 what each of them has; here a host's ranks reduce among themselves what goes out, and hand around
 among themselves what has come in. What crosses between hosts is cut into a chunk for each rank,
-and goes from each rank to those at its own place on the other hosts: in as many streams as a host
-has ranks (agents.py says who that is where hosts are unequal).
+and goes from each rank to one rank on each other host, its agent there (agents.py): in as many
+streams as a host has ranks.
 
     all-reduce of n bytes, 2 hosts of 2 ranks        crosses from each host
 
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .agents import Agents, Hosts
+from .agents import Agents, Hosts, runs
 from .steps import Recv, Schedule, Send, Step, backwards, sparing
 
 __all__ = [
@@ -57,8 +57,8 @@ def two_level_reduce_scatter(rank: int, size: int, *, hosts: Hosts | None = None
     (p-k)/p * n bytes leave each host: what its ranks do not own, once.
     With 3 ranks on hosts 0 0 1:
 
-        round 0   0 +1:3+> 1   1 +0+> 0
-        round 1                1 +2+> 2     2 +0+> 0     2 +1+> 1
+        round 0   0 +1+> 1   1 +0+> 0   1 +2+> 0
+        round 1   0 +2+> 2                         2 +0+> 0   2 +1+> 1
     """
     yield from backwards(partial(two_level_all_gather, hosts=hosts))(rank, size)
 
@@ -69,8 +69,8 @@ def two_level_all_gather(rank: int, size: int, *, hosts: Hosts | None = None) ->
     k(h-1)/p * n bytes leave each host: what its ranks own, once for each other host.
     With 3 ranks on hosts 0 0 1:
 
-        round 0   0 -0-> 2     1 -1-> 2     2 -2-> 1
-        round 1   0 -0-> 1     1 -1:3-> 0
+        round 0   0 -0-> 2              1 -1-> 2   2 -2-> 0
+        round 1   0 -0-> 1   0 -2-> 1   1 -1-> 0
     """
     agents = Agents(hosts or _one_host(size), range(size))
     yield from _to_agents(rank, agents)
@@ -110,7 +110,7 @@ def two_level_share(rank: int, size: int, *, hosts: Hosts | None = None) -> Sche
 
 
 def two_level_broadcast(rank: int, size: int, *, hosts: Hosts | None = None) -> Schedule:
-    """Rank 0's tensor leaves its host once: cut into a chunk for each rank on the other hosts.
+    """Rank 0's tensor leaves its host once: in chunks that the ranks on the other hosts own.
 
     The root scatters the chunks inside its host, from where each goes to its owner; the owners'
     hosts exchange them; each host hands them around. n bytes leave the root's host, and each other
@@ -171,26 +171,27 @@ def chunks_at_root(rank: int, size: int, *, hosts: Hosts | None = None) -> range
 def chunks_collected(rank: int, size: int, *, hosts: Hosts | None = None) -> range:
     """The chunks that `two_level_reduce` completes on this rank: none away from the root's host."""
     agents = _away_from_root(hosts, size)
-    runs = agents.chunks_of(agents.hosts[ROOT]).get(rank)
-    return range(runs[0][0], sum(runs[0])) if runs else range(0)
+    whole = agents.chunks_of(agents.hosts[ROOT]).get(rank)  # one run: they follow each other there
+    return range(whole[0][0], sum(whole[0])) if whole else range(0)
 
 
 # ------------------------------------------------------------------------------------- the rounds
 
 
 def _to_agents(rank: int, agents: Agents, *, but: int | None = None) -> Schedule:
-    """Each owner sends its chunk to its agents on all hosts `but` one: to the next host first."""
+    """Owners send their chunks to the agents on all hosts `but` one: on the next host first."""
     here, hosts = agents.hosts[rank], list(agents.ranks_on)
     if len(hosts) - (but is not None) < 2:
         return
-    steps: list[Step] = []
-    for chunk, owner in enumerate(agents.owners):
-        if owner == rank:
-            others = [host for host in _circle(hosts, here) if host != but]
-            steps += [Send(agents.agent(chunk, host), chunk) for host in others]
-        elif here != but and agents.hosts[owner] != here and agents.agent(chunk, here) == rank:
-            steps.append(Recv(owner, chunk))
-    yield tuple(steps)
+    mine = [chunk for chunk, owner in enumerate(agents.owners) if owner == rank]
+    others = [host for host in _circle(hosts, here) if host != but]
+    sends = [(agents.agent(chunk, host), chunk) for host in others for chunk in mine]
+    receives = [
+        (owner, chunk)
+        for chunk, owner in enumerate(agents.owners)
+        if here != but and agents.hosts[owner] != here and agents.agent(chunk, here) == rank
+    ]
+    yield *_messages(Send, sends), *_messages(Recv, receives)
 
 
 def _inside(rank: int, agents: Agents) -> Schedule:
@@ -220,24 +221,32 @@ def _deliver(rank: int, agents: Agents) -> Schedule:
     """From agents on the root's host to the owners, to their agents, and to everybody."""
     home = agents.hosts[ROOT]
     if len(agents.ranks_on) > 1:
-        steps: list[Step] = []
-        for chunk, owner in enumerate(agents.owners):
-            agent = agents.agent(chunk, home)
-            if rank == agent:
-                steps.append(Send(owner, chunk))
-            elif rank == owner:
-                steps.append(Recv(agent, chunk))
-        yield tuple(steps)
+        pairs = [(agents.agent(chunk, home), owner) for chunk, owner in enumerate(agents.owners)]
+        sends = [(owner, chunk) for chunk, (agent, owner) in enumerate(pairs) if agent == rank]
+        receives = [(agent, chunk) for chunk, (agent, owner) in enumerate(pairs) if owner == rank]
+        yield *_messages(Send, sends), *_messages(Recv, receives)
         yield from _to_agents(rank, agents, but=home)
     yield from _inside(rank, agents)
 
 
+def _messages(take: type[Send] | type[Recv], pairs: list[tuple[int, int]]) -> list[Step]:
+    """One for each run of chunks of a peer; `pairs` are (peer, chunk)."""
+    chunks: dict[int, list[int]] = {}
+    for peer, chunk in pairs:
+        chunks.setdefault(peer, []).append(chunk)
+    return [take(peer, *run) for peer, numbers in chunks.items() for run in runs(numbers)]
+
+
 def _away_from_root(hosts: Hosts | None, size: int) -> Agents:
-    """Chunks for the ranks on other hosts than the root's; on one host, for all."""
+    """Chunks for the ranks on other hosts than the root's; on one host, for all.
+
+    Enough that every rank of the root's host has some to hand on.
+    """
     placed = hosts or _one_host(size)
     ranks = Agents.by_place(placed)
-    away = [rank for rank in ranks if placed[rank] != placed[ROOT]]
-    return Agents(placed, away or ranks)
+    owners = [rank for rank in ranks if placed[rank] != placed[ROOT]] or ranks
+    at_home = list(placed).count(placed[ROOT])
+    return Agents(placed, [rank for rank in owners for _ in range(-(-at_home // len(owners)))])
 
 
 def _one_host(size: int) -> Hosts:
