@@ -43,7 +43,7 @@ def on_hosts(hosts: tuple[int, ...], fn: Callable[[Backend], object], seed: int 
     return list(simulate(placed, len(hosts), seed))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data(), topologies, algorithms, dtypes, shapes, seeds)
 def test_all_reduce_and_reduce_equal_a_single_process(
     data: st.DataObject,
@@ -73,7 +73,7 @@ def test_all_reduce_and_reduce_equal_a_single_process(
     on_hosts(hosts, run, seed)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data(), topologies, algorithms, dtypes, st.integers(0, 5), seeds)
 def test_reduce_scatter_gives_every_rank_its_slice(
     data: st.DataObject,
@@ -95,7 +95,7 @@ def test_reduce_scatter_gives_every_rank_its_slice(
     on_hosts(hosts, run, seed)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data(), topologies, algorithms, any_dtype, shapes, seeds)
 def test_all_gather_and_broadcast_move_every_bit(
     data: st.DataObject,

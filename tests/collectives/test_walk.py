@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from schedule_proof import ROWS
 from topologies import crossing, on_all_hosts, topologies
 
-from phalanx import Backend, SimulatedBackend, simulate
-from phalanx.backends.links import INSIDE_A_HOST, LinkCost, Links
-from phalanx.collectives.cost import FORMULAS, WALKED, Choice, choose, seconds
+from phalanx import Backend, simulate
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
+from phalanx.collectives.cost import FORMULAS, Choice, choose, seconds
 from phalanx.collectives.schedules import COLLECTIVES, Hosts, row_for
 from phalanx.collectives.walk import Pace, walk
 
@@ -136,9 +136,20 @@ def test_auto_takes_two_levels_with_many_ranks_on_each_host() -> None:
         assert {each.algorithm for each in choices("all_reduce", count, hosts)} == {"two_level"}
 
 
-def test_of_a_large_group_what_two_levels_outdo_is_not_counted() -> None:
-    backend = SimulatedBackend.create_group(WALKED + 8)[0]
-    backend.topology = tuple(rank // 8 for rank in range(WALKED + 8))
-    first = choose("all_reduce", 16 << 20, backend)
-    assert set(first.estimates) == {"tree", "halving_doubling", "star", "two_level"}
-    assert first.algorithm == "two_level"
+def test_some_hosts_of_a_large_group_tell_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
+    for hosts in (tuple(rank // 4 for rank in range(32)), tuple(rank % 8 for rank in range(32))):
+        every = {row: pace(*row, hosts, links) for row in ROWS}
+        monkeypatch.setattr("phalanx.collectives.walk.LARGE", 31)
+        for row, due in every.items():
+            some = pace(*row, hosts, links)
+            assert 0.7 * due.fixed <= some.fixed <= 1.1 * due.fixed
+            assert 0.7 * due.per_byte <= some.per_byte <= 1.001 * due.per_byte
+        monkeypatch.undo()
+
+
+def test_a_thousand_ranks_are_looked_at_in_seconds() -> None:
+    hosts = tuple(rank // 8 for rank in range(1000))
+    links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
+    paces = {name: pace("all_reduce", name, hosts, links) for name in COLLECTIVES["all_reduce"]}
+    assert min(paces, key=lambda name: paces[name].seconds(64 << 20)) == "two_level"

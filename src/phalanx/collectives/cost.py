@@ -50,12 +50,6 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: estimated {listed}"
 
 
-WALKED = 64
-"""Ranks. Of larger groups on several hosts, not everything is counted."""
-
-OUTDONE = ("ring", "direct")
-"""What is left out then, for its p * p messages: `two_level` sends less between hosts, in fewer."""
-
 # Contributions of one round are held aside and folded afterwards, at about this cost.
 _FOLDED = 1.125
 
@@ -193,10 +187,8 @@ def choose(collective: str, count: int, backend: Backend) -> Choice:
 def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
     """What each algorithm costs in a group on several hosts."""
     hosts = backend.topology
-    left_out = OUTDONE if len(hosts) > WALKED and collective != "all_to_all" else ()
     share = 1 / len(hosts) if collective == "all_to_all" else None
     return {
         name: walk(row_for(collective, name, hosts), hosts, backend.links, share=share)
         for name in COLLECTIVES[collective]
-        if name not in left_out
     }

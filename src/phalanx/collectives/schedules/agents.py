@@ -50,9 +50,15 @@ class Agents:
 
     def chunks_of(self, host: int) -> dict[int, list[Run]]:
         """For each rank of a host the chunks for which it acts, as runs; each host has them all."""
-        chunks: dict[int, list[int]] = {rank: [] for rank in self.ranks_on[host]}
-        for chunk in range(len(self.owners)):
-            chunks[self.agent(chunk, host)].append(chunk)
+        here, others = self.ranks_on[host], len(self.owners) - len(self._owned[host])
+        chunks: dict[int, list[int]] = {rank: [] for rank in here}
+        place = 0
+        for chunk, owner in enumerate(self.owners):
+            if self.hosts[owner] == host:
+                chunks[owner].append(chunk)
+            else:
+                chunks[here[place * len(here) // others]].append(chunk)
+                place += 1
         return {rank: list(runs(numbers)) for rank, numbers in chunks.items()}
 
     def several_on_a_host(self) -> bool:

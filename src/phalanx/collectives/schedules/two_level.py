@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .agents import Agents, Hosts, runs
+from .agents import Agents, Hosts, Run, runs
 from .steps import Recv, Schedule, Send, Step, backwards, sparing
 
 __all__ = [
@@ -172,7 +172,7 @@ def chunks_collected(rank: int, size: int, *, hosts: Hosts | None = None) -> ran
     """The chunks that `two_level_reduce` completes on this rank: none away from the root's host."""
     agents = _away_from_root(hosts, size)
     whole = agents.chunks_of(agents.hosts[ROOT]).get(rank)  # one run: they follow each other there
-    return range(whole[0][0], sum(whole[0])) if whole else range(0)
+    return _each(whole[0]) if whole else range(0)
 
 
 # ------------------------------------------------------------------------------------- the rounds
@@ -183,14 +183,14 @@ def _to_agents(rank: int, agents: Agents, *, but: int | None = None) -> Schedule
     here, hosts = agents.hosts[rank], list(agents.ranks_on)
     if len(hosts) - (but is not None) < 2:
         return
-    mine = [chunk for chunk, owner in enumerate(agents.owners) if owner == rank]
+    if here == but:
+        yield ()
+        return
+    acts_for = [(agents.owners[c], c) for run in agents.chunks_of(here)[rank] for c in _each(run)]
     others = [host for host in _circle(hosts, here) if host != but]
+    mine = [chunk for owner, chunk in acts_for if owner == rank]
     sends = [(agents.agent(chunk, host), chunk) for host in others for chunk in mine]
-    receives = [
-        (owner, chunk)
-        for chunk, owner in enumerate(agents.owners)
-        if here != but and agents.hosts[owner] != here and agents.agent(chunk, here) == rank
-    ]
+    receives = [(owner, chunk) for owner, chunk in acts_for if owner != rank]
     yield *_messages(Send, sends), *_messages(Recv, receives)
 
 
@@ -227,6 +227,10 @@ def _deliver(rank: int, agents: Agents) -> Schedule:
         yield *_messages(Send, sends), *_messages(Recv, receives)
         yield from _to_agents(rank, agents, but=home)
     yield from _inside(rank, agents)
+
+
+def _each(run: Run) -> range:
+    return range(run[0], sum(run))
 
 
 def _messages(take: type[Send] | type[Recv], pairs: list[tuple[int, int]]) -> list[Step]:
