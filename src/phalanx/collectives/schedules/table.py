@@ -82,22 +82,13 @@ class _Counted(Protocol):
     def __call__(self, rank: int, size: int, *, count: int) -> Schedule: ...
 
 
-class _Cut(Protocol):
-    def __call__(self, size: int, *, hosts: Hosts | None = None) -> int: ...
-
-
-class _Owned(Protocol):
-    def __call__(self, rank: int, size: int, *, hosts: Hosts | None = None) -> range: ...
-
-
-class _Placed(Protocol):
-    def __call__(self, rank: int, size: int, *, hosts: Hosts | None = None) -> Schedule: ...
-
-
 def _two_level(
-    chunks: _Cut, reduce: _Placed | None, owned: _Owned, spread: _Placed | None
+    chunks: Callable[..., int],
+    reduce: Callable[..., Schedule] | None,
+    owned: Callable[..., range],
+    spread: Callable[..., Schedule] | None,
 ) -> Algorithm:
-    """A row of functions that take the hosts, too."""
+    """A row of functions that also take `hosts=`."""
 
     def placed(hosts: Hosts) -> Algorithm:
         return Algorithm(
