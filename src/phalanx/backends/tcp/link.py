@@ -210,7 +210,7 @@ class Link:
                     return
                 self.heard = True
                 self._decoder.received(count)
-                if count < len(space):
+                if count < len(space) or not self._is_wanted:
                     return
         except BlockingIOError:
             return
@@ -218,6 +218,16 @@ class Link:
             self.mesh.link_broke(self, str(error))
         except OSError as error:
             self.mesh.link_broke(self, error.strerror or str(error))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody has asked for what comes next.
+
+        Who has got what it waited for asks for something else first, or asks no more: so less
+        comes early, to be copied. What is in the socket is not forgotten there.
+        """
+        arrival = self._arrival
+        return arrival is not None and arrival.filled < arrival.total and not arrival.kept
 
     def take(self, data: bytes) -> None:
         """Bytes that came together with the end of the handshake."""
