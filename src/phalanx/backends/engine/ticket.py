@@ -54,7 +54,7 @@ class PostedReceive:
             self.done = True
             self.view = NOTHING
             ticket = self.ticket
-            del self.ticket  # which has this in its list: a circle is work for the garbage collector
+            del self.ticket  # which lists this: the garbage collector would have to come
             ticket.part_done()
 
 
@@ -75,7 +75,7 @@ class PostedSend:
             self.done = True
             self.view = NOTHING
             ticket = self.ticket
-            del self.ticket  # which has this in its list: a circle is work for the garbage collector
+            del self.ticket  # which lists this: the garbage collector would have to come
             ticket.part_done()
 
 
