@@ -8,7 +8,6 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.arrival import Arrival
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("phalanx")
 
 READS_AT_A_TIME = 8  # then others have their turn
+SMALL = 16 << 10  # bytes of a message that is copied rather than queued
 
 
 class Outgoing:
@@ -28,9 +28,10 @@ class Outgoing:
 
     __slots__ = ("begun", "frames", "last_begun", "send")
 
-    def __init__(self, send: PostedSend, parts: Iterator[tuple[bytes, memoryview]]) -> None:
+    def __init__(self, send: PostedSend) -> None:
+        operation = send.ticket.operation
         self.send: PostedSend | None = send  # None once nobody waits for it
-        self.frames = parts
+        self.frames = frames(operation.channel, send.view, operation.fingerprint)
         self.begun = 0  # bytes in the frames that have begun
         self.last_begun = False  # whether the last one has
 
@@ -61,10 +62,27 @@ class Link:
 
     def send(self, send: PostedSend) -> None:
         """Put a message in the queue, and write what can be written."""
+        if len(send.view) > SMALL or not self.idle or not self._sent_at_once(send):
+            self._outbox.append(Outgoing(send))
+            self.flush()
+
+    def _sent_at_once(self, send: PostedSend) -> bool:
+        """Whether the socket takes a small message, as it nearly always does."""
         operation = send.ticket.operation
-        parts = frames(operation.channel, send.view, operation.fingerprint)
-        self._outbox.append(Outgoing(send, parts))
-        self.flush()
+        size = len(send.view)
+        header = pack_header(
+            operation.channel, fingerprint=operation.fingerprint, length=size, total=size
+        )
+        message = header + send.view
+        try:
+            written = self.sock.send(message)
+        except OSError:  # which `flush` will meet, too
+            return False
+        send.complete()
+        if written < len(message):
+            self._pieces = [memoryview(message)[written:]]
+            self.flush()
+        return True
 
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
         """Put a control frame before the messages that have not begun."""
@@ -210,7 +228,7 @@ class Link:
                     return
                 self.heard = True
                 self._decoder.received(count)
-                if count < len(space):
+                if count < len(space) or not self._is_wanted:
                     return
         except BlockingIOError:
             return
@@ -218,6 +236,16 @@ class Link:
             self.mesh.link_broke(self, str(error))
         except OSError as error:
             self.mesh.link_broke(self, error.strerror or str(error))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody has asked for what comes next.
+
+        Who has got what it waited for asks for something else first, or asks no more: so less
+        comes early, to be copied. What is in the socket is not forgotten there.
+        """
+        arrival = self._arrival
+        return arrival is not None and arrival.filled < arrival.total and not arrival.kept
 
     def take(self, data: bytes) -> None:
         """Bytes that came together with the end of the handshake."""
@@ -249,18 +277,13 @@ class Link:
     def message(self, header: Header) -> Arrival | None:
         """A frame of a message begins (from the decoder)."""
         mailbox = self.mesh.engine.mailbox
-        arrival = self._arrival
         channel = header.channel
         if header.offset == 0:
-            if arrival is not None and arrival.filled < arrival.total:
-                raise FrameError("a message begins inside another one")
-            wanted = mailbox.is_wanted(channel, self.peer)
-            if not wanted and not mailbox.has_room(None, self.peer, header.length):
+            if not self._may_begin(header):
                 return None
-            self._arrival = arrival = mailbox.arriving(
-                channel, self.peer, header.total, header.fingerprint
-            )
-            return arrival
+            self._arrival = mailbox.arriving(channel, self.peer, header.total, header.fingerprint)
+            return self._arrival
+        arrival = self._arrival
         if (
             arrival is None
             or arrival.channel != channel
@@ -269,6 +292,24 @@ class Link:
         ):
             raise FrameError("a frame that continues no message")
         return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        """A message came in one piece (from the decoder)."""
+        if not self._may_begin(header):
+            return False
+        mailbox = self.mesh.engine.mailbox
+        mailbox.deliver(header.channel, self.peer, payload, header.fingerprint)
+        return True
+
+    def _may_begin(self, header: Header) -> bool:
+        """Whether there is room for the message that begins with this frame."""
+        arrival = self._arrival
+        if arrival is not None and arrival.filled < arrival.total:
+            raise FrameError("a message begins inside another one")
+        mailbox = self.mesh.engine.mailbox
+        return mailbox.is_wanted(header.channel, self.peer) or mailbox.has_room(
+            None, self.peer, header.length
+        )
 
     def control(self, header: Header, payload: bytes) -> None:
         """A control frame came (from the decoder)."""
