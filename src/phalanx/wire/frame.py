@@ -59,6 +59,7 @@ class Kind(enum.IntEnum):
     ANSWER = 10  # what I wait for
     BEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
+    PIECE = 13  # a part of a message lies in memory that you have attached
 
 
 _KINDS = {int(kind): kind for kind in Kind}

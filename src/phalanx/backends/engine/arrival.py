@@ -90,6 +90,21 @@ class Arrival:
         if self.filled == self.total:
             self.mailbox.arrived(self)
 
+    def take(self, piece: memoryview) -> None:
+        """More bytes are here, in memory that may be read now but not later."""
+        posted = self.posted
+        if posted is not None and posted.combine and not self._staged:
+            self.filled += len(piece)
+            combine_into(posted, posted.start + self.filled - len(piece), piece)
+            if self.filled == self.total:
+                self.mailbox.arrived(self)
+            return
+        while piece:
+            space = self.space()[: len(piece)]
+            space[:] = piece[: len(space)]
+            piece = piece[len(space) :]
+            self.advance(len(space))
+
     # For the mailbox ----------------------------------------------------------------------
 
     def keep_whole(self, message: memoryview) -> None:

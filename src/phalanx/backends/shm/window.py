@@ -155,8 +155,7 @@ class Window:
         words[FLAG] = value
         self._fence()  # between the flag and the look at who sleeps: see Commons.lie_down
         for other in self._others:
-            if other.ledger.words[0]:
-                other.ring()
+            other.wake()
         return value
 
     def enter(self, check: int, shown: Shown | None) -> None:

@@ -8,11 +8,22 @@ import socket
 import sys
 import termios
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.arrival import Arrival
-from phalanx.backends.engine.ticket import PostedSend
-from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, frames, pack_header
+from phalanx.backends.engine.ticket import NOTHING, PostedSend
+from phalanx.backends.shm.lane import LARGE, PIECES, Lane, Part
+from phalanx.wire.frame import (
+    MAX_PAYLOAD,
+    Channel,
+    FrameDecoder,
+    FrameError,
+    Header,
+    Kind,
+    frames,
+    pack_header,
+)
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("phalanx")
 
 READS_AT_A_TIME = 8  # then others have their turn
+END: Part = (b"", NOTHING, 0)  # there are no more parts
 SMALL = 16 << 10  # bytes of a message that is copied rather than queued
 
 
@@ -28,12 +40,17 @@ class Outgoing:
 
     __slots__ = ("begun", "frames", "last_begun", "send")
 
-    def __init__(self, send: PostedSend) -> None:
-        operation = send.ticket.operation
+    def __init__(self, send: PostedSend, lane: Lane | None) -> None:
         self.send: PostedSend | None = send  # None once nobody waits for it
-        self.frames = frames(operation.channel, send.view, operation.fingerprint)
+        self.frames: Iterator[Part | None] = lane.parts(send) if lane is not None else _parts(send)
         self.begun = 0  # bytes in the frames that have begun
         self.last_begun = False  # whether the last one has
+
+
+def _parts(send: PostedSend) -> Iterator[Part]:
+    operation = send.ticket.operation
+    for header, payload in frames(operation.channel, send.view, operation.fingerprint):
+        yield header, payload, len(payload)
 
 
 class Link:
@@ -52,6 +69,8 @@ class Link:
         self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
         self._arrival: Arrival | None = None
+        self.lane: Lane | None = None  # where large messages go, on one host
+        self._owed = 0  # pieces of the peer's lane that it does not know to be taken
         self._outbox: deque[Outgoing] = deque()
         self._control: deque[bytes] = deque()
         self._pieces: list[memoryview] = []  # what is left of the frame that is being written
@@ -62,8 +81,9 @@ class Link:
 
     def send(self, send: PostedSend) -> None:
         """Put a message in the queue, and write what can be written."""
-        if len(send.view) > SMALL or not self.idle or not self._sent_at_once(send):
-            self._outbox.append(Outgoing(send))
+        size = len(send.view)
+        if size > SMALL or not self.idle or not self._sent_at_once(send):
+            self._outbox.append(Outgoing(send, self.lane if size >= LARGE else None))
             self.flush()
 
     def _sent_at_once(self, send: PostedSend) -> bool:
@@ -172,10 +192,13 @@ class Link:
             return True
         while self._outbox:
             outgoing = self._outbox[0]
-            part = next(outgoing.frames, None)
-            if part is not None:
-                header, payload = part
-                outgoing.begun += len(payload)
+            part = next(outgoing.frames, END)
+            if part is None:
+                self._stall()
+                return False
+            if part is not END:
+                header, payload, count = part
+                outgoing.begun += count
                 assert outgoing.send is not None
                 outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
                 self._pieces = [memoryview(header)]
@@ -186,6 +209,13 @@ class Link:
             if outgoing.send is not None:
                 outgoing.send.complete()
         return False
+
+    def _stall(self) -> None:
+        """The lane is full: go on when it is not, unless something comes to be said first."""
+        commons = self.mesh.commons
+        assert commons is not None
+        assert self.lane is not None
+        commons.stalled[self.lane] = self.flush
 
     def _written(self, count: int) -> None:
         pieces = self._pieces
@@ -260,7 +290,8 @@ class Link:
             self.mesh.link_broke(self, str(error))
 
     def resume(self) -> None:
-        """There may be room now for the message that was refused."""
+        """There may be room now for the message that was refused, or taken all the same."""
+        self._pay(self._arrival)
         if self._decoder.paused:
             self._watch(read=True)
             try:
@@ -283,15 +314,20 @@ class Link:
                 return None
             self._arrival = mailbox.arriving(channel, self.peer, header.total, header.fingerprint)
             return self._arrival
+        arrival = self._continued(header)
+        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+
+    def _continued(self, header: Header) -> Arrival:
+        """The message that this frame goes on with."""
         arrival = self._arrival
         if (
             arrival is None
-            or arrival.channel != channel
+            or arrival.channel != header.channel
             or arrival.filled != header.offset
             or arrival.total != header.total
         ):
             raise FrameError("a frame that continues no message")
-        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+        return arrival
 
     def whole(self, header: Header, payload: memoryview) -> bool:
         """A message came in one piece (from the decoder)."""
@@ -303,13 +339,16 @@ class Link:
 
     def _may_begin(self, header: Header) -> bool:
         """Whether there is room for the message that begins with this frame."""
-        arrival = self._arrival
-        if arrival is not None and arrival.filled < arrival.total:
-            raise FrameError("a message begins inside another one")
+        self._check_last_is_whole()
         mailbox = self.mesh.engine.mailbox
         return mailbox.is_wanted(header.channel, self.peer) or mailbox.has_room(
             None, self.peer, header.length
         )
+
+    def _check_last_is_whole(self) -> None:
+        arrival = self._arrival
+        if arrival is not None and arrival.filled < arrival.total:
+            raise FrameError("a message begins inside another one")
 
     def control(self, header: Header, payload: bytes) -> None:
         """A control frame came (from the decoder)."""
@@ -317,8 +356,46 @@ class Link:
             arrival, self._arrival = self._arrival, None
             if arrival is not None and arrival.filled < arrival.total:
                 self.mesh.engine.mailbox.cancelled(arrival)
+        elif header.channel.kind is Kind.PIECE:
+            self._piece_came(header, payload)
         else:
             self.mesh.control_came(self, header, payload)
+
+    def _piece_came(self, header: Header, payload: bytes) -> None:
+        """A part of a message lies in the lane.
+
+        It is taken also where there is no room to keep it, a lane full at most; but then the
+        sender is not told so, and waits, until there is room again.
+        """
+        mesh = self.mesh
+        lane = mesh.commons.lanes.get(self.peer) if mesh.commons is not None else None
+        if lane is None:
+            raise FrameError("a piece in memory that was never shared")
+        whole, piece = lane.came(header, payload)
+        mailbox = mesh.engine.mailbox
+        if whole.offset == 0:
+            self._check_last_is_whole()
+            self._arrival = mailbox.arriving(
+                whole.channel, self.peer, whole.total, whole.fingerprint
+            )
+        arrival = self._continued(whole) if whole.offset else self._arrival
+        assert arrival is not None
+        arrival.take(piece)
+        self._owed += 1
+        self._pay(arrival)
+
+    def _pay(self, arrival: Arrival | None) -> None:
+        """Tell the sender which pieces have been taken, if there is room for more."""
+        commons = self.mesh.commons
+        if not self._owed or commons is None:
+            return
+        if self.mesh.engine.mailbox.has_room(arrival, self.peer, MAX_PAYLOAD):
+            owed, self._owed = self._owed, 0
+            commons.lanes[self.peer].taken(owed)
+            if owed == PIECES:
+                self._tell_room()
+        elif self._owed == PIECES:
+            self._tell_room()
 
     # The end --------------------------------------------------------------------------------
 
@@ -326,3 +403,5 @@ class Link:
         """Close the socket; what waited to go out is gone."""
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
+        if self.lane is not None and self.mesh.commons is not None:
+            self.mesh.commons.stalled.pop(self.lane, None)
