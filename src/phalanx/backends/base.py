@@ -20,7 +20,7 @@ from phalanx.backends.engine import (
 )
 from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, Links
 from phalanx.backends.native import Native
-from phalanx.backends.shm.window import Meet
+from phalanx.backends.shm.meeting import Meet
 from phalanx.errors import DistributedError, PeerLostError
 
 if TYPE_CHECKING:
