@@ -1,0 +1,140 @@
+"""`phalanx bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from phalanx.bench.records import Ask
+
+__all__ = ["bench_command"]
+
+_WIDTH = 100
+"""Columns that a table has, also when it goes to a file."""
+
+
+def bench_command(
+    *,
+    operations: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATION]...",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
+            "scatter, p2p (ping_pong and stream), barrier; or ddp, a training step.",
+            show_default="all_reduce",
+        ),
+    ] = None,
+    backends: Annotated[
+        str,
+        typer.Option(
+            help="Who takes part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
+            "(Phalanx over those), gloo, mpi, deepspeed, mlx (those libraries themselves)."
+        ),
+    ] = "shm,tcp,gloo,mpi,deepspeed,mlx",
+    ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
+    ] = "8..64M",
+    factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds that count; medians are shown.")] = 11,
+    seconds: Annotated[
+        float, typer.Option(help="What a round of small messages should take.")
+    ] = 0.02,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Kinds of memory: ordinary (in place, or into given memory), registered (from "
+            "backend.empty), fresh (a new result each time), into (not in place)."
+        ),
+    ] = "ordinary,registered",
+    algorithms: Annotated[
+        str, typer.Option(help="Of Phalanx's backends: auto, ring, direct, ...; all; see --tune.")
+    ] = "auto",
+    machine: Annotated[
+        bool,
+        typer.Option(help="Also time a plain socket pair (one way) and a memory copy."),
+    ] = True,
+    threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw time over size there.")
+    ] = None,
+) -> None:
+    """Time operations of Phalanx beside other libraries, in the same processes.
+
+    Rounds of all that take part are interleaved, so that what the machine does besides meets all
+    alike. A line shows the median round, microseconds of a call on the slowest rank; between the
+    quartiles lies half of the rounds. Every round's results are checked, to the last element.
+    Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
+    and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
+
+    Who is not installed is left out, and the reason is given. Ranks are processes of this host,
+    with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
+    (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
+
+        phalanx bench
+
+        phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
+
+        phalanx bench all_reduce --backends tcp --algorithms all
+
+    The exit code is 1 if any result was wrong.
+    """
+    from phalanx.bench.asking import make_ask, parse_ranks  # noqa: PLC0415
+
+    if plot is not None:
+        from phalanx.bench.plot import check_plot  # noqa: PLC0415
+
+        check_plot(plot)
+    ask = make_ask(
+        operations or ["all_reduce"],
+        backends=backends,
+        sizes=sizes,
+        factor=factor,
+        rounds=rounds,
+        seconds=seconds,
+        memory=memory,
+        algorithms=algorithms,
+        machine=machine,
+        threads=threads,
+    )
+    raise typer.Exit(_bench(ask, parse_ranks(ranks), json_file, plot))
+
+
+def _bench(ask: Ask, ranks: list[int], json_file: Path | None, plot: Path | None) -> int:
+    """Run it, show it, write it; return the exit code."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from phalanx.bench.records import Message, Progress  # noqa: PLC0415
+    from phalanx.bench.run import run_bench  # noqa: PLC0415
+    from phalanx.bench.table import as_json, notes, tables  # noqa: PLC0415
+
+    progress = Console(stderr=True)
+    with progress.status("starting ranks") as status:
+
+        def heard(message: Message) -> None:
+            if isinstance(message, Progress):
+                status.update(message.text)
+
+        report = run_bench(ask, ranks, heard)
+    if report is None:
+        return 0
+    console = Console(highlight=False)
+    console.width = max(_WIDTH, console.width)
+    for table in tables(report):
+        console.print(table)
+    for note in notes(report):
+        console.print(note, markup=False, soft_wrap=True)
+    if json_file is not None:
+        json_file.write_bytes(as_json(report))
+    if plot is not None:
+        from phalanx.bench.plot import draw  # noqa: PLC0415
+
+        draw(report, plot)
+        console.print(f"{plot}: the picture", markup=False, soft_wrap=True)
+    return 1 if report.wrong else 0
