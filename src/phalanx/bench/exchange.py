@@ -43,6 +43,10 @@ class Exchange(ABC):
     def store(self) -> None:
         """Bring the result to `out`. Not timed."""
 
+    def count_wrong(self, calls: int) -> int:
+        """How many elements are wrong after so many calls, besides those of `out`. Not timed."""
+        return 0
+
 
 class Repeated(Exchange):
     """A call, and perhaps what finishes a row of them."""

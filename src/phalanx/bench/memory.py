@@ -37,7 +37,7 @@ MEMORIES: Mapping[str, Kind] = MappingProxyType(
 )
 """`ordinary` and `registered` are in place, where an operation can be; else into given memory."""
 
-_FEW = frozenset({"barrier", "copy"})
+_FEW = frozenset({"barrier", "ddp", "copy"})
 _MESSAGES = frozenset({"ping_pong", "stream"})
 
 

@@ -94,6 +94,7 @@ class Operation:
     gotten        what it has afterwards; nothing, where it gets nothing
     bus           the factor of the bus bandwidth
     trips         messages that one call takes one after the other, of which one is shown
+    least         calls that make a round at least
     """
 
     name: str
@@ -104,6 +105,7 @@ class Operation:
     gotten: Gotten
     bus: Callable[[int], float]
     trips: int = 1
+    least: int = 1
 
     def elements(self, whole: bool | None, size: int, n: int) -> int:
         """How many elements such memory has."""
@@ -146,9 +148,11 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType({row.name: row for row in
     Operation("ping_pong",      _W,   _W,   True,     _on_even(_own), _of_even,            _once, 2),
     Operation("stream",         _W,   _W,   True,     _on_even(_own), _of_even,            _once),
     Operation("barrier",        None, None, True,     _nothing,       _nothing,            _once),
+    Operation("ddp",            None, None, True,     _nothing,       _nothing,            _once, 1, 5),
     Operation("copy",           _W,   _W,   False,    _own,           _own,                _once),
 )})
-"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one."""
+"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one; `ddp` is a
+training step (see `training.py`), and `copy` what the machine can do."""
 # fmt: on
 
 EXPANDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"p2p": ("ping_pong", "stream")})

@@ -18,7 +18,7 @@ from phalanx.bench.memory import Memory, kinds_for
 from phalanx.bench.operations import OPERATIONS, Operation
 from phalanx.bench.peers.peer import Peer, Place
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Ask, Contender, LeftOut, Line, Message, Progress
+from phalanx.bench.records import Ask, Contender, LeftOut, Line, Made, Message, Progress
 from phalanx.bench.rounds import time_rounds
 from phalanx.bench.sizes import show_size
 from phalanx.launch.environment import read_environment
@@ -63,6 +63,9 @@ def _peers(ask: Ask, place: Place, tell: Tell) -> Iterator[dict[str, Peer]]:
                 except Exception as error:
                     here = f"{type(error).__name__}: {error}"
                 problem = control.problem(here)
+            elif isinstance(peer := made[name], Ours):
+                root = root_of(peer.backend)
+                tell(Made(name, type(root).__name__, root.topology))
             if problem:
                 tell(LeftOut(name, place.size, problem))
                 if (peer := made.pop(name, None)) is not None:
@@ -99,8 +102,8 @@ class _Sweep:
         for name, peer in self.peers.items():
             if self.operation.name not in peer.binders:
                 if not PEERS[name].machine:
-                    reason = f"has no {self.operation.name}"
-                    self.tell(LeftOut(name, self.control.size, reason))
+                    reason = "it has no such operation"
+                    self.tell(LeftOut(name, self.control.size, reason, self.operation.name))
                 continue
             kinds = kinds_for(self.operation, self.ask.memories)
             kinds = [peer.only] if peer.only else [kind for kind in kinds if kind in peer.memories]
@@ -131,7 +134,7 @@ class _Sweep:
         )
         for name, reason in failures.items():
             self.contenders.remove(by_name[name])
-            self.tell(LeftOut(name, control.size, f"{operation.name}: {reason}"))
+            self.tell(LeftOut(name, control.size, reason, operation.name))
         for name, timing in timings.items():
             self.tell(
                 Line(

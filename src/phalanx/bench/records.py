@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx.bench.sizes import show_size
 
-__all__ = ["Ask", "Contender", "LeftOut", "Line", "Message", "Progress", "Report"]
+__all__ = ["Ask", "Contender", "LeftOut", "Line", "Made", "Message", "Progress", "Report"]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +106,16 @@ class LeftOut(msgspec.Struct, tag="left out", frozen=True):
     peer: str
     ranks: int
     reason: str
+    operation: str = ""
+    """The one that it is left out of; empty: of all."""
+
+
+class Made(msgspec.Struct, tag="made", frozen=True):
+    """One of Phalanx's own backends takes part: which class it is, and each rank's host."""
+
+    peer: str
+    backend: str
+    hosts: tuple[int, ...]
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -114,7 +124,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     text: str
 
 
-Message = Line | LeftOut | Progress
+Message = Line | LeftOut | Made | Progress
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -125,13 +135,16 @@ class Report(msgspec.Struct, kw_only=True):
     machine: dict[str, Any]
     lines: list[Line] = []
     left_out: list[LeftOut] = []
+    made: list[Made] = []
 
     def add(self, message: Message) -> None:
         """Keep it, unless it is mere progress."""
         if isinstance(message, Line):
             self.lines.append(message)
-        elif isinstance(message, LeftOut) and message not in self.left_out:
+        elif isinstance(message, LeftOut):
             self.left_out.append(message)
+        elif isinstance(message, Made):
+            self.made.append(message)
 
     @property
     def wrong(self) -> list[Line]:

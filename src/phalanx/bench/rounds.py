@@ -47,6 +47,7 @@ class _Runner:
         self.given = operation.given(rank, size, elements)
         self.gotten = operation.gotten(rank, size, elements)
         self.in_place = exchange.in_place
+        self.least = operation.least
         self.longest = longest_stretch(operation, size, in_place=self.in_place)
         self.growth = size if operation.name == "all_reduce" and self.in_place else 1
         self.filled = False
@@ -75,16 +76,18 @@ class _Runner:
         source, out = exchange.source, exchange.out
         if source is not None and self.gotten and out is not None and out is not source:
             poison(out)
-        if source is not None and (self.in_place or not self.filled):
-            fill(source, self.given)
+        if self.in_place or not self.filled:
+            if source is not None:
+                fill(source, self.given)
             exchange.load()
             self.filled = True
 
     def _wrong(self, calls: int) -> int:
         self.exchange.store()
-        if self.exchange.out is None:
-            return 0
-        return count_wrong(self.exchange.out, self.gotten, float(self.growth) ** (calls - 1))
+        wrong = self.exchange.count_wrong(calls)
+        if self.exchange.out is not None:
+            wrong += count_wrong(self.exchange.out, self.gotten, float(self.growth) ** (calls - 1))
+        return wrong
 
 
 def time_rounds(
@@ -147,9 +150,10 @@ def _warm_up(runner: _Runner, timing: Timing, control: Control, seconds: float) 
         timing.wrong += wrong
         passes += 1
         (spent,) = control.slowest([spent])
-        wanted = max(1, min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9))))
+        wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
+        wanted = max(runner.least, wanted)
         # The first pass connects, compiles and touches memory: it says little.
         if passes > 1 and (spent > seconds / 4 or calls >= wanted):
             timing.calls = wanted
             return ""
-        calls = max(1, min(wanted, 8 * calls))
+        calls = min(wanted, 8 * calls)

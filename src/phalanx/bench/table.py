@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Line, Report
+from phalanx.bench.records import LeftOut, Line, Report
 from phalanx.bench.sizes import show_size
 
 __all__ = ["as_json", "notes", "tables"]
@@ -64,12 +64,14 @@ def _ratio(report: Report, line: Line) -> str:
 
 def notes(report: Report) -> Iterator[str]:
     """What has to be said besides: who was left out, what is wrong, whether `auto` is right."""
-    reasons: dict[tuple[str, str], list[int]] = {}
+    reasons: dict[tuple[str, str], list[LeftOut]] = {}
     for left in report.left_out:
-        reasons.setdefault((left.peer, left.reason), []).append(left.ranks)
-    for (peer, reason), ranks in reasons.items():
-        where = "" if set(ranks) == set(report.ranks) else f" (with {_join(ranks)} ranks)"
-        yield f"{peer} is left out{where}: {reason}"
+        reasons.setdefault((left.peer, left.reason), []).append(left)
+    for (peer, reason), all_left in reasons.items():
+        ranks = [left.ranks for left in all_left]
+        where = "" if set(ranks) == set(report.ranks) else f" with {_join(ranks)} ranks"
+        what = _join(left.operation for left in all_left if left.operation)
+        yield f"{peer} is left out{' of ' + what if what else ''}{where}: {reason}"
     yield from _about_auto(report.lines)
     for line in report.wrong:
         yield f"WRONG: {line.where()}: {line.wrong} elements were not what they had to be"
@@ -78,8 +80,8 @@ def notes(report: Report) -> Iterator[str]:
         yield f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
 
 
-def _join(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in dict.fromkeys(numbers))
+def _join(things: Iterable[object]) -> str:
+    return ", ".join(str(thing) for thing in dict.fromkeys(things))
 
 
 def _about_auto(lines: list[Line]) -> Iterator[str]:
@@ -139,7 +141,12 @@ def as_json(report: Report) -> bytes:
         "ask": msgspec.to_builtins(report.ask),
         "machine": report.machine,
         "left_out": [
-            {"peer": left.peer, "ranks": left.ranks, "reason": left.reason}
+            {
+                "peer": left.peer,
+                "ranks": left.ranks,
+                "operation": left.operation,
+                "reason": left.reason,
+            }
             for left in report.left_out
         ],
         "lines": lines,

@@ -77,7 +77,7 @@ class Mpi(Peer):
         call = {
             "all_reduce": partial(comm.Allreduce, self._mpi.IN_PLACE, take),
             "all_gather": partial(comm.Allgather, give, part_out),
-            "reduce_scatter": partial(comm.Reduce_scatter_block, give, take),
+            "reduce_scatter": partial(comm.Reduce_scatter_block, part, take),
             "broadcast": partial(comm.Bcast, take, 0),
             "all_to_all": partial(comm.Alltoall, part, part_out),
         }[operation.name]
