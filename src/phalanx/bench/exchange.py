@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from torch import Tensor
 
 from phalanx.bench.operations import Operation
 
-__all__ = ["Exchange", "Fresh", "Repeated"]
+__all__ = ["Exchange", "Fresh"]
 
 
-class Exchange(ABC):
+class Exchange:
     """What is timed: `call()` as often as wanted, then `finish()`.
 
     operation   what it does; says what is given and gotten
     source      what this rank gives; written before calls
     out         what it gets; looked at after calls. The same memory in place; None where it is
                 not known before the first call
+    call        does it once. Blocks as the library's own call does
+    finish      waits until the last call has arrived, for calls that return before. Timed
     """
-
-    operation: Operation
-    source: Tensor | None
-    out: Tensor | None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether calls overwrite what they are given."""
-        return self.source is self.out
-
-    @abstractmethod
-    def call(self) -> object:
-        """Do it once. Blocks as the library's own call does."""
-
-    def finish(self) -> None:
-        """Wait until the last call has arrived, for calls that return before. Timed."""
-
-    def load(self) -> None:
-        """Take over `source`, where the library wants it in memory of its own. Not timed."""
-
-    def store(self) -> None:
-        """Bring the result to `out`. Not timed."""
-
-    def count_wrong(self, calls: int) -> int:
-        """How many elements are wrong after so many calls, besides those of `out`. Not timed."""
-        return 0
-
-
-class Repeated(Exchange):
-    """A call, and perhaps what finishes a row of them."""
 
     def __init__(
         self,
@@ -62,13 +33,23 @@ class Repeated(Exchange):
         self.operation = operation
         self.source = source
         self.out = out
-        self.call = call  # type: ignore[method-assign] - nothing between the clock and the call
-        if finish is not None:
-            self.finish = finish  # type: ignore[method-assign, assignment]
+        self.call = call
+        self.finish = finish
 
-    def call(self) -> object:
-        """As given."""
-        raise NotImplementedError
+    @property
+    def in_place(self) -> bool:
+        """Whether calls overwrite what they are given."""
+        return self.source is self.out
+
+    def load(self) -> None:
+        """Take over `source`, where the library wants it in memory of its own. Not timed."""
+
+    def store(self) -> None:
+        """Bring the result to `out`. Not timed."""
+
+    def count_wrong(self, calls: int) -> int:
+        """How many elements are wrong after so many calls, besides those of `out`. Not timed."""
+        return 0
 
 
 class Fresh(Exchange):
@@ -77,12 +58,8 @@ class Fresh(Exchange):
     def __init__(
         self, operation: Operation, source: Tensor, make: Callable[[], Tensor | None]
     ) -> None:
-        self.operation = operation
-        self.source = source
-        self.out = None
+        super().__init__(operation, source, None, self._keep)
         self._make = make
 
-    def call(self) -> object:
-        """Do it once."""
+    def _keep(self) -> None:
         self.out = self._make()
-        return self.out

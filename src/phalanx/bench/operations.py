@@ -22,10 +22,10 @@ PERIOD = 13
 
 
 class Segment(NamedTuple):
-    """`count` elements; the k-th is `scale * ((first + k) % 13) + shift`."""
+    """`length` elements; the k-th is `scale * ((first + k) % 13) + shift`."""
 
     first: int
-    count: int
+    length: int
     scale: float
     shift: float
 
@@ -128,31 +128,36 @@ def _once(p: int) -> float:
     return 1.0
 
 
+def _twice(p: int) -> float:
+    return 2 * (p - 1) / p
+
+
 def _others(p: int) -> float:
     return (p - 1) / p
 
 
 # fmt: off
 _W, _P = True, False  # the whole message, or a p-th part of it
+_ROOT, _EVEN = _on_root, _on_even
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({row.name: row for row in (
-    #         name              gives gets  in place  given           gotten               bus
-    Operation("all_reduce",     _W,   _W,   True,     _own,           _sum,
-                                                                      lambda p: 2 * (p - 1) / p),
-    Operation("all_gather",     _P,   _W,   False,    _own_slice,     _all_slices,         _others),
-    Operation("reduce_scatter", _W,   _P,   False,    _own,           _slice_of_sum,       _others),
-    Operation("broadcast",      _W,   _W,   True,     _on_root(_own), _of_root,            _once),
-    Operation("all_to_all",     _W,   _W,   False,    _own,           _slices_for_me,      _others),
-    Operation("reduce",         _W,   _W,   False,    _own,           _on_root(_sum),      _once),
-    Operation("gather",         _P,   _W,   False,    _own_slice,     _on_root(_all_slices), _others),
-    Operation("scatter",        _W,   _P,   False,    _own,           _slice_of_root,      _others),
-    Operation("ping_pong",      _W,   _W,   True,     _on_even(_own), _of_even,            _once, 2),
-    Operation("stream",         _W,   _W,   True,     _on_even(_own), _of_even,            _once),
-    Operation("barrier",        None, None, True,     _nothing,       _nothing,            _once),
-    Operation("ddp",            None, None, True,     _nothing,       _nothing,            _once, 1, 5),
-    Operation("copy",           _W,   _W,   False,    _own,           _own,                _once),
+    #         name              gives gets  in place  given         gotten              bus
+    Operation("all_reduce",     _W,   _W,   True,     _own,         _sum,               _twice),
+    Operation("all_gather",     _P,   _W,   False,    _own_slice,   _all_slices,        _others),
+    Operation("reduce_scatter", _W,   _P,   False,    _own,         _slice_of_sum,      _others),
+    Operation("broadcast",      _W,   _W,   True,     _ROOT(_own),  _of_root,           _once),
+    Operation("all_to_all",     _W,   _W,   False,    _own,         _slices_for_me,     _others),
+    Operation("reduce",         _W,   _W,   False,    _own,         _ROOT(_sum),        _once),
+    Operation("gather",         _P,   _W,   False,    _own_slice,   _ROOT(_all_slices), _others),
+    Operation("scatter",        _W,   _P,   False,    _own,         _slice_of_root,     _others),
+    Operation("ping_pong",      _W,   _W,   True,     _EVEN(_own),  _of_even,           _once, 2),
+    Operation("stream",         _W,   _W,   True,     _EVEN(_own),  _of_even,           _once),
+    Operation("barrier",        None, None, True,     _nothing,     _nothing,           _once),
+    Operation("ddp",            None, None, True,     _nothing,     _nothing,           _once,
+              least=5),
+    Operation("copy",           _W,   _W,   False,    _own,         _own,               _once),
 )})
 """Name -> row. `ping_pong` and `stream` are between each even rank and the next one; `ddp` is a
-training step (see `training.py`), and `copy` what the machine can do."""
+training step (see `peers/training.py`), and `copy` what the machine can do."""
 # fmt: on
 
 EXPANDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"p2p": ("ping_pong", "stream")})

@@ -16,11 +16,13 @@ from phalanx.bench.control import Control
 from phalanx.bench.exchange import Exchange
 from phalanx.bench.memory import Memory, kinds_for
 from phalanx.bench.operations import OPERATIONS, Operation
+from phalanx.bench.peers.backends import Ours
 from phalanx.bench.peers.peer import Peer, Place
 from phalanx.bench.peers.table import PEERS
 from phalanx.bench.records import Ask, Contender, LeftOut, Line, Made, Message, Progress
 from phalanx.bench.rounds import time_rounds
 from phalanx.bench.sizes import show_size
+from phalanx.collectives.tuning import root_of
 from phalanx.launch.environment import read_environment
 from phalanx.launch.init import init
 
@@ -63,14 +65,16 @@ def _peers(ask: Ask, place: Place, tell: Tell) -> Iterator[dict[str, Peer]]:
                 except Exception as error:
                     here = f"{type(error).__name__}: {error}"
                 problem = control.problem(here)
-            elif isinstance(peer := made[name], Ours):
-                root = root_of(peer.backend)
-                tell(Made(name, type(root).__name__, root.topology))
+            peer = made.get(name)
             if problem:
                 tell(LeftOut(name, place.size, problem))
-                if (peer := made.pop(name, None)) is not None:
+                if peer is not None:
+                    del made[name]
                     with suppress(Exception):
                         peer.close()
+            elif isinstance(peer, Ours):
+                root = root_of(peer.backend)
+                tell(Made(name, type(root).__name__, root.topology))
         yield made
     finally:
         for peer in made.values():

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from phalanx.bench.operations import OPERATIONS
 from phalanx.bench.peers.table import PEERS
 from phalanx.bench.records import LeftOut, Line, Report
 from phalanx.bench.sizes import show_size
@@ -16,6 +17,7 @@ from phalanx.bench.sizes import show_size
 __all__ = ["as_json", "notes", "tables"]
 
 BASELINE = "gloo"
+ALONE = "alone"
 
 
 def tables(report: Report) -> Iterator[Table]:
@@ -26,9 +28,11 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Table:
-    timed = operation == "barrier"
+    timed = not OPERATIONS[operation].elements(OPERATIONS[operation].source, 1, 1)
     table = Table(title=f"{operation}, {ranks} ranks", title_justify="left")
     headings = ["bytes", "", "us", "quartiles", "alg GB/s", "bus GB/s", f"x {BASELINE}", "wrong"]
+    if operation == "ddp":
+        headings[4:6] = [f"of {ALONE}"]
     for heading in headings:
         side: Any = "left" if heading == "" else "right"
         table.add_column(heading, justify=side, no_wrap=True)
@@ -36,13 +40,19 @@ def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Tab
         table.add_section()
         for number, line in enumerate(group):
             low, high = line.quartiles
+            rates = [
+                "" if timed else f"{rate / 1e9:.3f}"
+                for rate in (line.algorithm_bandwidth, line.bus_bandwidth)
+            ]
+            if operation == "ddp":
+                alone = report.baseline(line, ALONE)
+                rates = [f"{line.median / alone.median:.2f}" if alone is not None else ""]
             table.add_row(
                 "" if number or timed else show_size(size),
                 str(line.contender),
                 _us(line.median),
                 f"{_us(low)} - {_us(high)}",
-                "" if timed else f"{line.algorithm_bandwidth / 1e9:.3f}",
-                "" if timed else f"{line.bus_bandwidth / 1e9:.3f}",
+                *rates,
                 _ratio(report, line),
                 f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
                 style="dim" if PEERS[line.contender.peer].machine else "",
@@ -77,7 +87,9 @@ def notes(report: Report) -> Iterator[str]:
         yield f"WRONG: {line.where()}: {line.wrong} elements were not what they had to be"
     if report.lines and not report.wrong:
         rounds = len(report.lines[0].seconds)
-        yield f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
+        yield (
+            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
+        )
 
 
 def _join(things: Iterable[object]) -> str:

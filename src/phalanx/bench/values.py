@@ -46,11 +46,12 @@ def _times(segment: Segment, factor: float) -> Segment:
 def _blocks(tensor: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor]]:
     """The parts of the tensor, and what belongs there."""
     begin = 0
-    for first, count, scale, shift in segments:
-        length = min(count, _BLOCK)
-        block = (torch.arange(length) + first % PERIOD).remainder_(PERIOD).to(tensor.dtype)
+    for first, length, scale, shift in segments:
+        block = (
+            (torch.arange(min(length, _BLOCK)) + first % PERIOD).remainder_(PERIOD).to(tensor.dtype)
+        )
         block.mul_(scale).add_(shift)
-        for start in range(begin, begin + count, _BLOCK):
-            part = tensor[start : min(start + _BLOCK, begin + count)]
+        for start in range(begin, begin + length, _BLOCK):
+            part = tensor[start : min(start + _BLOCK, begin + length)]
             yield part, block[: part.numel()]
-        begin += count
+        begin += length

@@ -62,6 +62,7 @@ class Key(NamedTuple):
     dtype: torch.dtype
     op: ReduceOp | None = None
     root: int = 0
+    tuning: str = ""  # the file by which the algorithm was picked, if one was
 
 
 @dataclass(frozen=True)
@@ -152,4 +153,5 @@ def _signature(key: Key) -> str:
     what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
     op = f", {key.op.value}" if key.op is not None else ""
     root = f", root {key.root}" if key.collective in ROOTED else ""
-    return f"{what}{op}{root}, {key.algorithm}"
+    tuning = f", tuning {key.tuning}" if key.tuning else ""
+    return f"{what}{op}{root}, {key.algorithm}{tuning}"

@@ -61,10 +61,12 @@ def planned(
         if collective in REDUCING:
             reduction_for(op, dtype, rank=backend.rank, collective=collective)
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
+        tuning = ""
         if name == "auto":
-            name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
+            choice = choose(collective, prod(shape) * dtype.itemsize, backend)
+            name, tuning = choice.algorithm, choice.tuning
         return make_plan(
-            Key(collective, name, shape, dtype, op, root), backend.rank, backend.world_size
+            Key(collective, name, shape, dtype, op, root, tuning), backend.rank, backend.world_size
         )
 
     # Arguments that were right once are right again.

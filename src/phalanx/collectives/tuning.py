@@ -31,7 +31,17 @@ from phalanx.collectives.memo import remembered
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import MisuseError
 
-__all__ = ["FORMAT", "VARIABLE", "Measured", "Table", "Tuning", "measured", "read_tuning", "root_of"]
+__all__ = [
+    "FORMAT",
+    "VARIABLE",
+    "Measured",
+    "Table",
+    "Tuning",
+    "measured",
+    "read_tuning",
+    "root_of",
+    "tuning_of",
+]
 
 VARIABLE = "PHALANX_TUNING"
 FORMAT = "phalanx tuning 1"
@@ -64,11 +74,11 @@ class Measured(NamedTuple):
     """What each algorithm takes, in seconds, and the hash of the file that says so."""
 
     seconds: Mapping[str, float]
-    file: str
+    tuning: str
 
 
 class _Known(NamedTuple):
-    file: str
+    tuning: str
     tables: Mapping[tuple[str, tuple[int, ...], str], Table]
 
 
@@ -93,7 +103,12 @@ def measured(collective: str, count: int, backend: Backend) -> Measured | None:
     if table is None:
         return None
     at = partial(_at, table.sizes, count)
-    return Measured({name: at(seconds) for name, seconds in table.seconds.items()}, known.file)
+    return Measured({name: at(seconds) for name, seconds in table.seconds.items()}, known.tuning)
+
+
+def tuning_of(backend: Backend) -> str:
+    """The hash of this rank's file; empty without one."""
+    return remembered(backend, "tuning", _load).tuning
 
 
 def _load() -> _Known:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 import phalanx.collectives as ours
 from phalanx.backends.base import Backend
-from phalanx.bench.exchange import Exchange, Fresh, Repeated
+from phalanx.bench.exchange import Exchange, Fresh
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
+from phalanx.bench.peers.training import TrainingStep, make_model
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.launch.factories import BACKENDS
 from phalanx.launch.init import init
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from phalanx.parallel import DDP
 
 __all__ = ["Ours", "lacks_backend"]
 
-_IN_PLACE = {"all_reduce": ours.all_reduce_, "broadcast": ours.broadcast_}
-_APART = {
+_IN_PLACE: Mapping[str, Callable[..., Any]] = {
+    "all_reduce": ours.all_reduce_,
+    "broadcast": ours.broadcast_,
+}
+_APART: Mapping[str, Callable[..., Any]] = {
     "all_reduce": ours.all_reduce,
     "all_gather": ours.all_gather,
     "reduce_scatter": ours.reduce_scatter,
@@ -60,6 +62,7 @@ class Ours(Peer):
         return {
             **dict.fromkeys(_APART, self._collective),
             "barrier": self._barrier,
+            "ddp": self._ddp,
             "ping_pong": self._messages,
             "stream": self._messages,
         }
@@ -87,16 +90,20 @@ class Ours(Peer):
             return Fresh(operation, source, make)
         if out is source:
             call = partial(_IN_PLACE[name], source, self.backend, algorithm=algorithm)
-            return Repeated(operation, source, out, call)
+            return Exchange(operation, source, out, call)
         into = partial(_APART[name], source, self.backend, into=out, algorithm=algorithm)
-        return Repeated(operation, source, out, into)
+        return Exchange(operation, source, out, into)
 
     def _messages(self, operation: Operation, data: Tensor | None, *_: object) -> Exchange:
         send, recv = self.backend.send, self.backend.recv
         return messages(operation, data, self.rank, self.size, send, recv)
 
+    def _ddp(self, operation: Operation, *_: object) -> Exchange:
+        model = DDP(make_model(), self.backend)
+        return TrainingStep(operation, model, rank=self.rank, ranks=range(self.size))
+
     def _barrier(self, operation: Operation, *_: object) -> Exchange:
-        return Repeated(operation, None, None, self.backend.barrier)
+        return Exchange(operation, None, None, self.backend.barrier)
 
     def close(self) -> None:
         """Leave the group."""

@@ -5,6 +5,7 @@ It compiles itself when it is first used, which takes about a minute and a C++ c
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import secrets
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.bench.exchange import Exchange, Repeated
+from phalanx.bench.exchange import Exchange
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place
 
@@ -49,10 +50,8 @@ class DeepSpeed(Peer):
         before = {name: os.environ.get(name) for name in names}
         try:
             os.environ.update(names)
-            from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder  # noqa: PLC0415
-
-            builder: Any = ShareMemCommBuilder()
-            builder.load(verbose=False).initialize(self.size, self.rank)
+            builders: Any = importlib.import_module("deepspeed.ops.op_builder.cpu")
+            builders.ShareMemCommBuilder().load(verbose=False).initialize(self.size, self.rank)
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
@@ -69,4 +68,4 @@ class DeepSpeed(Peer):
     def _exchange(
         self, operation: Operation, source: Tensor | None, out: Tensor | None, *_: object
     ) -> Exchange:
-        return Repeated(operation, source, out, partial(self._all_reduce, source))
+        return Exchange(operation, source, out, partial(self._all_reduce, source))

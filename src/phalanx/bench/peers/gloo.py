@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.bench.exchange import Exchange, Fresh, Repeated
+from phalanx.bench.exchange import Exchange, Fresh
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
+from phalanx.bench.peers.training import TrainingStep, make_model
 from phalanx.launch.store import hold_store
 
 __all__ = ["Gloo", "join_gloo", "lacks_gloo"]
@@ -41,14 +44,16 @@ def lacks_gloo() -> str:
 
 def join_gloo(place: Place) -> None:
     """Make torch's default group, over Gloo, of all ranks. Nobody else may have made it."""
-    held, port = None, 0
+    store: Any = None
+    port = 0
     if place.rank == 0:
-        held, port = hold_store(place.master, 0, timeout=place.timeout)
+        store, port = hold_store(place.master, 0, timeout=place.timeout)
     port = place.control.from_root(port)
     wait = timedelta(seconds=place.timeout)
-    store = held or dist.TCPStore(  # type: ignore[attr-defined]
-        place.master, port, is_master=False, timeout=wait, wait_for_workers=False
-    )
+    if store is None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.master, port, is_master=False, timeout=wait, wait_for_workers=False
+        )
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.size, timeout=wait
     )
@@ -70,6 +75,7 @@ class Gloo(Peer):
             **dict.fromkeys(_IN_PLACE, self._in_place),
             **dict.fromkeys(_TWO, self._two),
             "barrier": self._barrier,
+            "ddp": self._ddp,
             "ping_pong": self._messages,
             "stream": self._messages,
         }
@@ -80,7 +86,7 @@ class Gloo(Peer):
         assert source is not None
         function = _IN_PLACE[operation.name]
         if not fresh:
-            return Repeated(operation, source, out, partial(function, source))
+            return Exchange(operation, source, out, partial(function, source))
 
         def copy_of(source: Tensor) -> Tensor:
             result = source.clone()
@@ -96,7 +102,7 @@ class Gloo(Peer):
         function = _TWO[operation.name]
         if not fresh:
             assert out is not None
-            return Repeated(operation, source, out, partial(function, out, source))
+            return Exchange(operation, source, out, partial(function, out, source))
         whole = source.numel() * (1 if operation.source else self.size)
         elements = operation.elements(operation.out, self.size, whole)
 
@@ -110,8 +116,12 @@ class Gloo(Peer):
     def _messages(self, operation: Operation, data: Tensor | None, *_: object) -> Exchange:
         return messages(operation, data, self.rank, self.size, dist.send, dist.recv)
 
+    def _ddp(self, operation: Operation, *_: object) -> Exchange:
+        model = DistributedDataParallel(make_model())
+        return TrainingStep(operation, model, rank=self.rank, ranks=range(self.size))
+
     def _barrier(self, operation: Operation, *_: object) -> Exchange:
-        return Repeated(operation, None, None, dist.barrier)
+        return Exchange(operation, None, None, dist.barrier)
 
     def close(self) -> None:
         """Leave the group."""

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.memory import tensor_bytes
-from phalanx.bench.exchange import Exchange, Repeated
+from phalanx.bench.exchange import Exchange
 from phalanx.bench.memory import Memory
 from phalanx.bench.operations import OPERATIONS, Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
 
 __all__ = ["Copy", "Socket"]
+
+MOVING = tuple(name for name, row in OPERATIONS.items() if row.source is not None)
+"""What moves bytes of a message."""
 
 
 class Socket(Peer):
@@ -47,7 +50,7 @@ class Socket(Peer):
     @property
     def binders(self) -> Mapping[str, Binder]:
         """Messages, beside whatever is asked for."""
-        return dict.fromkeys((name for name in OPERATIONS if name != "barrier"), self._messages)
+        return dict.fromkeys(MOVING, self._messages)
 
     def exchange(
         self, operation: Operation, count: int, kind: str, algorithm: str, memory: Memory
@@ -86,7 +89,7 @@ class Copy(Peer):
     @property
     def binders(self) -> Mapping[str, Binder]:
         """Beside whatever is asked for."""
-        return dict.fromkeys((name for name in OPERATIONS if name != "barrier"), self._copy)
+        return dict.fromkeys(MOVING, self._copy)
 
     def exchange(
         self, operation: Operation, count: int, kind: str, algorithm: str, memory: Memory
@@ -99,4 +102,4 @@ class Copy(Peer):
     ) -> Exchange:
         assert source is not None
         assert out is not None
-        return Repeated(operation, source, out, partial(torch.Tensor.copy_, out, source))
+        return Exchange(operation, source, out, partial(torch.Tensor.copy_, out, source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -44,8 +45,7 @@ class Mlx(Peer):
         super().__init__(place)
         if len(set(place.control.topology)) > 1:
             raise RuntimeError("this benchmark starts it on one host only")
-        import mlx.core as mx  # noqa: PLC0415
-
+        mx: Any = importlib.import_module("mlx.core")
         with ExitStack() as stack:
             # It wants to be told every rank's port: one that was free just now.
             probe = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -73,9 +73,7 @@ class _MlxExchange(Exchange):
     """Evaluated at once, since an operation of MLX is a promise until someone needs it."""
 
     def __init__(self, operation: Operation, source: Tensor, mx: Any, group: Any) -> None:
-        self.operation = operation
-        self.source = source
-        self.out = None
+        super().__init__(operation, source, None, self._call)
         self._mx, self._group, self._stream = mx, group, mx.cpu
         self._function = getattr(mx.distributed, _FUNCTIONS[operation.name])
         self._given: Any = None
@@ -86,14 +84,11 @@ class _MlxExchange(Exchange):
         assert self.source is not None
         self._given = self._mx.array(self.source.numpy())
 
-    def call(self) -> object:
-        """Do it once."""
+    def _call(self) -> None:
         self._gotten = self._function(self._given, group=self._group, stream=self._stream)
         self._mx.eval(self._gotten)
-        return self._gotten
 
     def store(self) -> None:
         """Copy what came back."""
-        import numpy  # noqa: PLC0415 -- MLX needs it, Phalanx does not
-
+        numpy: Any = importlib.import_module("numpy")  # MLX brings it, Phalanx does not
         self.out = torch.from_numpy(numpy.array(self._gotten))

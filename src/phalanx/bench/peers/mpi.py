@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.backends.memory import tensor_bytes
-from phalanx.bench.exchange import Exchange, Repeated
+from phalanx.bench.exchange import Exchange
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
 
@@ -40,10 +41,8 @@ class Mpi(Peer):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        from mpi4py import MPI  # noqa: PLC0415 -- importing it starts MPI
-
-        self._mpi: Any = MPI
-        self._comm: Any = MPI.COMM_WORLD.Dup()
+        self._mpi: Any = importlib.import_module("mpi4py.MPI")  # which starts MPI
+        self._comm: Any = self._mpi.COMM_WORLD.Dup()
         if self._comm.Get_size() != self.size:
             raise RuntimeError(
                 f"MPI's world has {self._comm.Get_size()} ranks, this one {self.size}: start the "
@@ -81,7 +80,7 @@ class Mpi(Peer):
             "broadcast": partial(comm.Bcast, take, 0),
             "all_to_all": partial(comm.Alltoall, part, part_out),
         }[operation.name]
-        return Repeated(operation, source, out, call)
+        return Exchange(operation, source, out, call)
 
     def _messages(self, operation: Operation, data: Tensor | None, *_: object) -> Exchange:
         comm = self._comm
@@ -95,7 +94,7 @@ class Mpi(Peer):
         return messages(operation, data, self.rank, self.size, send, recv)
 
     def _barrier(self, operation: Operation, *_: object) -> Exchange:
-        return Repeated(operation, None, None, self._comm.Barrier)
+        return Exchange(operation, None, None, self._comm.Barrier)
 
     def close(self) -> None:
         """Free the communicator."""

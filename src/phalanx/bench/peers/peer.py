@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.bench.control import Control
-from phalanx.bench.exchange import Exchange, Repeated
+from phalanx.bench.exchange import Exchange
 from phalanx.bench.memory import MEMORIES, Memory
 from phalanx.bench.operations import Operation
 
@@ -84,7 +84,7 @@ class Peer(ABC):
                 out = self.empty(gotten) if registered else memory.empty("out", gotten)
         return self.binders[operation.name](operation, source, out, fresh, algorithm)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most need nothing
         """Leave the library as it was found, as far as it can be."""
 
 
@@ -105,7 +105,7 @@ def messages(
     peer = rank ^ 1
     token = torch.zeros(1)
     if peer >= size:  # the last of an odd number has nobody
-        return Repeated(operation, data, data, lambda: None)
+        return Exchange(operation, data, data, lambda: None)
     first, second = (send, recv) if rank % 2 == 0 else (recv, send)
 
     def there_and_back() -> None:
@@ -113,5 +113,5 @@ def messages(
         second(data, peer)
 
     if operation.name == "ping_pong":
-        return Repeated(operation, data, data, there_and_back)
-    return Repeated(operation, data, data, lambda: first(data, peer), lambda: second(token, peer))
+        return Exchange(operation, data, data, there_and_back)
+    return Exchange(operation, data, data, lambda: first(data, peer), lambda: second(token, peer))

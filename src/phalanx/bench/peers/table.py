@@ -14,6 +14,7 @@ from phalanx.bench.peers.machine import Copy, Socket
 from phalanx.bench.peers.mlx import Mlx, lacks_mlx
 from phalanx.bench.peers.mpi import Mpi, lacks_mpi
 from phalanx.bench.peers.peer import Peer, Place
+from phalanx.bench.peers.training import Alone
 
 __all__ = ["PEERS", "Row"]
 
@@ -60,6 +61,7 @@ PEERS: Mapping[str, Row] = MappingProxyType(
         "mlx": Row(lacks_mlx, Mlx),
         "socket": Row(_nothing, Socket, machine=True),
         "copy": Row(_nothing, Copy, machine=True),
+        "alone": Row(_nothing, Alone, machine=True),
     }
 )
 """`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they."""
