@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from phalanx.bench.memory import MEMORIES
 from phalanx.bench.operations import EXPANDED, OPERATIONS
@@ -12,9 +15,14 @@ from phalanx.bench.sizes import parse_sizes
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 
-__all__ = ["make_ask", "parse_ranks"]
+__all__ = ["make_ask", "make_tuning_ask", "parse_ranks"]
 
-_ALGORITHMS = frozenset(name for rows in COLLECTIVES.values() for name in rows) | {"auto", "all"}
+_ALGORITHMS = (
+    "auto",
+    "all",
+    "fixed",
+    *dict.fromkeys(name for rows in COLLECTIVES.values() for name in rows),
+)
 _LEAST_ROUNDS = 1
 
 
@@ -42,7 +50,7 @@ def make_ask(
     kinds = _words(memory)
     _check("kind of memory", kinds, MEMORIES)
     wanted = _words(algorithms)
-    _check("algorithm", wanted, dict.fromkeys(sorted(_ALGORITHMS)))
+    _check("algorithm", wanted, dict.fromkeys(_ALGORITHMS))
     if rounds < _LEAST_ROUNDS or threads < 1 or not 0 < seconds < 60:
         raise MisuseError(
             f"--rounds {rounds}, --threads {threads}, --seconds {seconds:g}: it takes a round, a "
@@ -58,6 +66,21 @@ def make_ask(
         algorithms=tuple(wanted),
         threads=threads,
     )
+
+
+def make_tuning_ask(operations: Sequence[str], **options: Any) -> Ask:
+    """What to measure so that `auto` can pick by it: every algorithm of Phalanx's own backends.
+
+    Options as for `make_ask`; those that make no sense here are overruled.
+    """
+    options |= {"memory": "ordinary", "algorithms": "fixed", "machine": False}
+    ask = make_ask(operations or list(COLLECTIVES), **options)
+    ours = tuple(name for name in ask.backends if PEERS[name].ours)
+    if not ours or not set(ask.operations) <= COLLECTIVES.keys():
+        raise MisuseError(
+            f"--tune compares the algorithms of {', '.join(COLLECTIVES)} on Phalanx's own backends"
+        )
+    return msgspec.structs.replace(ask, backends=ours)
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -23,8 +23,6 @@ def check_plot(path: Path) -> None:
             f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
             "--plot out"
         ) from None
-    if not path.resolve().parent.is_dir():
-        raise MisuseError(f"--plot {path}: there is no folder {path.resolve().parent}")
 
 
 def draw(report: Report, path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -82,6 +82,13 @@ def _peers(ask: Ask, place: Place, tell: Tell) -> Iterator[dict[str, Peer]]:
                 peer.close()
 
 
+def _named(words: Sequence[str], known: tuple[str, ...]) -> list[str]:
+    """Which of the `known` algorithms (`auto` is the first) the words mean; else `auto`."""
+    meaning = {"all": known, "fixed": known[1:]}
+    named = [name for word in words for name in meaning.get(word, (word,))]
+    return list(dict.fromkeys(name for name in named if name in known)) or ["auto"]
+
+
 class _Sweep:
     """One operation, through the sizes."""
 
@@ -111,9 +118,7 @@ class _Sweep:
                 continue
             kinds = kinds_for(self.operation, self.ask.memories)
             kinds = [peer.only] if peer.only else [kind for kind in kinds if kind in peer.memories]
-            known = peer.algorithms(self.operation)
-            wanted = known if "all" in self.ask.algorithms else self.ask.algorithms
-            algorithms = [a for a in wanted if a in known] or ["auto"]
+            algorithms = _named(self.ask.algorithms, peer.algorithms(self.operation))
             if PEERS[name].machine:
                 kinds = ["ordinary"]
             for kind, algorithm in itertools.product(kinds, algorithms):

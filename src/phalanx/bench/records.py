@@ -21,7 +21,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     rounds      that count
     seconds     that a round of small messages should take, for each contender
     memories    names of `MEMORIES`, for peers that have them
-    algorithms  by name, for peers that have any; "all" for all that there are
+    algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
     threads     of torch in each rank
     timeout     seconds that a rank waits for another
     """

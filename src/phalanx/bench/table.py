@@ -19,6 +19,9 @@ __all__ = ["as_json", "notes", "tables"]
 BASELINE = "gloo"
 ALONE = "alone"
 
+_BUSY = 0.25
+"""Processes for each core, beyond which figures are doubtful."""
+
 
 def tables(report: Report) -> Iterator[Table]:
     """A table for each operation and number of ranks."""
@@ -82,6 +85,12 @@ def notes(report: Report) -> Iterator[str]:
         where = "" if set(ranks) == set(report.ranks) else f" with {_join(ranks)} ranks"
         what = _join(left.operation for left in all_left if left.operation)
         yield f"{peer} is left out{' of ' + what if what else ''}{where}: {reason}"
+    load, cores = report.machine.get("load"), report.machine.get("cores")
+    if load and cores and load > _BUSY * cores:
+        yield (
+            f"before it began {load:g} processes were running here, on {cores} cores: what others "
+            "do takes time from those that only spin, most of all"
+        )
     yield from _about_auto(report.lines)
     for line in report.wrong:
         yield f"WRONG: {line.where()}: {line.wrong} elements were not what they had to be"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from phalanx.errors import MisuseError
+
 if TYPE_CHECKING:
-    from phalanx.bench.records import Ask
+    from collections.abc import Iterator
+
+    from phalanx.bench.records import Ask, Report
 
 __all__ = ["bench_command"]
 
@@ -51,7 +55,10 @@ def bench_command(
         ),
     ] = "ordinary,registered",
     algorithms: Annotated[
-        str, typer.Option(help="Of Phalanx's backends: auto, ring, direct, ...; all; see --tune.")
+        str,
+        typer.Option(
+            help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."
+        ),
     ] = "auto",
     machine: Annotated[
         bool,
@@ -63,6 +70,14 @@ def bench_command(
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw time over size there.")
+    ] = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Time every algorithm of Phalanx's backends, and write there which is the best "
+            "when: with PHALANX_TUNING=FILE, auto picks by it.",
+        ),
     ] = None,
 ) -> None:
     """Time operations of Phalanx beside other libraries, in the same processes.
@@ -83,39 +98,80 @@ def bench_command(
 
         phalanx bench all_reduce --backends tcp --algorithms all
 
+        phalanx bench --tune tuning.json --ranks 2,4
+
     The exit code is 1 if any result was wrong.
     """
-    from phalanx.bench.asking import make_ask, parse_ranks  # noqa: PLC0415
+    from phalanx.bench.asking import make_ask, make_tuning_ask, parse_ranks  # noqa: PLC0415
 
-    if plot is not None:
-        from phalanx.bench.plot import check_plot  # noqa: PLC0415
+    options: dict[str, Any] = {
+        "backends": backends,
+        "sizes": sizes,
+        "factor": factor,
+        "rounds": rounds,
+        "seconds": seconds,
+        "memory": memory,
+        "algorithms": algorithms,
+        "machine": machine,
+        "threads": threads,
+    }
+    if tune is None:
+        ask = make_ask(operations or ["all_reduce"], **options)
+    else:
+        ask = make_tuning_ask(operations or [], **options)
+    files = _Files(json_file, plot, tune)
+    files.check()
+    raise typer.Exit(_bench(ask, parse_ranks(ranks), files))
 
-        check_plot(plot)
-    ask = make_ask(
-        operations or ["all_reduce"],
-        backends=backends,
-        sizes=sizes,
-        factor=factor,
-        rounds=rounds,
-        seconds=seconds,
-        memory=memory,
-        algorithms=algorithms,
-        machine=machine,
-        threads=threads,
-    )
-    raise typer.Exit(_bench(ask, parse_ranks(ranks), json_file, plot))
+
+class _Files(NamedTuple):
+    """What is written at the end."""
+
+    json: Path | None
+    plot: Path | None
+    tune: Path | None
+
+    def check(self) -> None:
+        """Raise `MisuseError`, before anything is measured, where one could not be written."""
+        for path in self:
+            if path is not None and not path.absolute().parent.is_dir():
+                raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
+        if self.plot is not None:
+            from phalanx.bench.plot import check_plot  # noqa: PLC0415
+
+            check_plot(self.plot)
+
+    def write(self, report: Report) -> Iterator[str]:
+        """Write them; yields what to say of each."""
+        from phalanx.bench.table import as_json  # noqa: PLC0415
+
+        if self.json is not None:
+            self.json.write_bytes(as_json(report))
+            yield f"{self.json}: all figures"
+        if self.plot is not None:
+            from phalanx.bench.plot import draw  # noqa: PLC0415
+
+            draw(report, self.plot)
+            yield f"{self.plot}: the picture"
+        if self.tune is not None:
+            from phalanx.bench.tune import as_tuning  # noqa: PLC0415
+
+            self.tune.write_bytes(as_tuning(report))
+            yield (
+                f"{self.tune}: with PHALANX_TUNING={self.tune} in the environment of every rank, "
+                "and the same file on every host, auto picks by it"
+            )
 
 
-def _bench(ask: Ask, ranks: list[int], json_file: Path | None, plot: Path | None) -> int:
+def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
     """Run it, show it, write it; return the exit code."""
     from rich.console import Console  # noqa: PLC0415
 
     from phalanx.bench.records import Message, Progress  # noqa: PLC0415
     from phalanx.bench.run import run_bench  # noqa: PLC0415
-    from phalanx.bench.table import as_json, notes, tables  # noqa: PLC0415
+    from phalanx.bench.table import notes, tables  # noqa: PLC0415
 
-    progress = Console(stderr=True)
-    with progress.status("starting ranks") as status:
+    with Console(stderr=True).status("starting ranks") as status:
 
         def heard(message: Message) -> None:
             if isinstance(message, Progress):
@@ -128,13 +184,6 @@ def _bench(ask: Ask, ranks: list[int], json_file: Path | None, plot: Path | None
     console.width = max(_WIDTH, console.width)
     for table in tables(report):
         console.print(table)
-    for note in notes(report):
-        console.print(note, markup=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_bytes(as_json(report))
-    if plot is not None:
-        from phalanx.bench.plot import draw  # noqa: PLC0415
-
-        draw(report, plot)
-        console.print(f"{plot}: the picture", markup=False, soft_wrap=True)
+    for text in (*notes(report), *files.write(report)):
+        console.print(text, markup=False, soft_wrap=True)
     return 1 if report.wrong else 0
