@@ -164,26 +164,38 @@ class _Files(NamedTuple):
 
 
 def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
-    """Run it, show it, write it; return the exit code."""
+    """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
     from phalanx.bench.records import Message, Progress  # noqa: PLC0415
-    from phalanx.bench.run import run_bench  # noqa: PLC0415
+    from phalanx.bench.run import new_report, run_bench  # noqa: PLC0415
+
+    report = new_report(ask, ranks)
+    try:
+        with Console(stderr=True).status("starting ranks") as status:
+
+            def heard(message: Message) -> None:
+                if isinstance(message, Progress):
+                    status.update(message.text)
+
+            if not run_bench(report, heard):
+                return 0
+    finally:
+        if report.lines or report.left_out:
+            _show(report)
+    for text in files.write(report):
+        typer.echo(text)
+    return 1 if report.wrong else 0
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console  # noqa: PLC0415
+
     from phalanx.bench.table import notes, tables  # noqa: PLC0415
 
-    with Console(stderr=True).status("starting ranks") as status:
-
-        def heard(message: Message) -> None:
-            if isinstance(message, Progress):
-                status.update(message.text)
-
-        report = run_bench(ask, ranks, heard)
-    if report is None:
-        return 0
     console = Console(highlight=False)
     console.width = max(_WIDTH, console.width)
     for table in tables(report):
         console.print(table)
-    for text in (*notes(report), *files.write(report)):
+    for text in notes(report):
         console.print(text, markup=False, soft_wrap=True)
-    return 1 if report.wrong else 0

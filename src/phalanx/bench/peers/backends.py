@@ -19,7 +19,7 @@ from phalanx.launch.factories import BACKENDS
 from phalanx.launch.init import init
 from phalanx.parallel import DDP
 
-__all__ = ["Ours", "lacks_backend"]
+__all__ = ["Ours", "lacks_backend", "make_ours"]
 
 _IN_PLACE: Mapping[str, Callable[..., Any]] = {
     "all_reduce": ours.all_reduce_,
@@ -46,12 +46,17 @@ def lacks_backend(name: str) -> Callable[[], str]:
     return problem
 
 
-class Ours(Peer):
-    """A backend, with all that the collectives can do on it."""
+def make_ours(name: str, place: Place) -> Ours:
+    """The backend `name`, as a peer."""
+    return Ours(init(name, timeout=place.timeout), place)
 
-    def __init__(self, name: str, place: Place) -> None:
+
+class Ours(Peer):
+    """A backend, which it closes, with all that the collectives can do on it."""
+
+    def __init__(self, backend: Backend, place: Place) -> None:
         super().__init__(place)
-        self.backend = init(name, timeout=place.timeout)
+        self.backend = backend
         self.memories = frozenset({"ordinary", "fresh", "into"})
         if type(self.backend).empty is not Backend.empty:
             self.memories |= {"registered"}

@@ -44,16 +44,17 @@ def lacks_gloo() -> str:
 
 def join_gloo(place: Place) -> None:
     """Make torch's default group, over Gloo, of all ranks. Nobody else may have made it."""
-    store: Any = None
-    port = 0
-    if place.rank == 0:
-        store, port = hold_store(place.master, 0, timeout=place.timeout)
-    port = place.control.from_root(port)
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     wait = timedelta(seconds=place.timeout)
+    open_to_all: Any = partial(tcp_store, place.master, timeout=wait, wait_for_workers=False)
+    store: Any = None
+    if place.rank == 0:
+        store, _ = hold_store(place.master, 0, timeout=place.timeout)
+        # None: its name means loopback on this host alone, and other hosts have to come by.
+        store = store or open_to_all(0, is_master=True)
+    port = place.control.from_root(store.port if store is not None else 0)
     if store is None:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            place.master, port, is_master=False, timeout=wait, wait_for_workers=False
-        )
+        store = open_to_all(port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.size, timeout=wait
     )

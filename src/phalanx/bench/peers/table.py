@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from phalanx.bench.peers.backends import Ours, lacks_backend
+from phalanx.bench.peers.backends import lacks_backend, make_ours
 from phalanx.bench.peers.deepspeed import DeepSpeed, lacks_deepspeed
 from phalanx.bench.peers.gloo import Gloo, lacks_gloo
 from phalanx.bench.peers.machine import Copy, Socket
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def _ours(name: str) -> Row:
-    return Row(lacks_backend(name), partial(Ours, name), ours=True)
+    return Row(lacks_backend(name), partial(make_ours, name), ours=True)
 
 
 def _lacks_our_mpi() -> str:
@@ -54,7 +54,7 @@ PEERS: Mapping[str, Row] = MappingProxyType(
         "hybrid": _ours("hybrid"),
         "tcp": _ours("tcp"),
         "phalanx-gloo": _ours("gloo"),
-        "phalanx-mpi": Row(_lacks_our_mpi, partial(Ours, "mpi"), needs_mpi=True, ours=True),
+        "phalanx-mpi": Row(_lacks_our_mpi, partial(make_ours, "mpi"), needs_mpi=True, ours=True),
         "gloo": Row(lacks_gloo, Gloo),
         "mpi": Row(lacks_mpi, Mpi, needs_mpi=True),
         "deepspeed": Row(lacks_deepspeed, DeepSpeed),
