@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from phalanx.bench.asking import make_ask
 from phalanx.bench.plot import draw
 from phalanx.bench.records import Contender, LeftOut, Line, Made, Message, Progress, Report
 from phalanx.bench.table import as_json, notes, tables
 from phalanx.bench.tune import as_tuning
+from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
+from phalanx.errors import MisuseError
 
 US = 1e-6
 
@@ -149,6 +153,32 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     draw(report(*lines), path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.png")])
+    assert isinstance(result.exception, MisuseError)
+    assert "matplotlib is not installed; pip install 'phalanx[plot]'" in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--tune"])
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
+    option: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "nowhere" / "file"
+    result = CliRunner().invoke(app, ["bench", option, str(path), "--backends", "tcp"])
+    assert isinstance(result.exception, MisuseError)
+    assert "there is no folder" in str(result.exception)
+
+
+def test_the_help_says_what_the_figures_are() -> None:
+    result = CliRunner().invoke(app, ["bench", "--help"])
+    assert result.exit_code == 0
+    for word in ("NCCL tests", "--tune", "OMP_NUM_THREADS=1", "slowest rank"):
+        assert word in " ".join(result.output.split())
 
 
 def test_what_algorithms_took_becomes_a_file_for_auto() -> None:

@@ -130,18 +130,26 @@ class _Sweep:
         where = f"{operation.name}, {control.size} ranks, {show_size(size)}"
         exchanges: dict[str, Exchange] = {}
         by_name = {str(contender): contender for contender in self.contenders}
+        failures: dict[str, str] = {}
         for name, contender in by_name.items():
-            exchanges[name] = self.peers[contender.peer].exchange(
-                operation, size, contender.memory, contender.algorithm, memory
-            )
-        timings, failures = time_rounds(
+            here = ""
+            try:
+                exchanges[name] = self.peers[contender.peer].exchange(
+                    operation, size, contender.memory, contender.algorithm, memory
+                )
+            except Exception as error:
+                here = f"{type(error).__name__}: {error}"
+            if problem := control.problem(here):
+                exchanges.pop(name, None)
+                failures[name] = problem
+        timings, refused = time_rounds(
             exchanges,
             control,
             rounds=self.ask.rounds,
             seconds=self.ask.seconds,
             said=lambda text: self.tell(Progress(f"{where}: {text}")),
         )
-        for name, reason in failures.items():
+        for name, reason in (failures | refused).items():
             self.contenders.remove(by_name[name])
             self.tell(LeftOut(name, control.size, reason, operation.name))
         for name, timing in timings.items():
