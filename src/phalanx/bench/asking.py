@@ -38,6 +38,7 @@ def make_ask(
     algorithms: str = "auto",
     machine: bool = True,
     threads: int = 1,
+    baseline: str = "gloo",
 ) -> Ask:
     """What the words mean. `MisuseError` for one that means nothing here, listing what there is."""
     measured = [name for name, row in OPERATIONS.items() if name != "copy"]
@@ -45,6 +46,7 @@ def make_ask(
     _check("operation", named, dict.fromkeys([*measured, *EXPANDED]))
     peers = _words(backends)
     _check("backend", peers, PEERS)
+    _check("backend", [baseline], PEERS)
     if machine:
         peers += [name for name, row in PEERS.items() if row.machine and name not in peers]
     kinds = _words(memory)
@@ -65,6 +67,7 @@ def make_ask(
         memories=tuple(kinds),
         algorithms=tuple(wanted),
         threads=threads,
+        baseline=baseline,
     )
 
 

@@ -24,6 +24,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
     threads     of torch in each rank
     timeout     seconds that a rank waits for another
+    baseline    the name of the peer that the others are compared with
     """
 
     operations: tuple[str, ...]
@@ -35,6 +36,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     algorithms: tuple[str, ...] = ("auto",)
     threads: int = 1
     timeout: float = 300.0
+    baseline: str = "gloo"
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -151,7 +153,7 @@ class Report(msgspec.Struct, kw_only=True):
         """The lines with wrong results."""
         return [line for line in self.lines if line.wrong]
 
-    def baseline(self, line: Line, peer: str) -> Line | None:
+    def beside(self, line: Line, peer: str) -> Line | None:
         """The same as measured with `peer`: with the same kind of memory, or else its own."""
         there = {
             other.contender.memory: other

@@ -19,7 +19,7 @@ import msgspec
 
 from phalanx.bench.peers.mpi import find_mpirun
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Ask, Message
+from phalanx.bench.records import Ask, LeftOut, Message
 from phalanx.bench.worker import ASK, FOUND
 from phalanx.errors import DistributedError, InvalidWorldSizeError, PeerLostError
 from phalanx.launch.environment import STORE_VARIABLE
@@ -34,6 +34,9 @@ _POLL = 0.05
 _SILENCE = 600.0
 """Seconds without a word from rank 0 after which the ranks are taken to hang."""
 
+_MPI_START = 60.0
+"""Seconds that mpirun has to start one process."""
+
 _LAST_WORDS = 30
 """Lines of a failed rank's output that are shown."""
 
@@ -46,6 +49,10 @@ def run_ranks(ask: Ask, ranks: int) -> Iterator[Message]:
     """
     if ranks < 2:
         raise InvalidWorldSizeError(f"{ranks} ranks: it takes two or more to exchange anything")
+    for left in _without_mpi(ask, ranks):
+        yield left
+        backends = tuple(name for name in ask.backends if name != left.peer)
+        ask = msgspec.structs.replace(ask, backends=backends)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(scratch_folder()))
         warden = stack.enter_context(Warden(str(folder)))
@@ -70,6 +77,32 @@ def run_ranks(ask: Ask, ranks: int) -> Iterator[Message]:
         yield from _listen(folder, processes)
 
 
+def _without_mpi(ask: Ask, ranks: int) -> Iterator[LeftOut]:
+    """Who needs MPI, if it is installed and yet does not start here."""
+    needing = [name for name in ask.backends if PEERS[name].needs_mpi and not PEERS[name].lacks()]
+    if not needing:
+        return
+    probe = [*_mpirun(1), sys.executable, "-c", "import mpi4py.MPI"]
+    try:
+        ended = subprocess.run(
+            probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=_MPI_START, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    else:
+        if ended.returncode == 0:
+            return
+        words = (ended.stderr + ended.stdout).decode(errors="replace").split("\n")
+        problem = next((word.strip() for word in reversed(words) if word.strip("- ")), "")
+    for name in needing:
+        yield LeftOut(name, ranks, f"mpirun does not start anything here: {problem}")
+
+
+def _mpirun(ranks: int) -> list[str]:
+    as_root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return [find_mpirun(), *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+
+
 def _commands(ask: Ask, ranks: int, folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
     """What is started, and what each finds in its environment besides."""
     worker = [sys.executable, "-m", "phalanx.bench.worker", str(folder)]
@@ -79,9 +112,7 @@ def _commands(ask: Ask, ranks: int, folder: Path) -> Iterator[tuple[list[str], d
             names = {"RANK": number, "LOCAL_RANK": number}
             yield worker, names | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         return
-    as_root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    options = [*as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-    yield [find_mpirun(), *options, *worker], {}
+    yield [*_mpirun(ranks), *worker], {}
 
 
 def _environment(ask: Ask, port: int) -> dict[str, str]:

@@ -16,7 +16,6 @@ from phalanx.bench.sizes import show_size
 
 __all__ = ["as_json", "notes", "tables"]
 
-BASELINE = "gloo"
 ALONE = "alone"
 
 _BUSY = 0.25
@@ -33,7 +32,16 @@ def tables(report: Report) -> Iterator[Table]:
 def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Table:
     timed = not OPERATIONS[operation].elements(OPERATIONS[operation].source, 1, 1)
     table = Table(title=f"{operation}, {ranks} ranks", title_justify="left")
-    headings = ["bytes", "", "us", "quartiles", "alg GB/s", "bus GB/s", f"x {BASELINE}", "wrong"]
+    headings = [
+        "bytes",
+        "",
+        "us",
+        "quartiles",
+        "alg GB/s",
+        "bus GB/s",
+        f"x {report.ask.baseline}",
+        "wrong",
+    ]
     if operation == "ddp":
         headings[4:6] = [f"of {ALONE}"]
     for heading in headings:
@@ -48,7 +56,7 @@ def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Tab
                 for rate in (line.algorithm_bandwidth, line.bus_bandwidth)
             ]
             if operation == "ddp":
-                alone = report.baseline(line, ALONE)
+                alone = report.beside(line, ALONE)
                 rates = [f"{line.median / alone.median:.2f}" if alone is not None else ""]
             table.add_row(
                 "" if number or timed else show_size(size),
@@ -69,7 +77,7 @@ def _us(seconds: float) -> str:
 
 
 def _ratio(report: Report, line: Line) -> str:
-    base = report.baseline(line, BASELINE)
+    base = report.beside(line, report.ask.baseline)
     if base is None or base is line or PEERS[line.contender.peer].machine:
         return ""
     return f"{base.median / line.median:.2f}"
@@ -136,7 +144,7 @@ def as_json(report: Report) -> bytes:
     lines = []
     for line in report.lines:
         low, high = line.quartiles
-        base = report.baseline(line, BASELINE)
+        base = report.beside(line, report.ask.baseline)
         lines.append(
             {
                 "operation": line.operation,
@@ -153,7 +161,7 @@ def as_json(report: Report) -> bytes:
                 "highest_us": max(line.seconds) * 1e6,
                 "algorithm_GBps": line.algorithm_bandwidth / 1e9,
                 "bus_GBps": line.bus_bandwidth / 1e9,
-                f"times_{BASELINE}": base.median / line.median if base else None,
+                f"times_{report.ask.baseline}": base.median / line.median if base else None,
                 "wrong": line.wrong,
                 "rounds_us": [seconds * 1e6 for seconds in line.seconds],
             }

@@ -64,6 +64,7 @@ def bench_command(
         bool,
         typer.Option(help="Also time a plain socket pair (one way) and a memory copy."),
     ] = True,
+    baseline: Annotated[str, typer.Option(help="Whom the others are compared with.")] = "gloo",
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
@@ -114,6 +115,7 @@ def bench_command(
         "algorithms": algorithms,
         "machine": machine,
         "threads": threads,
+        "baseline": baseline,
     }
     if tune is None:
         ask = make_ask(operations or ["all_reduce"], **options)
