@@ -22,7 +22,7 @@ from phalanx.backends.engine import (
     caller,
     ring_barrier,
 )
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 from phalanx.backends.messages import Messages
 from phalanx.backends.native import Native
 from phalanx.errors import DistributedError, PeerLostError
@@ -43,6 +43,7 @@ class Backend(Messages):
     world_size   how many there are
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
+    links        what messages cost inside a host and between hosts; the same on every rank
     seconds_waiting  the time that calls of this backend have spent blocked, summed
 
     Blocking calls block this rank only. After a failure of a collective the group is broken:
@@ -57,12 +58,13 @@ class Backend(Messages):
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
         self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
+        self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
     @property
     def link_cost(self) -> LinkCost:
         """What messages cost in this group, as estimated for all of its links."""
-        return INSIDE_A_HOST if len(set(self.topology)) == 1 else BETWEEN_HOSTS
+        return self.links.inside if len(set(self.topology)) == 1 else self.links.between
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"

@@ -65,9 +65,9 @@ def planned(
         if name == "auto":
             choice = choose(collective, prod(shape) * dtype.itemsize, backend)
             name, tuning = choice.algorithm, choice.tuning
-        return make_plan(
-            Key(collective, name, shape, dtype, op, root, tuning), backend.rank, backend.world_size
-        )
+        hosts = backend.topology if COLLECTIVES[collective][name].placed else None
+        key = Key(collective, name, shape, dtype, op, root, hosts, tuning)
+        return make_plan(key, backend.rank, backend.world_size)
 
     # Arguments that were right once are right again.
     arguments = (collective, shape, dtype, op, root, algorithm, reproducible)
