@@ -73,8 +73,10 @@ class Ours(Peer):
         }
 
     def algorithms(self, operation: Operation) -> tuple[str, ...]:
-        """Those of the table of schedules, and `auto`."""
-        return ("auto", *COLLECTIVES.get(operation.name, ()))
+        """`auto`, and those of the table of schedules that are different things here."""
+        several = len(set(self.backend.topology)) > 1
+        rows = COLLECTIVES.get(operation.name, {})
+        return ("auto", *(name for name, row in rows.items() if several or not row.placed))
 
     def empty(self, elements: int) -> Tensor:
         """Memory that the backend sends without a copy."""
