@@ -14,8 +14,10 @@ import pytest
 
 from phalanx.bench.asking import make_ask
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Line, Made
+from phalanx.bench.records import Line, Made, Report
 from phalanx.bench.start import run_ranks
+from phalanx.bench.tune import as_tuning
+from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -25,8 +27,8 @@ ASKED = "shm,tcp,phalanx-gloo,phalanx-mpi,gloo,mpi"
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS]
-    options = ["--backends", ASKED, "--sizes", "8,4K", "--rounds", "2", "--seconds", "0.0005"]
-    files = ["--json", "all.json", "--plot", "all.png", "--memory", "ordinary,registered,fresh"]
+    options = ["--backends", ASKED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
+    files = ["--json", "all.json", "--plot", "all.png"]
     ended = subprocess.run(
         [*command, *options, *files],
         cwd=tmp_path,
@@ -49,7 +51,7 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
     measured = {(line["operation"], line["peer"], line["bytes"]) for line in found["lines"]}
     for name in here:
         for operation in (*COLLECTIVES, "barrier"):
-            for size in (8, 4096) if operation != "barrier" else (0,):
+            for size in (64, 4096) if operation != "barrier" else (0,):
                 assert (operation, name, size) in measured
     for name in ("socket", "copy"):
         assert ("all_reduce", name, 4096) in measured
@@ -75,7 +77,23 @@ def test_a_training_step_and_the_algorithms_by_name() -> None:
     assert steps == {"tcp", "gloo", "alone"}
     sums = {line.contender.algorithm for line in lines if line.contender.peer == "tcp"}
     assert {"auto", "ring", "direct", "tree"} <= sums
-    assert Made("tcp", "TcpBackend", (0, 0)) in messages
+    report = Report(ask=ask, ranks=[2], machine={})
+    for message in messages:
+        report.add(message)
+    (table,) = read_tuning(as_tuning(report), "it").tables
+    assert (table.backend, table.hosts, table.sizes) == ("TcpBackend", (0, 0), (64,))
+
+
+def test_under_a_launcher_its_ranks_are_measured() -> None:
+    launcher = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", "-m", "phalanx.cli"]
+    words = "bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
+    ended = subprocess.run(
+        [*launcher, *words.split()], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "barrier, 2 ranks" in ended.stdout
+    assert "[rank 0]" in ended.stdout
+    assert "[rank 1]" not in ended.stdout
 
 
 def children() -> set[int]:

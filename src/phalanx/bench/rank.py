@@ -37,7 +37,8 @@ def run_rank(ask: Ask, tell: Tell) -> None:
     world = read_environment(os.environ)
     with init("tcp", timeout=ask.timeout) as backend:
         control = Control(backend)
-        place = Place(control, world.master_addr if world is not None else "", ask.timeout)
+        master = world.master_addr if world is not None else ""
+        place = Place(control, master, ask.timeout / 2)  # who waits for a peer is waited for, too
         with _peers(ask, place, tell if control.rank == 0 else _silent) as peers:
             for name in ask.operations:
                 _Sweep(ask, OPERATIONS[name], peers, control, tell).run()
@@ -121,6 +122,9 @@ class _Sweep:
             algorithms = _named(self.ask.algorithms, peer.algorithms(self.operation))
             if PEERS[name].machine:
                 kinds = ["ordinary"]
+            elif not kinds:
+                reason = f"it has no memory of a kind asked for ({', '.join(self.ask.memories)})"
+                self.tell(LeftOut(name, self.control.size, reason, self.operation.name))
             for kind, algorithm in itertools.product(kinds, algorithms):
                 yield Contender(name, kind, algorithm)
 

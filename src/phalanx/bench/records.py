@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     memories: tuple[str, ...] = ("ordinary",)
     algorithms: tuple[str, ...] = ("auto",)
     threads: int = 1
-    timeout: float = 300.0
+    timeout: float = 240.0
     baseline: str = "gloo"
 
 

@@ -15,8 +15,11 @@ from phalanx.bench.exchange import Exchange
 from phalanx.bench.memory import Memory
 from phalanx.bench.operations import OPERATIONS, Operation
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
+from phalanx.launch.address import address_toward
 
 __all__ = ["Copy", "Socket"]
+
+_ANY_PORT = 9  # nothing is sent there
 
 MOVING = tuple(name for name, row in OPERATIONS.items() if row.source is not None)
 """What moves bytes of a message."""
@@ -30,11 +33,13 @@ class Socket(Peer):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        address = "127.0.0.1" if len(set(place.control.topology)) == 1 else place.master
+        one_host = len(set(place.control.topology)) == 1
+        own = address_toward(place.master, _ANY_PORT, one_host=one_host)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
         listener: socket.socket | None = None
         if self.rank % 2 == 0:
-            listener = socket.create_server((address, 0))
-        ports = place.control.gather(listener.getsockname()[1] if listener else 0)
+            listener = socket.create_server((own, 0), family=family)
+        listening = place.control.gather((own, listener.getsockname()[1] if listener else 0))
         self._socket: socket.socket | None = None
         if listener is not None:
             if self.rank + 1 < self.size:
@@ -42,7 +47,8 @@ class Socket(Peer):
                 self._socket, _ = listener.accept()
             listener.close()
         else:
-            self._socket = socket.create_connection((address, ports[self.rank - 1]), place.timeout)
+            address = listening[self.rank - 1]
+            self._socket = socket.create_connection(address, place.timeout)
         if self._socket is not None:
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
