@@ -32,18 +32,9 @@ def tables(report: Report) -> Iterator[Table]:
 def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Table:
     timed = not OPERATIONS[operation].elements(OPERATIONS[operation].source, 1, 1)
     table = Table(title=f"{operation}, {ranks} ranks", title_justify="left")
-    headings = [
-        "bytes",
-        "",
-        "us",
-        "quartiles",
-        "alg GB/s",
-        "bus GB/s",
-        f"x {report.ask.baseline}",
-        "wrong",
-    ]
-    if operation == "ddp":
-        headings[4:6] = [f"of {ALONE}"]
+    rates = [f"of {ALONE}"] if operation == "ddp" else ["alg GB/s", "bus GB/s"]
+    times = ["us", "lowest", "quartiles"]
+    headings = ["bytes", "", *times, *rates, f"x {report.ask.baseline}", "wrong"]
     for heading in headings:
         side: Any = "left" if heading == "" else "right"
         table.add_column(heading, justify=side, no_wrap=True)
@@ -62,6 +53,7 @@ def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Tab
                 "" if number or timed else show_size(size),
                 str(line.contender),
                 _us(line.median),
+                _us(min(line.seconds)),
                 f"{_us(low)} - {_us(high)}",
                 *rates,
                 _ratio(report, line),
