@@ -58,8 +58,8 @@ class Ours(Peer):
         super().__init__(place)
         self.backend = backend
         self.memories = frozenset({"ordinary", "fresh", "into"})
-        if type(self.backend).empty is not Backend.empty:
-            self.memories |= {"registered"}
+        if any(place.control.gather(self.backend.group.window is not None)):
+            self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
 
     @property
     def binders(self) -> Mapping[str, Binder]:
