@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_command"]
 
-_WIDTH = 100
-"""Columns that a table has, also when it goes to a file."""
+_WIDEST = 1000
+"""Characters of a line."""
 
 
 def bench_command(
@@ -192,12 +192,14 @@ def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
 
 def _show(report: Report) -> None:
     from rich.console import Console  # noqa: PLC0415
+    from rich.measure import Measurement  # noqa: PLC0415
 
     from phalanx.bench.table import notes, tables  # noqa: PLC0415
 
     console = Console(highlight=False)
-    console.width = max(_WIDTH, console.width)
-    for table in tables(report):
+    for table in tables(report):  # whole, also where it goes to a file
+        wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
+        console.width = max(console.width, wanted)
         console.print(table)
     for text in notes(report):
         console.print(text, markup=False, soft_wrap=True)
