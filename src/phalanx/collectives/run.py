@@ -61,12 +61,14 @@ def chosen(
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
         window = backend.group.window
         together = window is not None and window.size == backend.world_size
-        if name == "auto" and together:
-            name = FLAT[collective]
-        elif name == "auto":
-            name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
+        tuning = ""
+        if name == "auto":
+            picked = choose(collective, prod(shape) * dtype.itemsize, backend)
+            name, tuning = picked.algorithm, picked.tuning
+            if together and not tuning:
+                name = FLAT[collective]
         hosts = backend.topology if COLLECTIVES[collective][name].placed else None
-        key = Key(collective, name, shape, dtype, op, root, hosts)
+        key = Key(collective, name, shape, dtype, op, root, hosts, tuning)
         plan = make_plan(key, backend.rank, backend.world_size)
         if window is not None and together and plan.program and name == FLAT[collective]:
             return Choice(plan, Flat(plan, window))
