@@ -22,6 +22,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "phalanx.backends": (
         "Backend",
+        "HybridBackend",
+        "SharedMemoryBackend",
         "SimulatedBackend",
         "SubBackend",
         "TcpBackend",
