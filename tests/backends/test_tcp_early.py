@@ -14,7 +14,7 @@ import phalanx
 from phalanx import Backend, CollectiveTimeoutError, ReduceOp
 from phalanx.backends.engine.arrival import BLOCK
 from phalanx.backends.engine.mailbox import BLOCKS_KEPT, Mailbox
-from phalanx.collectives.run import planned
+from phalanx.collectives.plan import Key, make_plan
 from phalanx.wire.frame import Channel, Kind, frames
 
 HALF = 3 * BLOCK // 8 + 1000  # elements of float64: three blocks, and a little
@@ -26,14 +26,13 @@ def test_a_contribution_that_came_half_early_is_combined_like_any_other(early: i
     mine, theirs = torch.rand(2 * HALF, dtype=torch.float64), torch.rand(HALF, dtype=torch.float64)
     result = torch.rand(HALF, dtype=torch.float64)
     with rank_0_and_a_raw_peer() as (backend, peer):
-        plan = planned(
-            "all_reduce", (2 * HALF,), mine.dtype, backend, op=ReduceOp.SUM, algorithm="ring"
-        )
+        key = Key("all_reduce", "ring", (2 * HALF,), mine.dtype, ReduceOp.SUM)
+        fingerprint = make_plan(key, 1, 2).fingerprint
         channel = Channel(WORLD, Kind.COLLECTIVE, 0)
 
         def stream(values: torch.Tensor) -> bytes:
             view = memoryview(bytearray(values.view(torch.uint8).tolist()))
-            return b"".join(bytes(p) for f in frames(channel, view, plan.fingerprint) for p in f)
+            return b"".join(bytes(p) for f in frames(channel, view, fingerprint) for p in f)
 
         contribution = stream(theirs)
         peer.sock.sendall(contribution[:early])
