@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 import phalanx
-from phalanx import Backend, RankStopped, SimulatedBackend, SubBackend, TcpBackend
+from phalanx import Backend, GlooBackend, RankStopped, SimulatedBackend, SubBackend, TcpBackend
 
 T = TypeVar("T")
 RankFunction = Callable[[Backend], T]
@@ -170,6 +170,23 @@ class Tcp(Threads):
         return [maker(rank) for rank in range(size)]
 
 
+class Gloo(Threads):
+    """`GlooBackend`: torch's Gloo, with its own collectives."""
+
+    name = "gloo"
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        listener = loopback_listener()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def maker(rank: int) -> Maker:
+            return lambda: GlooBackend(
+                rank, size, address, timeout=timeout, listener=listener if rank == 0 else None
+            )
+
+        return [maker(rank) for rank in range(size)]
+
+
 class SubOf(Threads):
     """A subgroup of a group with two more ranks, which are busy with something else.
 
@@ -223,6 +240,7 @@ CLUSTERS: list[Cluster] = [
     Simulated(),
     Baton(),
     Tcp(),
+    Gloo(),
     SubOf(Simulated()),
     SubOf(Tcp()),
     SubOf(SubOf(Simulated())),

@@ -22,9 +22,13 @@ __version__ = "0.1.0"
 _WHERE = {
     "phalanx.backends": (
         "Backend",
+        "GlooBackend",
+        "NcclBackend",
         "SimulatedBackend",
         "SubBackend",
         "TcpBackend",
+        "TorchBackend",
+        "UccBackend",
     ),
     "phalanx.collectives": (
         "PendingCollective",

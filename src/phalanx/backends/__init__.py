@@ -4,5 +4,15 @@ from phalanx.backends.base import Backend
 from phalanx.backends.simulated import SimulatedBackend
 from phalanx.backends.sub import SubBackend
 from phalanx.backends.tcp import TcpBackend
+from phalanx.backends.torch_group import GlooBackend, NcclBackend, TorchBackend, UccBackend
 
-__all__ = ["Backend", "SimulatedBackend", "SubBackend", "TcpBackend"]
+__all__ = [
+    "Backend",
+    "GlooBackend",
+    "NcclBackend",
+    "SimulatedBackend",
+    "SubBackend",
+    "TcpBackend",
+    "TorchBackend",
+    "UccBackend",
+]

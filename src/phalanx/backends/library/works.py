@@ -138,8 +138,7 @@ class Waiters:
         while (task := self._tasks.get()) is not None:
             handle, work = task
             handle.see_through(work)
-            del work, task
+            del work, task, handle
+            self._news()
             with self._lock:
                 self._idle += 1
-            self._news()
-            del handle
