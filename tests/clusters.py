@@ -14,7 +14,8 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -37,10 +38,17 @@ class Cluster(ABC):
     name: str
     keeps_time = True  # False: nothing takes time, so no timeout passes and a deadlock is an error
     speaks_tcp = False
+    lacks: Mapping[str, str] = MappingProxyType({})  # what it does not promise, and why
+    """Tests that are marked `requires` one of these are not run on it."""
 
     @abstractmethod
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
         """Run `fn(backend)` on `size` ranks; the results in rank order."""
+
+
+LIBRARYS_OWN = MappingProxyType(
+    {"agreement": "collectives of the library's own run whatever the other ranks call"}
+)
 
 
 class Baton(Cluster):
@@ -174,6 +182,7 @@ class Gloo(Threads):
     """`GlooBackend`: torch's Gloo, with its own collectives."""
 
     name = "gloo"
+    lacks = LIBRARYS_OWN
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         listener = loopback_listener()
@@ -198,6 +207,7 @@ class SubOf(Threads):
         self.outer = outer
         self.name = f"sub of {outer.name}" if outer.name != "simulated" else "sub"
         self.speaks_tcp = outer.speaks_tcp
+        self.lacks = outer.lacks
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         return self.outer.makers(size + 2, timeout)
