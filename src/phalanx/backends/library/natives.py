@@ -178,7 +178,8 @@ class Natives:
             del self._flying[ticket]
             ticket.done = True
             self._engine.ready.append(ticket.operation)
-            self._end_doubts(ticket)
+            if self._doubts:
+                self._end_doubts(ticket)
 
     def failed(self, ticket: CallTicket, error: Exception) -> None:
         """A collective has not ended well. Somebody may say within a moment who is to blame."""

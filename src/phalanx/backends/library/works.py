@@ -44,7 +44,7 @@ class CollectiveWork(Handle):
         if work is not None:
             try:
                 # Whole milliseconds; none would mean that it waits as long as it takes.
-                work.wait(timedelta(milliseconds=max(1, int(seconds * 1e3))))
+                work.wait(timedelta(0, 0, 0, int(seconds * 1e3) or 1))
             except RuntimeError:
                 if not work.is_completed():
                     return False
