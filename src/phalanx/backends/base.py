@@ -53,6 +53,7 @@ class Backend(Messages):
 
     topology: tuple[int, ...]
     native: Native | None  # collectives of the library that it stands on
+    devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
