@@ -21,7 +21,17 @@ from typing import TypeVar
 import torch
 
 import phalanx
-from phalanx import Backend, GlooBackend, RankStopped, SimulatedBackend, SubBackend, TcpBackend
+from phalanx import (
+    Backend,
+    GlooBackend,
+    HybridBackend,
+    RankStopped,
+    SharedMemoryBackend,
+    SimulatedBackend,
+    SubBackend,
+    TcpBackend,
+)
+from phalanx.backends.tcp.mesh_backend import MeshBackend
 
 T = TypeVar("T")
 RankFunction = Callable[[Backend], T]
@@ -160,22 +170,45 @@ class Tcp(Threads):
 
     name = "tcp"
     speaks_tcp = True
+    kind: type[MeshBackend] = TcpBackend
+
+    def host(self, rank: int) -> str:
+        """What the host of a rank counts as."""
+        return ""
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         listener = loopback_listener()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def maker(rank: int) -> Maker:
-            return lambda: TcpBackend(
+            return lambda: self.kind(
                 rank,
                 size,
                 address,
                 token=TOKEN,
                 timeout=timeout,
                 listener=listener if rank == 0 else None,
+                host=self.host(rank),
             )
 
         return [maker(rank) for rank in range(size)]
+
+
+class SharedMemory(Tcp):
+    """`SharedMemoryBackend`: ranks of this host that have memory in common."""
+
+    name = "shm"
+    kind = SharedMemoryBackend
+
+
+class Hybrid(Tcp):
+    """`HybridBackend`, on two hosts: ranks with even numbers, and those with odd ones."""
+
+    name = "hybrid"
+    kind = HybridBackend
+
+    def host(self, rank: int) -> str:
+        return "even" if rank % 2 == 0 else "odd"
 
 
 class Gloo(Threads):
@@ -254,6 +287,9 @@ CLUSTERS: list[Cluster] = [
     SubOf(Simulated()),
     SubOf(Tcp()),
     SubOf(SubOf(Simulated())),
+    SharedMemory(),
+    SubOf(SharedMemory()),
+    Hybrid(),
 ]
 
 

@@ -23,7 +23,9 @@ _WHERE = {
     "phalanx.backends": (
         "Backend",
         "GlooBackend",
+        "HybridBackend",
         "NcclBackend",
+        "SharedMemoryBackend",
         "SimulatedBackend",
         "SubBackend",
         "TcpBackend",

@@ -1,6 +1,7 @@
 """Backends: the ways in which bytes move between ranks."""
 
 from phalanx.backends.base import Backend
+from phalanx.backends.shm.backend import HybridBackend, SharedMemoryBackend
 from phalanx.backends.simulated import SimulatedBackend
 from phalanx.backends.sub import SubBackend
 from phalanx.backends.tcp import TcpBackend
@@ -9,7 +10,9 @@ from phalanx.backends.torch_group import GlooBackend, NcclBackend, TorchBackend,
 __all__ = [
     "Backend",
     "GlooBackend",
+    "HybridBackend",
     "NcclBackend",
+    "SharedMemoryBackend",
     "SimulatedBackend",
     "SubBackend",
     "TcpBackend",
