@@ -1,4 +1,4 @@
-"""How process groups of torch's are made: the meeting of the ranks, and what forms groups of them."""
+"""How process groups of torch's are made: ranks meet at a store, and form groups through it."""
 
 from __future__ import annotations
 
@@ -192,6 +192,7 @@ def topology_of(store: Store, rank: int, world_size: int, timeout: float) -> tup
 
 
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
+    """The error where not all ranks come to form a group."""
     return CollectiveTimeoutError(
         f"rank {rank} waited {timeout:g} s for the other ranks to form a group ({error}): have "
         "all of them started, with the same address and number of ranks?",
