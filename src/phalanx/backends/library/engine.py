@@ -12,7 +12,9 @@ a thread that does so in the background.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from typing_extensions import override
@@ -170,11 +172,21 @@ class LibraryEngine(Engine):
         else:
             self.natives.when_over(group, lambda: group.member_left(peer))
 
-    def peer_leaves(self, peer: int) -> None:
-        """A peer has closed everything, in good order."""
-        for group in list(self.groups.values()):
-            if peer in group.to_local:
-                self.member_leaves(group.id, peer)
+    def peer_leaves(self, peer: int, let_go: Callable[[], None]) -> None:
+        """A peer closes everything, in good order; `let_go` when no collective needs it here."""
+        groups = [group for group in self.groups.values() if peer in group.to_local]
+        waiting = Counter(group.id for group in groups)
+
+        def over(group: Group) -> None:
+            group.member_left(peer)
+            del waiting[group.id]
+            if not waiting:
+                let_go()
+
+        for group in groups:
+            self.natives.when_over(group, partial(over, group))
+        if not groups:
+            let_go()
 
     # Driving --------------------------------------------------------------------------------
 
@@ -291,12 +303,13 @@ class LibraryEngine(Engine):
     # The end --------------------------------------------------------------------------------
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tell every peer, and see to it that what was sent has left this process. Lock held."""
+        """Tell every peer, and see to it that nobody needs anything of this rank. Lock held."""
         if self.courier is None:
             return
         self.courier.send_control_to_all(Kind.LEAVE)
         deadline = monotonic() + seconds
-        while not self.courier.all_said() and monotonic() < deadline:
+        # A peer whose library calls back lets go at once, whatever it is doing.
+        while not self.courier.may_go(let_go=self._calls_back) and monotonic() < deadline:
             self.look_after_all()
             self._condition.wait(LONGEST_PAUSE)
 
