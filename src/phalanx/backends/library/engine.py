@@ -63,26 +63,36 @@ class LibraryEngine(Engine):
 
     @override
     def issue(self, operation: Operation) -> None:
+        if self.courier is None:
+            self._check_native(operation)
         super().issue(operation)
-        ahead = operation.group.queued() if self.natives.can.ordered else ()
-        if operation.ticket is None and not operation.done and operation.is_collective:
+        if self.natives.can.ordered and operation.is_collective:
             with self.lock:
-                before = [other for other in ahead if other.sequence < operation.sequence]
-                if before and all(type(other.ticket) is CallTicket for other in before):
-                    operation.advance()
+                self._begin_early(operation)
+
+    def _check_native(self, operation: Operation) -> None:
+        first = operation.first_step()
+        if first is not None and type(first) is not Call:
+            raise UnsupportedOperationError(
+                f"rank {operation.group.rank}: {operation.describe()} needs messages, and this "
+                "library moves none between CPU memories; use a backend that does for it",
+                rank=operation.group.rank,
+                op=operation.name,
+                sequence=operation.sequence,
+            )
+
+    def _begin_early(self, operation: Operation) -> None:
+        """Where the library keeps the order, one need not end before the next one begins."""
+        if operation.ticket is not None or operation.done:
+            return
+        ahead = [other for other in operation.group.queued() if other is not operation]
+        if all(type(other.ticket) is CallTicket for other in ahead):
+            operation.advance()
 
     @override
     def post(self, operation: Operation, step: Step) -> Ticket:
         if type(step) is Call:
             return self.natives.begin(operation, step)
-        if self.courier is None:
-            raise UnsupportedOperationError(
-                f"rank {operation.group.rank}: {operation.describe()}: this library moves no "
-                "messages between CPU memories, and has no such collective",
-                rank=operation.group.rank,
-                op=operation.name,
-                sequence=operation.sequence,
-            )
         return super().post(operation, step)
 
     @override
