@@ -5,12 +5,17 @@ from phalanx.backends.shm.backend import HybridBackend, SharedMemoryBackend
 from phalanx.backends.simulated import SimulatedBackend
 from phalanx.backends.sub import SubBackend
 from phalanx.backends.tcp import TcpBackend
+from phalanx.backends.torch_group import GlooBackend, NcclBackend, TorchBackend, UccBackend
 
 __all__ = [
     "Backend",
+    "GlooBackend",
     "HybridBackend",
+    "NcclBackend",
     "SharedMemoryBackend",
     "SimulatedBackend",
     "SubBackend",
     "TcpBackend",
+    "TorchBackend",
+    "UccBackend",
 ]

@@ -187,6 +187,14 @@ def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _W
 
 def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
     """By the rounds of the plan."""
+    given = task.source if task.source is not None else task.out
+    if given is not None and not given.is_cpu:
+        raise UnsupportedOperationError(
+            f"rank {backend.rank}: {plan.key.collective} ({plan.signature}) of a tensor on "
+            f"{given.device}: {_why_not_native(backend)}; move it with .cpu()",
+            rank=backend.rank,
+            op=plan.key.collective,
+        )
     work, source, own = work_for(task, plan, backend)
     buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
     if source is not None:
@@ -209,6 +217,12 @@ def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
     if stage is not None:
         steps = then_return(steps, backend, stage)
     return _Way(steps, result, buffers, arithmetic.combine)
+
+
+def _why_not_native(backend: Backend) -> str:
+    if backend.native is None:
+        return "this backend moves CPU memory"
+    return "its library has no such collective, and messages move CPU memory"
 
 
 def checked_algorithm(

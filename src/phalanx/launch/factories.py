@@ -101,7 +101,37 @@ def _connected(
     )
 
 
+def _process_group(name: str) -> Factory:
+    """A process group of torch's that the backend makes itself."""
+
+    def make(point: MeetingPoint, timeout: float) -> Backend:
+        from phalanx.backends import torch_group  # noqa: PLC0415
+
+        backends = {
+            "gloo": torch_group.GlooBackend,
+            "nccl": torch_group.NcclBackend,
+            "ucc": torch_group.UccBackend,
+        }
+        return backends[name](
+            point.rank,
+            point.world_size,
+            point.master_addr,
+            timeout=timeout,
+            job=point.job,
+            generation=point.generation,
+            listener=point.listener,
+        )
+
+    return make
+
+
 BACKENDS: Mapping[str, Factory] = MappingProxyType(
-    {"auto": _auto, "tcp": _tcp, "shm": _shm, "hybrid": _hybrid}
+    {
+        "auto": _auto,
+        "tcp": _tcp,
+        "shm": _shm,
+        "hybrid": _hybrid,
+        **{name: _process_group(name) for name in ("gloo", "nccl", "ucc")},
+    }
 )
 """Name -> factory. `auto` is the best of those that can run here."""
