@@ -1,0 +1,100 @@
+"""The cluster "mpi": every rank is a process that mpirun has started, and runs the same tests.
+
+    mpirun -n 4 python tests/mpi_ranks.py tests/backends/test_conformance_messages.py ...
+
+All processes come to the same `cluster.run(fn, n)`. The first n of them run `fn`; then all tell
+each other what came of it, over a communicator of the tests' own, and so go on in the same way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any, TypeVar
+
+from clusters import PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
+
+from phalanx import Backend, MpiBackend
+
+T = TypeVar("T")
+
+PAUSE = 0.0005  # seconds: a rank that has nothing to do leaves its core to the others
+
+
+class Mpi(Cluster):
+    """`MpiBackend`, under mpirun."""
+
+    name = "mpi"
+    one_process = False
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD.Dup()
+        self._parts: dict[int, Any] = {}
+
+    def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
+        part = self._part(size)
+        outcome: tuple[T | None, BaseException | None] = None, None
+        if part != self._mpi.COMM_NULL:
+            outcome = self._be_a_rank(fn, part, timeout)
+        outcomes = self._told(outcome)[:size]
+        failures = [error for _, error in outcomes if error is not None]
+        if failures:
+            raise first_cause(failures)
+        return [result for result, _ in outcomes]
+
+    def _part(self, size: int) -> Any:
+        """The communicator of the first `size` ranks."""
+        if size not in self._parts:
+            if size > self._world.size:
+                raise AssertionError(f"mpirun -n {size} at least; these are {self._world.size}")
+            color = 0 if self._world.rank < size else self._mpi.UNDEFINED
+            self._parts[size] = self._world.Split(color)
+        return self._parts[size]
+
+    def _be_a_rank(
+        self, fn: RankFunction[T], part: Any, timeout: float
+    ) -> tuple[T | None, BaseException | None]:
+        backend: Backend | None = None
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            backend = MpiBackend(part, timeout=timeout)
+            result = fn(backend)
+        except BaseException as error:
+            note(error, f"raised on rank {part.rank} of {part.size} ({self.name})")
+            failure = error
+            if backend is not None:
+                backend.abort()
+        self._meet(part)
+        if backend is not None:
+            backend.close()
+        return result, failure
+
+    def _meet(self, comm: Any) -> None:
+        """Wait until all have come, without taking the core from those who have not."""
+        request = comm.Ibarrier()
+        deadline = time.monotonic() + PATIENCE
+        while not request.Test():
+            if time.monotonic() > deadline:
+                print(f"rank {comm.rank}: the others do not come", flush=True)
+                comm.Abort(1)
+            time.sleep(PAUSE)
+
+    def _told(self, outcome: Any) -> list[Any]:
+        """The outcomes of all ranks."""
+        self._meet(self._world)
+        return [pickle.loads(each) for each in self._world.allgather(_portable(*outcome))]
+
+
+def _portable(result: Any, failure: BaseException | None) -> bytes:
+    """An outcome as bytes; of what cannot be sent, its words."""
+    try:
+        content = pickle.dumps((result, failure))
+        pickle.loads(content)
+    except Exception:
+        words = None if failure is None else AssertionError(f"{type(failure)}: {failure}")
+        return pickle.dumps((repr(result), words))
+    return content

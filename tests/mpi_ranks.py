@@ -1,0 +1,33 @@
+"""pytest as one rank of an MPI job: rank 0 speaks, the others only if something failed there.
+
+    mpirun -n 4 python tests/mpi_ranks.py [what pytest takes]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+import pytest
+
+os.environ["PHALANX_TESTS_CLUSTER"] = "mpi"
+
+
+def main() -> int:
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 0:
+        code = pytest.main(sys.argv[1:])
+    else:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = pytest.main(sys.argv[1:])
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            print(f"rank {MPI.COMM_WORLD.rank}:\n{said.getvalue()}", flush=True)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
