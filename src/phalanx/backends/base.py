@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,14 +17,14 @@ from phalanx.backends.engine import (
     Engine,
     Failure,
     Group,
-    LocalStep,
     Operation,
-    Round,
+    Step,
     caller,
     ring_barrier,
 )
 from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost
 from phalanx.backends.messages import Messages
+from phalanx.backends.native import Native
 from phalanx.errors import DistributedError, PeerLostError
 from phalanx.wire.frame import Channel, Kind
 
@@ -52,6 +52,7 @@ class Backend(Messages):
     """
 
     topology: tuple[int, ...]
+    native: Native | None = None  # collectives of the library that it stands on
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
@@ -87,17 +88,16 @@ class Backend(Messages):
     def start(
         self,
         name: str,
-        program: Sequence[Round | LocalStep],
+        program: Iterable[Step],
         buffers: tuple[memoryview, ...] = (),
         *,
         combine: Combine | None = None,
-        local: Callable[[LocalStep], None] | None = None,
         signature: str = "",
         fingerprint: int = 0,
         timeout: float | None = None,
         background: bool = False,
     ) -> Operation:
-        """Issue a collective: this rank's rounds and local steps. Returns at once.
+        """Issue a collective: this rank's steps. Returns at once.
 
         Every rank of the group issues its own part, in the same order. `fingerprint` has to be
         equal on all of them. With `background` it moves on while nobody waits for it.
@@ -117,7 +117,6 @@ class Backend(Messages):
                 program,
                 buffers,
                 combine=combine,
-                local=local,
                 signature=signature,
                 fingerprint=fingerprint,
                 site=site,

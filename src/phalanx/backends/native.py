@@ -1,8 +1,8 @@
 """Collectives that a backend has of its own: another library's, which know its wires better.
 
-`collectives/` asks the backend first (`Backend.native`). What the library has, it carries out whole:
-the `Call` is then the one step of the operation. What it has not is done with rounds of messages,
-as on any backend.
+`collectives/` asks the backend first (`Backend.native`). What the library has, it carries out
+whole: the `Call` is then the one step of the operation. What it has not is done with rounds of
+messages, as on any backend.
 """
 
 from __future__ import annotations

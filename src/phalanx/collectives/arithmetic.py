@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
-from phalanx.backends.engine.operation import LocalStep
+from phalanx.backends.engine.rounds import Round
 from phalanx.collectives.binder import Finish, Fold
-from phalanx.collectives.plan import Plan, Scale
+from phalanx.collectives.plan import Plan, PlanStep
 from phalanx.collectives.reduce_op import WIDER, divide_
 
 BLOCK = 1 << 16  # elements folded at a time in a wider dtype; they fit the second-level cache
@@ -31,15 +33,17 @@ class Arithmetic:
         first = start // self._flat.itemsize
         self._reduce(self._flat[first : first + incoming.numel()], incoming)
 
-    def local(self, step: LocalStep) -> None:
-        """Carry out a step between rounds."""
-        if isinstance(step, Fold):
-            self._fold(step)
-        elif isinstance(step, Finish):
-            divide_(self._flat[step.start : step.stop], self._divisor)
-        else:
-            assert isinstance(step, Scale)
-            self._flat.mul_(1 / step.divisor)
+    def carry_out(self, program: Iterable[PlanStep]) -> Iterator[Round]:
+        """The rounds of a plan; what is to be done between them is done on the way."""
+        for step in program:
+            if isinstance(step, Round):
+                yield step
+            elif isinstance(step, Fold):
+                self._fold(step)
+            elif isinstance(step, Finish):
+                divide_(self._flat[step.start : step.stop], self._divisor)
+            else:
+                self._flat.mul_(1 / step.divisor)
 
     def _fold(self, step: Fold) -> None:
         own = self._flat[step.start : step.stop]

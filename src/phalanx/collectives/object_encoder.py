@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.backends.memory import tensor_bytes
+from phalanx.backends.memory import plain, tensor_bytes
 from phalanx.collectives.objects import (
     CONSTANTS,
     CONTAINERS,
@@ -16,7 +16,6 @@ from phalanx.collectives.objects import (
     FLOAT,
     shown,
 )
-from phalanx.collectives.prepare import plain
 from phalanx.errors import UnsupportedObjectError
 
 

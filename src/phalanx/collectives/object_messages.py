@@ -1,22 +1,21 @@
 """How the bytes of objects get from rank to rank: first how many, then the bytes.
 
 Both are one operation with one number, so that objects may be under way beside other collectives.
-What comes second is known only when the first has come: a step between the two makes room for it,
-and adds its rounds to the program.
+What comes second is known only when the first has come: between the two, the program makes room.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 import xxhash
 
 from phalanx.backends.base import Backend
-from phalanx.backends.engine.operation import LocalStep
 from phalanx.backends.engine.rounds import Round
 from phalanx.backends.memory import tensor_bytes
-from phalanx.collectives.binder import Binder, Fold
+from phalanx.collectives.binder import Binder
 from phalanx.collectives.chunks import chunk_ranges
 from phalanx.collectives.cost import choose
 from phalanx.collectives.layout import WORK, Cut, Range, ranges_of
@@ -29,10 +28,6 @@ from phalanx.errors import MalformedObjectError, UnsupportedObjectError, Unsuppo
 CONTENT = 1  # the buffer after WORK, in which the lengths are
 MOST = 1 << 40  # bytes that an object may have
 LENGTH = 8  # bytes of a length
-
-
-class _MakeRoom(NamedTuple):
-    """The lengths are here: make room for the objects, and move them."""
 
 
 def encoded(obj: object, backend: Backend, op: str) -> bytearray:
@@ -71,23 +66,24 @@ def move(
     buffers = [tensor_bytes(lengths)]
     places: list[Range] = []
 
-    def rounds(buffer: int, parts: list[int]) -> list[Round | Fold]:
+    def rounds(buffer: int, parts: list[int]) -> Iterator[Round]:
         about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
         algorithm = choose(collective, about, backend).algorithm
         row = COLLECTIVES[collective][algorithm]
         cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
         schedule = for_root(collective, row.schedule, root)
-        return list(Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)))
+        for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):
+            assert isinstance(step, Round)  # there is nothing to fold
+            yield step
 
-    program: list[Round | Fold | _MakeRoom] = []
-
-    def make_room(step: LocalStep) -> None:
+    def program() -> Iterator[Round]:
+        yield from rounds(WORK, [LENGTH] * len(owners))
         announced = lengths.tolist()
         places.extend(ranges_of(announced))
         buffers.append(tensor_bytes(_room(announced, owners, name, backend)))
         if mine is not None:
             buffers[CONTENT][slice(*places[owners.index(rank)])] = mine
-        program.extend(rounds(CONTENT, announced))
+        yield from rounds(CONTENT, announced)
 
     def objects() -> list[object]:
         return [
@@ -95,13 +91,11 @@ def move(
             for owner, place in zip(owners, places, strict=True)
         ]
 
-    program += [*rounds(WORK, [LENGTH] * len(owners)), _MakeRoom()]
     signature = f"root {root}" if collective in ROOTED else ""
     operation = backend.start(
         name,
-        program,
-        cast("tuple[memoryview, ...]", buffers),  # a list, since `make_room` adds one
-        local=make_room,
+        program(),
+        cast("tuple[memoryview, ...]", buffers),  # a list, since the program adds one
         signature=signature,
         fingerprint=xxhash.xxh3_64_intdigest(f"{name} {signature}".encode()),
         timeout=timeout,

@@ -50,7 +50,7 @@ class Scale(NamedTuple):
     divisor: int
 
 
-Step = Round | Scale | Fold | Finish
+PlanStep = Round | Scale | Fold | Finish
 
 
 class Key(NamedTuple):
@@ -69,7 +69,7 @@ class Plan:
     """One rank's part in a collective, for tensors of one shape and dtype."""
 
     key: Key
-    program: tuple[Step, ...]
+    program: tuple[PlanStep, ...]
     work_size: int  # bytes of the work buffer that this rank needs
     stage_size: int  # bytes
     overwrites: bool  # whether the work buffer is written; else it may be the caller's
@@ -94,7 +94,7 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
     mean = _way_to_a_mean(key, row, size)
     fold_means = mean is Mean.FOLDED
     binder = Binder(rank, _layout(key, row, rank, size), key.dtype.itemsize, fold_means=fold_means)
-    program: list[Step] = []
+    program: list[PlanStep] = []
     divisor: float = size
     if prod(key.shape) and size > 1:
         if row.reduce is not None:

@@ -1,32 +1,36 @@
-"""The executor: a plan and a tensor become an operation of the backend.
+"""The executor: a task becomes an operation of the backend.
 
-Every collective prepares its memory (prepare.py), calls `start`, and says what its result is.
-Those whose memory depends on the plan call its two halves, `planned` and `launch`.
+Every collective checks its arguments, makes a task of them (task.py), and calls `run` or `start`.
+What a backend's own library has, that does; else the task's plan is carried out, by rounds of
+messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
-from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.base import Backend
-from phalanx.backends.memory import tensor_bytes
+from phalanx.backends.engine import Combine, Round, Step
+from phalanx.backends.memory import copy_bits, tensor_bytes
+from phalanx.backends.native import Call
 from phalanx.collectives.arithmetic import Arithmetic
 from phalanx.collectives.cost import choose
 from phalanx.collectives.memo import remembered
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Key, Plan, make_plan
-from phalanx.collectives.prepare import Prepared, fresh, in_place
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
+from phalanx.collectives.task import Task
+from phalanx.collectives.work import work_for
 from phalanx.errors import UnsupportedOperationError
 
-__all__ = ["Prepared", "checked_algorithm", "fresh", "in_place", "launch", "planned", "start"]
+__all__ = ["checked_algorithm", "planned", "run", "start"]
 
 T = TypeVar("T")
 
@@ -68,79 +72,106 @@ def planned(
     return remembered(backend, arguments, checked)
 
 
-def launch(
-    plan: Plan,
-    work: Tensor,
-    backend: Backend,
-    result: Callable[[], T],
-    *,
-    source: Tensor | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    background: bool = False,
-    label: str = "",
-) -> PendingCollective[T]:
-    """Begin what is planned, on this memory. See `start`; `name` is another one for messages."""
-    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
-    arithmetic = None
-    if source is not None:
-        buffers += (tensor_bytes(source),)
-    if plan.reduction is not None and plan.program:
-        stage = None
-        if plan.stage_size:
-            stage = torch.empty(plan.stage_size, dtype=torch.uint8)
-            buffers += (tensor_bytes(stage),)
-        arithmetic = Arithmetic(plan, work, stage, backend.world_size)
-    operation = backend.start(
-        name or plan.key.collective,
-        plan.program,
-        buffers,
-        combine=arithmetic.combine if arithmetic is not None else None,
-        local=arithmetic.local if arithmetic is not None else None,
-        signature=plan.signature + (f", {label}" if label else ""),
-        fingerprint=plan.fingerprint ^ (xxh3_64_intdigest(label.encode()) if label else 0),
-        timeout=timeout,
-        background=background,
-    )
-    return PendingCollective(backend, operation, result)
-
-
 def start(
-    collective: str,
-    prepared: Prepared,
+    task: Task[T],
     backend: Backend,
     *,
-    op: ReduceOp | None = None,
-    root: int = 0,
     algorithm: str = "auto",
     reproducible: bool = False,
     name: str | None = None,
     timeout: float | None = None,
     background: bool = False,
     label: str = "",
-) -> PendingCollective[Tensor]:
-    """Begin a collective. Ranks whose labels differ do not mean the same: a `DesyncError`."""
-    work, result = prepared
+) -> PendingCollective[T]:
+    """Begin a collective.
+
+    name    another one than the schedule's, for messages
+    label   ranks whose labels differ do not mean the same: a `DesyncError`
+    """
     plan = planned(
-        collective,
-        tuple(work.shape),
-        work.dtype,
+        task.collective,
+        task.shape,
+        task.dtype,
         backend,
-        op=op,
-        root=root,
+        op=task.op,
+        root=task.root,
         algorithm=algorithm,
         reproducible=reproducible,
     )
-    return launch(
-        plan,
-        work,
-        backend,
-        result,
-        name=name,
+    signature, fingerprint = plan.signature, plan.fingerprint
+    if label:
+        signature = f"{signature}, {label}"
+        fingerprint ^= xxh3_64_intdigest(label.encode())
+    way = _way(task, plan, backend, freely=algorithm == "auto" and not reproducible)
+    operation = backend.start(
+        name or task.collective,
+        way.steps,
+        way.buffers,
+        combine=way.combine,
+        signature=signature,
+        fingerprint=fingerprint,
         timeout=timeout,
         background=background,
-        label=label,
     )
+    return PendingCollective(backend, operation, way.result)
+
+
+def run(
+    task: Task[T],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    reproducible: bool = False,
+    timeout: float | None = None,
+) -> T:
+    """Carry out a collective and return its result. Blocks."""
+    return start(
+        task, backend, algorithm=algorithm, reproducible=reproducible, timeout=timeout
+    ).wait()
+
+
+@dataclass(slots=True)
+class _Way(Generic[T]):
+    """How a collective is done: as an operation's program, on this memory."""
+
+    steps: Iterable[Step]
+    result: Callable[[], T]
+    buffers: tuple[memoryview, ...] = ()
+    combine: Combine | None = None
+
+
+def _way(task: Task[T], plan: Plan, backend: Backend, *, freely: bool) -> _Way[T]:
+    """`freely`: the caller has asked for no algorithm."""
+    native = backend.native
+    if native is not None and freely and plan.program:
+        op = task.op.value if task.op is not None else None
+        call = Call(task.collective, task.source, task.out, op, task.root)
+        if native.has(call):
+            return _Way((call,), task.result)
+    return _by_messages(task, plan, backend)
+
+
+def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
+    """By the rounds of the plan."""
+    work, source, own = work_for(task, plan, backend)
+    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
+    if source is not None:
+        buffers += (tensor_bytes(source),)
+
+    def result() -> T:
+        if own is not None:
+            assert task.out is not None
+            copy_bits(task.out, own.view(task.out.shape))
+        return task.result()
+
+    if plan.reduction is None or not plan.program:
+        return _Way(cast("tuple[Round, ...]", plan.program), result, buffers)
+    stage = None
+    if plan.stage_size:
+        stage = torch.empty(plan.stage_size, dtype=torch.uint8)
+        buffers += (tensor_bytes(stage),)
+    arithmetic = Arithmetic(plan, work, stage, backend.world_size)
+    return _Way(arithmetic.carry_out(plan.program), result, buffers, arithmetic.combine)
 
 
 def checked_algorithm(

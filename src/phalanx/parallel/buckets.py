@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
-from phalanx.collectives.run import in_place, start
+from phalanx.collectives.run import start
+from phalanx.collectives.task import in_place
 from phalanx.parallel.tensors import batches
 
 
@@ -74,10 +75,8 @@ class Bucket:
     def start(self, backend: Backend, label: str) -> None:
         """Begin to average with the buckets of that label on the other ranks."""
         self.pending = start(
-            "all_reduce",
-            in_place(self.flat),
+            in_place("all_reduce", self.flat, op=ReduceOp.MEAN),
             backend,
-            op=ReduceOp.MEAN,
             background=True,
             label=label,
         )

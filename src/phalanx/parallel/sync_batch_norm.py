@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp
-from phalanx.collectives.run import Prepared, in_place, start
+from phalanx.collectives.run import start
+from phalanx.collectives.task import Task, in_place
 from phalanx.errors import UnsupportedOperationError
 
 
@@ -162,8 +163,9 @@ def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
     """All ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
     c = len(mine.mu)
     rows = backend.empty(backend.world_size, 2 * c + 1, dtype=torch.float64)
-    rows[backend.rank] = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
-    start("all_gather", Prepared(rows, lambda: rows), backend, label=label).wait()
+    row = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
+    task = Task("all_gather", tuple(rows.shape), rows.dtype, row, rows, lambda: rows)
+    start(task, backend, label=label).wait()
     mu_r, s_r, m_r = torch.split(rows, [c, c, 1], dim=1)
     m = m_r.sum()
     if m == 0:
@@ -215,9 +217,8 @@ class _Normalize(torch.autograd.Function):
             dbeta = sums[0].to(ctx.beta)
         if ctx.needs_input_grad[0]:
             total = sums.clone()  # since dgamma and dbeta are this rank's
-            start(
-                "all_reduce", in_place(total), ctx.backend, op=ReduceOp.SUM, label=ctx.label
-            ).wait()
+            task = in_place("all_reduce", total, op=ReduceOp.SUM)
+            start(task, ctx.backend, label=ctx.label).wait()
             mean_dy, mean_dy_x_hat = total / max(1, ctx.m)
             dx = dy - _as(mean_dy, x)
             dx -= x_hat.mul_(_as(mean_dy_x_hat, x))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.collectives.run import in_place, start
+from phalanx.collectives.run import start
+from phalanx.collectives.task import in_place
 
 MESSAGE = 25 << 20  # bytes
 
@@ -44,7 +45,7 @@ def broadcast_all_(
         for batch in batches(tensors, MESSAGE):
             flat = backend.empty(sum(t.numel() for t in batch), dtype=batch[0].dtype)
             torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
-            start("broadcast", in_place(flat), backend, root=root, label=label).wait()
+            start(in_place("broadcast", flat, root=root), backend, label=label).wait()
             if backend.rank != root:
                 place = 0
                 for tensor in batch:

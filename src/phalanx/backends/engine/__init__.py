@@ -1,6 +1,6 @@
 """The engine under every backend: operations, their rounds, and where messages and receives meet.
 
-operation   what one rank does in one collective or message: rounds and local steps
+operation   what one rank does in one collective or message, step by step
 rounds      sends and receives that may happen together, bound to bytes
 ticket      one round under way
 mailbox     where messages and receives meet, whichever comes first
@@ -19,8 +19,8 @@ from phalanx.backends.engine.caller import caller
 from phalanx.backends.engine.engine import Engine
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.group import WORLD_ID, Group
-from phalanx.backends.engine.operation import Combine, LocalStep, Operation
-from phalanx.backends.engine.rounds import ANY, ReceiveBytes, Round, SendBytes, ring_barrier
+from phalanx.backends.engine.operation import Combine, Operation
+from phalanx.backends.engine.rounds import ANY, ReceiveBytes, Round, SendBytes, Step, ring_barrier
 from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
 
 __all__ = [
@@ -30,13 +30,13 @@ __all__ = [
     "Engine",
     "Failure",
     "Group",
-    "LocalStep",
     "Operation",
     "PostedReceive",
     "PostedSend",
     "ReceiveBytes",
     "Round",
     "SendBytes",
+    "Step",
     "Ticket",
     "caller",
     "ring_barrier",

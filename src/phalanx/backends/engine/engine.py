@@ -24,7 +24,7 @@ from phalanx.backends.engine.group import Group
 from phalanx.backends.engine.history import History, Record
 from phalanx.backends.engine.mailbox import Mailbox, is_full
 from phalanx.backends.engine.operation import Operation
-from phalanx.backends.engine.rounds import ANY, Round
+from phalanx.backends.engine.rounds import ANY, Round, Step
 from phalanx.backends.engine.ticket import NOTHING, PostedReceive, PostedSend, Ticket
 from phalanx.backends.engine.trace import Trace
 from phalanx.errors import PeerLostError
@@ -118,7 +118,12 @@ class Engine(ABC):
             operation.group.issue(operation)
             self.run_ready()
 
-    def post(self, operation: Operation, round_: Round) -> Ticket:
+    def post(self, operation: Operation, step: Step) -> Ticket:
+        """Start one step. An engine that has other steps than rounds extends this. Lock held."""
+        assert type(step) is Round
+        return self.post_round(operation, step)
+
+    def post_round(self, operation: Operation, round_: Round) -> Ticket:
         """Start one round. Receives first, so that a message never finds its receive missing."""
         ticket = Ticket(operation)
         ranks = operation.group.ranks
@@ -131,6 +136,8 @@ class Engine(ABC):
         operation.ticket = ticket
         if self.mailbox.traced:
             ticket.posted = monotonic()
+            operation.sent += sum(send.stop - send.start for send in round_.sends)
+            operation.received += sum(recv.stop - recv.start for recv in round_.receives)
         for posted in ticket.receives:
             self.mailbox.expect(operation.channel, posted)
         for send in ticket.sends:

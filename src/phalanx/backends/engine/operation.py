@@ -1,20 +1,21 @@
-"""An operation: rounds and local steps that one rank carries out, one after the other.
+"""An operation: steps that one rank carries out, one after the other.
 
 Everything that a backend does is one of these, whether a caller waits for it or not: a send is an
-operation of one round, a ring all-reduce one of 2(p-1) rounds. The engine moves the bytes of a
-round and then calls `advance()`; nobody else drives it.
+operation of one round, a ring all-reduce one of 2(p-1) rounds. The engine carries out a step and
+then calls `advance()`; nobody else drives it. What a rank does by itself between two steps, such as
+to add what has come, is done by the program when it is asked for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.agreement import ASK_EVERY
 from phalanx.backends.engine.caller import NOWHERE, Site
 from phalanx.backends.engine.describe import describe
-from phalanx.backends.engine.rounds import Round
+from phalanx.backends.engine.rounds import Step
 from phalanx.backends.engine.ticket import NOTHING
 from phalanx.wire.frame import Channel, Kind
 
@@ -23,17 +24,15 @@ if TYPE_CHECKING:
     from phalanx.backends.engine.overdue import Inquiry
     from phalanx.backends.engine.ticket import Ticket
 
-LocalStep = Any  # whatever the operation's `local` understands
 Combine = Callable[[int, int, memoryview], None]  # (buffer, first byte, what came)
 
 
 class Operation:
     """One rank's part in one collective or message.
 
-    program      rounds, and local steps to be done between them
+    program      the steps; a generator may do what is to be done between them
     buffers      the memory that the rounds speak of, as bytes
     combine      reduces bytes that came into a buffer
-    local        carries out a local step
     signature    what the operation is, for messages; `fingerprint` is its hash on the wire
     site         the user's line that asked for it
     ask_at       when to ask the others whether they are in it, too
@@ -42,7 +41,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_next",
+        "_steps",
         "ask_at",
         "buffers",
         "channel",
@@ -53,10 +52,10 @@ class Operation:
         "fingerprint",
         "group",
         "inquiry",
-        "local",
         "name",
-        "program",
+        "received",
         "sender",
+        "sent",
         "sequence",
         "signature",
         "site",
@@ -72,11 +71,10 @@ class Operation:
         name: str,
         channel: Channel,
         sequence: int,
-        program: Sequence[Round | LocalStep],
+        program: Iterable[Step],
         buffers: tuple[memoryview, ...],
         *,
         combine: Combine | None = None,
-        local: Callable[[LocalStep], None] | None = None,
         signature: str = "",
         fingerprint: int = 0,
         site: Site = NOWHERE,
@@ -86,10 +84,8 @@ class Operation:
         self.name = name
         self.channel = channel
         self.sequence = sequence
-        self.program = program
         self.buffers = buffers
         self.combine = combine
-        self.local = local
         self.signature = signature
         self.fingerprint = fingerprint
         self.site = site
@@ -99,11 +95,13 @@ class Operation:
         self.ask_at = self.started + ASK_EVERY
         self.inquiry: Inquiry | None = None
         self.sender = -1
-        self.waited = 0.0  # seconds until the first byte of each round came, if it is traced
+        # If it is traced: seconds until the first byte of each round came, and bytes moved.
+        self.waited = 0.0
+        self.sent = self.received = 0
         self.ticket: Ticket | None = None
         self.done = False
         self.error: Exception | None = None
-        self._next = 0
+        self._steps = iter(program)
 
     @property
     def is_collective(self) -> bool:
@@ -116,24 +114,16 @@ class Operation:
 
     def advance(self) -> None:
         """Go on from the round that is complete, as far as possible without waiting."""
-        group = self.group
-        post = group.engine.post
-        program = self.program
+        post = self.group.engine.post
         try:
-            while not self.done:
-                if self._next == len(program):
-                    if group.may_finish(self):
-                        self._finish()
+            for step in self._steps:
+                if self.done:
                     return
-                step = program[self._next]
-                self._next += 1
-                if type(step) is Round:
-                    self.ticket = post(self, step)
-                    if not self.ticket.done:
-                        return
-                else:
-                    assert self.local is not None
-                    self.local(step)
+                self.ticket = post(self, step)
+                if not self.ticket.done:
+                    return
+            if not self.done and self.group.may_finish(self):
+                self._finish()
         except Exception as error:
             self.group.operation_failed(self, error)
 
@@ -155,7 +145,7 @@ class Operation:
             self.sender = ticket.receives[0].peer
         self.group.operation_done(self)
         # Or the memory would only be free when the garbage collector comes.
-        self.buffers, self.combine, self.local = (), None, None
+        self.buffers, self.combine, self._steps = (), None, iter(())
 
     def expect_within(self, seconds: float) -> None:
         """Set a new deadline, counted from now."""

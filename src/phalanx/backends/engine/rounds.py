@@ -7,7 +7,7 @@ operation's buffers the range lies.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ANY = -1  # as the peer of a receive: whoever sends first
 
@@ -36,6 +36,10 @@ class Round(NamedTuple):
 
     sends: tuple[SendBytes, ...] = ()
     receives: tuple[ReceiveBytes, ...] = ()
+
+
+Step = Any
+"""What an engine carries out, and an operation waits for: a `Round`, or what it has besides."""
 
 
 def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.backends.engine.rounds import Round
 from phalanx.errors import BackendUnavailableError
 from phalanx.wire.frame import Kind
 
@@ -73,7 +72,8 @@ class Trace:
         arguments: dict[str, Any] = {
             "sequence": record.sequence,
             "bytes": len(operation.buffers[0]) if operation.buffers else 0,
-            **_traffic(operation),
+            "sent": operation.sent,
+            "received": operation.received,
             "group": record.suffix.removeprefix(" in the group of ") or "world",
             "waiting_us": round(operation.waited * 1e6, 1),
             "moving_us": round((seconds - operation.waited) * 1e6, 1),
@@ -139,11 +139,3 @@ def _create(folder: Path, rank: int) -> int:
 def _close(file: int) -> None:
     with suppress(OSError):
         os.close(file)
-
-
-def _traffic(operation: Operation) -> dict[str, int]:
-    rounds = [step for step in operation.program if isinstance(step, Round)]
-    return {
-        "sent": sum(send.stop - send.start for round_ in rounds for send in round_.sends),
-        "received": sum(recv.stop - recv.start for round_ in rounds for recv in round_.receives),
-    }

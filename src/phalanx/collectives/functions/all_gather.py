@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import check_tensor, copy_bits, empty
-from phalanx.collectives.run import start
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, out_for
 
 
 def all_gather(
@@ -30,7 +31,8 @@ def all_gather(
     ranks, which is optimal. Raises `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout).wait()
+    task = _task(tensor, backend, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_all_gather(
@@ -42,30 +44,15 @@ def async_all_gather(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_gather` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout, background=True)
+    task = _task(tensor, backend, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    *,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
+def _task(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_gather")
     rank = backend.rank
     rows = tensor.shape[0] if tensor.dim() else 1
     shape = (backend.world_size * rows, *tensor.shape[1:])
-    prepared = empty(shape, tensor.dtype, backend, into, "all_gather")
-    own = prepared.work[rank * rows : (rank + 1) * rows]
-    copy_bits(own, tensor if tensor.dim() else tensor.reshape(1))
-    return start(
-        "all_gather",
-        prepared,
-        backend,
-        algorithm=algorithm,
-        timeout=timeout,
-        background=background,
-    )
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_gather")
+    source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
+    return Task("all_gather", shape, tensor.dtype, source, out, result)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import Prepared, check_tensor, fresh, in_place
 from phalanx.collectives.reduce_op import ReduceOp
-from phalanx.collectives.run import start
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, in_place, out_for
 
 
 def all_reduce(
@@ -34,14 +35,13 @@ def all_reduce(
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`; `UnsupportedOperationError` if the
     reduction has no meaning for the dtype.
     """
-    return _start(
-        fresh(tensor, backend, into, "all_reduce"),
+    return run(
+        _task(tensor, backend, op, into),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
-    ).wait()
+    )
 
 
 def async_all_reduce(
@@ -55,10 +55,9 @@ def async_all_reduce(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_reduce` that returns at once; `wait()` gives the result."""
-    return _start(
-        fresh(tensor, backend, into, "all_reduce"),
+    return start(
+        _task(tensor, backend, op, into),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
@@ -76,14 +75,13 @@ def all_reduce_(
     timeout: float | None = None,
 ) -> Tensor:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
-    return _start(
-        _in_place(tensor, backend),
+    return run(
+        _in_place(tensor, backend, op),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
-    ).wait()
+    )
 
 
 def async_all_reduce_(
@@ -96,10 +94,9 @@ def async_all_reduce_(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_reduce_` that returns at once; `tensor` holds the result after `wait()`."""
-    return _start(
-        _in_place(tensor, backend),
+    return start(
+        _in_place(tensor, backend, op),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
@@ -107,28 +104,14 @@ def async_all_reduce_(
     )
 
 
-def _in_place(tensor: Tensor, backend: Backend) -> Prepared:
+def _task(tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None) -> Task[Tensor]:
+    check_tensor(tensor, backend, "all_reduce")
+    shape = tuple(tensor.shape)
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_reduce")
+    source = given(tensor, out, same=out)
+    return Task("all_reduce", shape, tensor.dtype, source, out, result, op)
+
+
+def _in_place(tensor: Tensor, backend: Backend, op: ReduceOp) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_reduce_")
-    return in_place(tensor)
-
-
-def _start(
-    prepared: Prepared,
-    backend: Backend,
-    op: ReduceOp,
-    *,
-    algorithm: str,
-    reproducible: bool,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
-    return start(
-        "all_reduce",
-        prepared,
-        backend,
-        op=op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=background,
-    )
+    return in_place("all_reduce", tensor, op=op)

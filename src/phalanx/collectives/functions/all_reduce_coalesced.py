@@ -9,17 +9,13 @@ import xxhash
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.backends.memory import copy_bits
+from phalanx.collectives.checks import check_distinct, check_tensor
 from phalanx.collectives.layout import ranges_of
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import (
-    Prepared,
-    check_distinct,
-    check_tensor,
-    copy_bits,
-    finish_into,
-)
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
 from phalanx.collectives.run import checked_algorithm, start
+from phalanx.collectives.task import finish_into, in_place
 
 NAME = "all_reduce_coalesced"
 
@@ -149,10 +145,8 @@ def _start(
             reduced[number] = flat[slice(*place)].view(tensors[number].shape)
             copy_bits(reduced[number], tensors[number])
         last = start(
-            "all_reduce",
-            Prepared(flat, flat.detach),
+            in_place("all_reduce", flat, op=op),
             backend,
-            op=op,
             algorithm=algorithm,
             name=NAME,
             timeout=timeout,

@@ -5,16 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_slices, check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import (
-    check_into,
-    check_slices,
-    check_tensor,
-    copy_bits,
-    empty,
-    outgoing,
-)
-from phalanx.collectives.run import launch, planned
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, out_for
 
 
 def all_to_all(
@@ -38,7 +32,8 @@ def all_to_all(
     `SizeMismatchError` before anything is sent if dim 0 does not divide or `into` does not fit;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout).wait()
+    task = _task(tensor, backend, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_all_to_all(
@@ -50,27 +45,13 @@ def async_all_to_all(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`all_to_all` that returns at once; `wait()` gives the result."""
-    return _start(tensor, backend, algorithm=algorithm, into=into, timeout=timeout, background=True)
+    task = _task(tensor, backend, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    *,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
+def _task(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_to_all")
     shape = tuple(tensor.shape)
-    rows = check_slices(shape, backend, "all_to_all")[0]
-    check_into(into, shape, tensor.dtype, backend, "all_to_all")
-    plan = planned("all_to_all", shape, tensor.dtype, backend, algorithm=algorithm)
-    source = outgoing(tensor, into)
-    work, result = empty(shape, tensor.dtype, backend, into, "all_to_all")
-    own = slice(backend.rank * rows, (backend.rank + 1) * rows)
-    copy_bits(work[own], source[own])
-    return launch(
-        plan, work, backend, result, source=source, timeout=timeout, background=background
-    )
+    check_slices(shape, backend, "all_to_all")
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_to_all")
+    return Task("all_to_all", shape, tensor.dtype, given(tensor, out), out, result)

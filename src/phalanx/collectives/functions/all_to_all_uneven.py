@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from operator import index
-from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.engine.operation import LocalStep
 from phalanx.backends.engine.rounds import ReceiveBytes, Round, SendBytes
-from phalanx.backends.memory import tensor_bytes
-from phalanx.collectives.binder import Binder, Fold
+from phalanx.backends.memory import copy_bits, tensor_bytes
+from phalanx.collectives.binder import Binder
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.layout import Exchanged, ranges_of
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import check_into, check_tensor, copy_bits, empty, outgoing
 from phalanx.collectives.run import checked_algorithm
 from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.collectives.task import given, out_for
 from phalanx.errors import SizeMismatchError
 
 NAME = "all_to_all_uneven"
@@ -120,12 +119,11 @@ def _start(
         )
     row = tuple(tensor.shape[1:])
     shape = (sum(recvs), *row)
-    check_into(into, shape, tensor.dtype, backend, NAME)
     algorithm = checked_algorithm("all_to_all", algorithm, backend)
     if algorithm == "auto":  # not by size: ranks do not know how much the others move
         algorithm = "direct"
-    source = outgoing(tensor, into)
-    work, result = empty(shape, tensor.dtype, backend, into, NAME)
+    work, result = out_for(shape, tensor.dtype, backend, into, NAME)
+    source = given(tensor, work)
     outgoing_ranges, incoming_ranges = ranges_of(sends), ranges_of(recvs)
     copy_bits(work[slice(*incoming_ranges[rank])], source[slice(*outgoing_ranges[rank])])
 
@@ -133,24 +131,27 @@ def _start(
         rank, Exchanged(rank, outgoing_ranges, incoming_ranges), prod(row) * tensor.itemsize
     )
     moves = binder.bind(COLLECTIVES["all_to_all"][algorithm].schedule(rank, size))
-    program: list[Round | Fold | _Compare] = [*_exchange_of_sizes(rank, size), *moves]
     # From the left in each pair: what goes there, and what is expected from there.
     mine = torch.tensor([sends, recvs], dtype=torch.int64).t().contiguous()
     theirs = torch.empty_like(mine)
 
-    def compare(step: LocalStep) -> None:
+    def program() -> Iterator[Round]:
+        if size > 1:
+            yield _exchange_of_sizes(rank, size)
         told = theirs.tolist()
         for peer in range(size):
             if peer != rank and told[peer] != [recvs[peer], sends[peer]]:
                 raise _mismatch(backend, peer, sends[peer], recvs[peer], *told[peer])
+        for step in moves:
+            assert isinstance(step, Round)  # there is nothing to fold
+            yield step
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     signature = f"{dtype} rows of shape {list(row)}, {algorithm}"
     operation = backend.start(
         NAME,
-        program,
+        program(),
         (tensor_bytes(work), tensor_bytes(source), tensor_bytes(mine), tensor_bytes(theirs)),
-        local=compare,
         signature=signature,
         fingerprint=xxhash.xxh3_64_intdigest(f"{NAME} {signature}".encode()),
         timeout=timeout,
@@ -159,19 +160,14 @@ def _start(
     return PendingCollective(backend, operation, result)
 
 
-class _Compare(NamedTuple):
-    """All peers' numbers are here: compare them with this rank's."""
-
-
-def _exchange_of_sizes(rank: int, size: int) -> list[Round | _Compare]:
+def _exchange_of_sizes(rank: int, size: int) -> Round:
     """Each rank tells each other one how much it sends there, and what it expects from there."""
-    if size == 1:
-        return []
     right = [(rank + k) % size for k in range(1, size)]
     left = [(rank - k) % size for k in range(1, size)]
-    sends = tuple(SendBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_OUT) for p in right)
-    receives = tuple(ReceiveBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_IN) for p in left)
-    return [Round(sends, receives), _Compare()]
+    return Round(
+        tuple(SendBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_OUT) for p in right),
+        tuple(ReceiveBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_IN) for p in left),
+    )
 
 
 def _mismatch(

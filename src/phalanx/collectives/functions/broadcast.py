@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import Prepared, check_tensor, empty, fresh, in_place
-from phalanx.collectives.run import start
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, in_place, out_for
 
 
 def broadcast(
@@ -31,13 +32,7 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    return _start(
-        _result(tensor, backend, root, into),
-        backend,
-        root,
-        algorithm=algorithm,
-        timeout=timeout,
-    ).wait()
+    return run(_task(tensor, backend, root, into), backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_broadcast(
@@ -50,14 +45,8 @@ def async_broadcast(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`broadcast` that returns at once; `wait()` gives the result."""
-    return _start(
-        _result(tensor, backend, root, into),
-        backend,
-        root,
-        algorithm=algorithm,
-        timeout=timeout,
-        background=True,
-    )
+    task = _task(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
 def broadcast_(
@@ -69,13 +58,7 @@ def broadcast_(
     timeout: float | None = None,
 ) -> Tensor:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
-    return _start(
-        _in_place(tensor, backend),
-        backend,
-        root,
-        algorithm=algorithm,
-        timeout=timeout,
-    ).wait()
+    return run(_in_place(tensor, backend, root), backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_broadcast_(
@@ -87,43 +70,21 @@ def async_broadcast_(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
-    return _start(
-        _in_place(tensor, backend),
-        backend,
-        root,
-        algorithm=algorithm,
-        timeout=timeout,
-        background=True,
-    )
+    task = _in_place(tensor, backend, root)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
-def _result(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> Prepared:
-    if backend.rank == root:
-        return fresh(tensor, backend, into, "broadcast")
+def _task(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "broadcast")
-    return empty(tuple(tensor.shape), tensor.dtype, backend, into, "broadcast")
+    shape = tuple(tensor.shape)
+    out, result = out_for(shape, tensor.dtype, backend, into, "broadcast")
+    source = given(tensor, out, same=out) if backend.rank == root else None
+    return Task("broadcast", shape, tensor.dtype, source, out, result, root=root)
 
 
-def _in_place(tensor: Tensor, backend: Backend) -> Prepared:
+def _in_place(tensor: Tensor, backend: Backend, root: int) -> Task[Tensor]:
     check_tensor(tensor, backend, "broadcast_")
-    return in_place(tensor)
-
-
-def _start(
-    prepared: Prepared,
-    backend: Backend,
-    root: int,
-    *,
-    algorithm: str,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
-    return start(
-        "broadcast",
-        prepared,
-        backend,
-        root=root,
-        algorithm=algorithm,
-        timeout=timeout,
-        background=background,
-    )
+    task = in_place("broadcast", tensor, root=root)
+    if backend.rank != root:
+        task.source = None
+    return task

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.backends.memory import plain
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import check_tensor, copy_bits, empty, plain
-from phalanx.collectives.run import launch, planned
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, out_for
 
 
 def gather(
@@ -35,7 +37,8 @@ def gather(
     `InvalidRankError` for a root that does not exist, `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(tensor, backend, root, algorithm=algorithm, into=into, timeout=timeout).wait()
+    task = _task(tensor, backend, root, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_gather(
@@ -48,32 +51,17 @@ def async_gather(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor | None]:
     """`gather` that returns at once; `wait()` gives the result on the root, None elsewhere."""
-    return _start(
-        tensor, backend, root, algorithm=algorithm, into=into, timeout=timeout, background=True
-    )
+    task = _task(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    root: int,
-    *,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor | None]:
+def _task(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> Task[Tensor | None]:
+    backend.check_rank(root, "root")
     check_tensor(tensor, backend, "gather")
-    own = tensor if tensor.dim() else tensor.reshape(1)
-    rows = own.shape[0]
-    shape = (backend.world_size * rows, *own.shape[1:])
-    plan = planned("gather", shape, own.dtype, backend, root=root, algorithm=algorithm)
-    if backend.rank == root:
-        work, result = empty(shape, own.dtype, backend, into, "gather")
-        copy_bits(work[root * rows : (root + 1) * rows], own)
-        return launch(plan, work, backend, result, timeout=timeout, background=background)
-    work = plain(own)
-    if plan.work_size > own.nbytes:  # other ranks' tensors pass through this one
-        work = backend.empty(plan.work_size // own.itemsize, dtype=own.dtype)
-        copy_bits(work[: own.numel()].view(own.shape), own)
-    return launch(plan, work, backend, lambda: None, timeout=timeout, background=background)
+    rows = tensor.shape[0] if tensor.dim() else 1
+    shape = (backend.world_size * rows, *tensor.shape[1:])
+    if backend.rank != root:
+        return Task("gather", shape, tensor.dtype, plain(tensor), None, lambda: None, root=root)
+    out, result = out_for(shape, tensor.dtype, backend, into, "gather")
+    source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
+    return Task("gather", shape, tensor.dtype, source, out, result, root=root)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.backends.memory import plain
+from phalanx.collectives.checks import check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.plan import Plan
-from phalanx.collectives.prepare import (
-    Prepared,
-    check_tensor,
-    copy_bits,
-    fresh,
-    in_place,
-    plain,
-)
 from phalanx.collectives.reduce_op import ReduceOp
-from phalanx.collectives.run import launch, planned
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, in_place, out_for
 
 
 def reduce(
@@ -47,16 +41,13 @@ def reduce(
     does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(
-        tensor,
+    return run(
+        _task(tensor, backend, root, op, into),
         backend,
-        root,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
-        into=into,
         timeout=timeout,
-    ).wait()
+    )
 
 
 def async_reduce(
@@ -71,14 +62,11 @@ def async_reduce(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor | None]:
     """`reduce` that returns at once; `wait()` gives the result on the root, None elsewhere."""
-    return _start(
-        tensor,
+    return start(
+        _task(tensor, backend, root, op, into),
         backend,
-        root,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
-        into=into,
         timeout=timeout,
         background=True,
     )
@@ -95,15 +83,13 @@ def reduce_(
     timeout: float | None = None,
 ) -> Tensor:
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
-    return _start_in_place(
-        tensor,
+    return run(
+        _in_place(tensor, backend, root, op),
         backend,
-        root,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
-    ).wait()
+    )
 
 
 def async_reduce_(
@@ -117,11 +103,9 @@ def async_reduce_(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`reduce_` that returns at once; the root's `tensor` holds the result after `wait()`."""
-    return _start_in_place(
-        tensor,
+    return start(
+        _in_place(tensor, backend, root, op),
         backend,
-        root,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
         timeout=timeout,
@@ -129,72 +113,22 @@ def async_reduce_(
     )
 
 
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    root: int,
-    op: ReduceOp,
-    *,
-    algorithm: str,
-    reproducible: bool,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor | None]:
-    plan = _planned(tensor, backend, root, op, algorithm, reproducible=reproducible)
-    if backend.rank == root:
-        work, result = fresh(tensor, backend, into, "reduce")
-        return launch(plan, work, backend, result, timeout=timeout, background=background)
-    work = _contribution(tensor, plan, backend)
-    return launch(plan, work, backend, lambda: None, timeout=timeout, background=background)
-
-
-def _start_in_place(
-    tensor: Tensor,
-    backend: Backend,
-    root: int,
-    op: ReduceOp,
-    *,
-    algorithm: str,
-    reproducible: bool,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
-    plan = _planned(tensor, backend, root, op, algorithm, reproducible=reproducible)
-    if backend.rank == root:
-        prepared = in_place(tensor)
-    else:
-        prepared = Prepared(_contribution(tensor, plan, backend), lambda: tensor)
-    work, result = prepared
-    return launch(plan, work, backend, result, timeout=timeout, background=background)
-
-
-def _planned(
-    tensor: Tensor,
-    backend: Backend,
-    root: int,
-    op: ReduceOp,
-    algorithm: str,
-    *,
-    reproducible: bool,
-) -> Plan:
+def _task(
+    tensor: Tensor, backend: Backend, root: int, op: ReduceOp, into: Tensor | None
+) -> Task[Tensor | None]:
+    backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce")
-    return planned(
-        "reduce",
-        tuple(tensor.shape),
-        tensor.dtype,
-        backend,
-        op=op,
-        root=root,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if backend.rank != root:
+        return Task("reduce", shape, dtype, plain(tensor), None, lambda: None, op, root)
+    out, result = out_for(shape, dtype, backend, into, "reduce")
+    return Task("reduce", shape, dtype, given(tensor, out, same=out), out, result, op, root)
 
 
-def _contribution(tensor: Tensor, plan: Plan, backend: Backend) -> Tensor:
-    """What a rank that gets no result works on: its own tensor, if that stays as it is."""
-    if not plan.overwrites:
-        return plain(tensor)
-    work = backend.empty(*tensor.shape, dtype=tensor.dtype)
-    copy_bits(work, tensor)
-    return work
+def _in_place(tensor: Tensor, backend: Backend, root: int, op: ReduceOp) -> Task[Tensor]:
+    backend.check_rank(root, "root")
+    check_tensor(tensor, backend, "reduce_")
+    if backend.rank == root:
+        return in_place("reduce", tensor, op=op, root=root)
+    source = plain(tensor)
+    return Task("reduce", tuple(tensor.shape), tensor.dtype, source, None, lambda: tensor, op, root)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_slices, check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.prepare import (
-    Prepared,
-    check_into,
-    check_slices,
-    check_tensor,
-    finish_into,
-    fresh,
-)
 from phalanx.collectives.reduce_op import ReduceOp
-from phalanx.collectives.run import start
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, out_for
 
 
 def reduce_scatter(
@@ -41,15 +35,13 @@ def reduce_scatter(
     p ranks, which is optimal. Raises `SizeMismatchError` before anything is sent if dim 0 does not
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return _start(
-        tensor,
+    return run(
+        _task(tensor, backend, op, into),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
-        into=into,
         timeout=timeout,
-    ).wait()
+    )
 
 
 def async_reduce_scatter(
@@ -63,42 +55,19 @@ def async_reduce_scatter(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`reduce_scatter` that returns at once; `wait()` gives the result."""
-    return _start(
-        tensor,
+    return start(
+        _task(tensor, backend, op, into),
         backend,
-        op,
         algorithm=algorithm,
         reproducible=reproducible,
-        into=into,
         timeout=timeout,
         background=True,
     )
 
 
-def _start(
-    tensor: Tensor,
-    backend: Backend,
-    op: ReduceOp,
-    *,
-    algorithm: str,
-    reproducible: bool,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
+def _task(tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "reduce_scatter")
-    shape = check_slices(tuple(tensor.shape), backend, "reduce_scatter")
-    check_into(into, shape, tensor.dtype, backend, "reduce_scatter")
-    work = fresh(tensor, backend, None, "reduce_scatter").work
-    own = work[backend.rank * shape[0] : (backend.rank + 1) * shape[0]]
-    return start(
-        "reduce_scatter",
-        # Cloned, so that the other ranks' slices do not stay in memory with it.
-        Prepared(work, lambda: own.clone() if into is None else finish_into(into, own)),
-        backend,
-        op=op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=background,
-    )
+    whole = tuple(tensor.shape)
+    shape = check_slices(whole, backend, "reduce_scatter")
+    out, result = out_for(shape, tensor.dtype, backend, into, "reduce_scatter")
+    return Task("reduce_scatter", whole, tensor.dtype, given(tensor, out), out, result, op)

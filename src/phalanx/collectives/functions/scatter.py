@@ -6,18 +6,10 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
+from phalanx.collectives.checks import check_slices, check_tensor
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.plan import Plan
-from phalanx.collectives.prepare import (
-    check_into,
-    check_slices,
-    check_tensor,
-    copy_bits,
-    empty,
-    finish_into,
-    plain,
-)
-from phalanx.collectives.run import launch, planned
+from phalanx.collectives.run import run, start
+from phalanx.collectives.task import Task, given, out_for
 from phalanx.errors import SizeMismatchError
 
 
@@ -49,7 +41,8 @@ def scatter(
     dim 0 does not divide, `into` does not fit, or neither says what is to come;
     `CollectiveTimeoutError`, `PeerLostError`, and `DesyncError` if ranks expect different tensors.
     """
-    return _start(tensor, backend, root, algorithm=algorithm, into=into, timeout=timeout).wait()
+    task = _task(tensor, backend, root, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
 
 
 def async_scatter(
@@ -62,39 +55,20 @@ def async_scatter(
     timeout: float | None = None,
 ) -> PendingCollective[Tensor]:
     """`scatter` that returns at once; `wait()` gives the slice."""
-    return _start(
-        tensor, backend, root, algorithm=algorithm, into=into, timeout=timeout, background=True
-    )
+    task = _task(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
 
 
-def _start(
-    tensor: Tensor | None,
-    backend: Backend,
-    root: int,
-    *,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
+def _task(tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None) -> Task[Tensor]:
     backend.check_rank(root, "root")
     whole, dtype = _what_is_cut(tensor, backend, root, into)
     shape = check_slices(whole, backend, "scatter")
-    check_into(into, shape, dtype, backend, "scatter")
-    plan = planned("scatter", whole, dtype, backend, root=root, algorithm=algorithm)
+    out, result = out_for(shape, dtype, backend, into, "scatter")
+    source = None
     if backend.rank == root:
         assert tensor is not None
-        work = plain(tensor)
-        own = work[root * shape[0] : (root + 1) * shape[0]]
-        return launch(
-            plan,
-            work,
-            backend,
-            lambda: _copied(own, into),
-            timeout=timeout,
-            background=background,
-        )
-    return _receive(plan, shape, backend, into, timeout=timeout, background=background)
+        source = given(tensor, out)
+    return Task("scatter", whole, dtype, source, out, result, root=root)
 
 
 def _what_is_cut(
@@ -123,38 +97,3 @@ def _what_is_cut(
     check_tensor(into, backend, "scatter")
     rows = into.shape[0] if into.dim() else 0
     return (backend.world_size * rows, *into.shape[1:]), into.dtype
-
-
-def _receive(
-    plan: Plan,
-    shape: tuple[int, ...],
-    backend: Backend,
-    into: Tensor | None,
-    *,
-    timeout: float | None,
-    background: bool,
-) -> PendingCollective[Tensor]:
-    dtype = plan.key.dtype
-    work, result = empty(shape, dtype, backend, into, "scatter")
-    if plan.work_size > work.nbytes:  # other ranks' slices pass through this one
-        count = work.numel()
-        work = backend.empty(plan.work_size // dtype.itemsize, dtype=dtype)
-        own = work[:count].view(shape)
-        return launch(
-            plan,
-            work,
-            backend,
-            lambda: _copied(own, into),
-            timeout=timeout,
-            background=background,
-        )
-    return launch(plan, work, backend, result, timeout=timeout, background=background)
-
-
-def _copied(own: Tensor, into: Tensor | None) -> Tensor:
-    """This rank's slice in memory of its own, so that the others do not stay in memory with it."""
-    if into is not None:
-        return finish_into(into, own)
-    copy = torch.empty(own.shape, dtype=own.dtype)
-    copy_bits(copy, own)
-    return copy

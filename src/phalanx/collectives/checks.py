@@ -1,88 +1,12 @@
-"""The memory of a collective: what is worked on, and what the caller gets of it afterwards."""
+"""What is checked of the tensors that a collective is given, before anything is sent."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.memory import check_on_cpu, copy_bits, is_plain, plain
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
-
-__all__ = [
-    "Prepared",
-    "check_distinct",
-    "check_into",
-    "check_slices",
-    "check_tensor",
-    "copy_bits",
-    "empty",
-    "finish_into",
-    "fresh",
-    "in_place",
-    "outgoing",
-    "plain",
-]
-
-
-class Prepared(NamedTuple):
-    """A collective's memory: what is worked on, and what the caller gets of it afterwards."""
-
-    work: Tensor  # contiguous; may be overwritten
-    result: Callable[[], Tensor]
-
-
-def fresh(tensor: Tensor, backend: Backend, into: Tensor | None, op: str) -> Prepared:
-    """Work on a copy of `tensor`, in `into` if that is given; the result is that memory."""
-    check_tensor(tensor, backend, op)
-    prepared = empty(tuple(tensor.shape), tensor.dtype, backend, into, op)
-    copy_bits(prepared.work, tensor)
-    return prepared
-
-
-def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, into: Tensor | None, op: str
-) -> Prepared:
-    """Work on uninitialized memory, in `into` if that is given; the result is that memory."""
-    check_into(into, shape, dtype, backend, op)
-    if into is None:
-        work = backend.empty(*shape, dtype=dtype)
-        return Prepared(work, lambda: work)
-    work = into.detach() if is_plain(into) else backend.empty(*shape, dtype=dtype)
-    return Prepared(work, lambda: finish_into(into, work))
-
-
-def in_place(tensor: Tensor) -> Prepared:
-    """Work on `tensor` itself, or on a contiguous copy that is copied back."""
-    if not tensor.is_cpu:
-        check_on_cpu(tensor)
-    check_distinct(tensor)
-    work = plain(tensor)
-    return Prepared(work, lambda: finish_into(tensor, work))
-
-
-def outgoing(tensor: Tensor, into: Tensor | None) -> Tensor:
-    """`plain`, and in other memory than `into`, which is written while this is still sent."""
-    values = plain(tensor)
-    if into is None or values.untyped_storage().data_ptr() != into.untyped_storage().data_ptr():
-        return values
-    copy = torch.empty(values.shape, dtype=values.dtype)
-    copy_bits(copy, values)
-    return copy
-
-
-def finish_into(into: Tensor, work: Tensor) -> Tensor:
-    """`into` with the values of `work`; autograd is told that it changed."""
-    if into.data_ptr() != work.data_ptr() or not is_plain(into):
-        copy_bits(into.detach(), work)
-    torch.autograd.graph.increment_version(into)
-    return into
-
-
-# ------------------------------------------------------------------------------------------ checks
 
 
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:

@@ -1,0 +1,106 @@
+"""A task: one collective of one rank, with its memory, before it is decided how to do it.
+
+functions/    check what the caller gave, and make a task of it
+task          what is given, where the result goes, what the caller gets
+run.py        how: the backend's own library, shared memory, or rounds of messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.backends.memory import check_on_cpu, copy_bits, is_plain, plain
+from phalanx.collectives.checks import check_distinct, check_into
+from phalanx.collectives.reduce_op import ReduceOp
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Task(Generic[T]):
+    """What a collective gives and gets. Which of them a rank has, and of which shape, is in `Call`.
+
+    collective   its row in the table of schedules
+    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
+    source       what this rank gives: contiguous; not written, unless it is `out`
+    out          where its result goes: contiguous; apart from `source`, or the same memory
+    result       what the caller gets in the end
+    """
+
+    collective: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Tensor | None
+    out: Tensor | None
+    result: Callable[[], T]
+    op: ReduceOp | None = None
+    root: int = 0
+
+
+class Out(NamedTuple):
+    """Memory for a result: contiguous, and what the caller gets of it."""
+
+    memory: Tensor
+    result: Callable[[], Tensor]
+
+
+def out_for(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, into: Tensor | None, op: str
+) -> Out:
+    """Uninitialized memory for a result: `into`, if that is given; else new.
+
+    Raises `SizeMismatchError` if `into` does not fit.
+    """
+    if into is None:
+        memory = backend.empty(*shape, dtype=dtype)
+        return Out(memory, lambda: memory)
+    check_into(into, shape, dtype, backend, op)
+    memory = into.detach() if is_plain(into) else backend.empty(*shape, dtype=dtype)
+    return Out(memory, lambda: finish_into(into, memory))
+
+
+def in_place(
+    collective: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = 0
+) -> Task[Tensor]:
+    """A task that works on `tensor` itself, or on a contiguous copy that is copied back."""
+    if not tensor.is_cpu:
+        check_on_cpu(tensor)
+    if is_plain(tensor):
+        memory = tensor.detach() if tensor.requires_grad else tensor
+    else:
+        check_distinct(tensor)
+        memory = plain(tensor)
+
+    def result() -> Tensor:
+        return finish_into(tensor, memory)
+
+    return Task(collective, tuple(tensor.shape), tensor.dtype, memory, memory, result, op, root)
+
+
+def given(tensor: Tensor, out: Tensor | None, *, same: Tensor | None = None) -> Tensor:
+    """What a rank gives, contiguous, and apart from `out`, or exactly `same`, a part of that."""
+    values = plain(tensor)
+    if out is None:
+        return values
+    start, first = values.data_ptr(), out.data_ptr()
+    if start >= first + out.nbytes or first >= start + values.nbytes:
+        return values
+    if same is not None and start == same.data_ptr():
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype)
+    copy_bits(copy, values)
+    return copy
+
+
+def finish_into(into: Tensor, work: Tensor) -> Tensor:
+    """`into` with the values of `work`; autograd is told that it changed."""
+    if into is not work and (into.data_ptr() != work.data_ptr() or not is_plain(into)):
+        copy_bits(into.detach(), work)
+    torch.autograd.graph.increment_version(into)
+    return into
