@@ -25,7 +25,6 @@ class Mpi(Cluster):
     """`MpiBackend`, under mpirun."""
 
     name = "mpi"
-    one_process = False
 
     def __init__(self) -> None:
         from mpi4py import MPI

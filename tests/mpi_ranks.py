@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 
+import clusters
 import pytest
-
-os.environ["PHALANX_TESTS_CLUSTER"] = "mpi"
+from mpi_cluster import Mpi
 
 
 def main() -> int:
     from mpi4py import MPI
 
+    clusters.CLUSTERS[:] = [Mpi()]
     if MPI.COMM_WORLD.rank == 0:
         code = pytest.main(sys.argv[1:])
     else:

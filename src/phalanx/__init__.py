@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "phalanx.backends": (
         "Backend",
+        "MpiBackend",
         "SimulatedBackend",
         "SubBackend",
         "TcpBackend",

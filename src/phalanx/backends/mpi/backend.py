@@ -41,11 +41,12 @@ class MpiBackend(Backend):
         if not isinstance(given, mpi.Intracomm):
             raise TypeError(f"comm must be an intra-communicator of mpi4py, not {given!r}")
         ours = [duplicate(given, timeout) for _ in ("collectives", "messages")]
-        collectives, messages = (MpiLibrary(mpi, each) for each in ours)
+        self._libraries = collectives, messages = [MpiLibrary(mpi, each) for each in ours]
         engine = LibraryEngine(collectives, messages)
         group = Group(engine, WORLD_ID, tuple(range(collectives.size)))
         super().__init__(engine, group, timeout=timeout)
         self.topology = hosts(mpi, ours[0])
+        self.native = engine.native_for(group)
         self._engine = engine
 
     @override
@@ -57,3 +58,19 @@ class MpiBackend(Backend):
     def abort(self) -> None:
         """Leave as if this rank had died."""
         self._leave(farewell=0.0)
+
+    def _leave(self, *, farewell: float) -> None:
+        engine = self._engine
+        with engine.lock:
+            if engine.closed:
+                return
+            for group in list(engine.groups.values()):
+                group.close()
+            engine.run_ready()
+            if farewell:
+                engine.say_goodbye(farewell)
+            alone = engine.courier is None or len(engine.courier.left) == engine.world_size - 1
+            engine.shut()
+        if alone:
+            for library in self._libraries:
+                library.free()

@@ -25,8 +25,11 @@ class MpiLibrary(Library):
     """A communicator that is its own.
 
     Collectives are MPI's nonblocking ones. Reductions of `LEAST_CHUNK` bytes a rank and more are
-    MPI's all-to-all and torch's arithmetic (see `exchange`). What MPI still writes when a group
-    breaks is kept in memory until MPI is ended: of its collectives none can be cancelled.
+    MPI's all-to-all and torch's arithmetic (see `exchange`).
+
+    What MPI still writes when a group breaks is kept in memory until MPI is ended: of its
+    collectives none can be cancelled. And a communicator is kept until nobody can send to it:
+    Open MPI takes what comes late for a message of the next communicator, and ends the job.
     """
 
     name = "MPI"
@@ -39,6 +42,7 @@ class MpiLibrary(Library):
         self._bytes = mpi.BYTE
         self._communicator = Communicator(mpi, comm)
         self._pending: set[MpiHandle] = set()
+        self._formed: list[MpiLibrary] = []
         self._ended = False
         self.rank = self._communicator.rank
         self.size = self._communicator.size
@@ -83,10 +87,12 @@ class MpiLibrary(Library):
         some = whole.Incl(list(members))
         try:
             tag = meeting_tag(self._mpi, self._comm, ident)
-            return MpiLibrary(self._mpi, self._comm.Create_group(some, tag))
+            library = MpiLibrary(self._mpi, self._comm.Create_group(some, tag))
         finally:
             some.Free()
             whole.Free()
+        self._formed.append(library)
+        return library
 
     @override
     def kind_of(self, error: Exception) -> type[DistributedError]:
@@ -99,17 +105,6 @@ class MpiLibrary(Library):
 
     @override
     def close(self) -> None:
-        self._end()
-        comm, self._comm = self._comm, None
-        if comm is not None and not self._pending and not self._mpi.Is_finalized():
-            comm.Free()
-
-    @override
-    def abort(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        """Cancel the receives that wait; keep what cannot be cancelled for as long as MPI lives."""
         if self._ended or self._mpi.Is_finalized():
             return
         self._ended = True
@@ -118,3 +113,18 @@ class MpiLibrary(Library):
         if self._pending:
             keyval = self._mpi.Comm.Create_keyval()
             self._mpi.COMM_SELF.Set_attr(keyval, self._pending)
+
+    @override
+    def abort(self) -> None:
+        self.close()
+
+    def free(self) -> None:
+        """Free the communicators: nobody sends anything any more, and this is closed."""
+        if self._mpi.Is_finalized():
+            return
+        for formed in self._formed:
+            formed.free()
+        self._formed.clear()
+        comm, self._comm = self._comm, None
+        if comm is not None and not self._pending:
+            comm.Free()
