@@ -52,10 +52,11 @@ class Backend(Messages):
     """
 
     topology: tuple[int, ...]
-    native: Native | None = None  # collectives of the library that it stands on
+    native: Native | None  # collectives of the library that it stands on
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
+        self.native = engine.native_for(group)
         self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
