@@ -237,7 +237,7 @@ def first_cause(failures: list[BaseException]) -> BaseException:
 
 def note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
-        error.addnote(note)
+        error.add_note(note)
 
 
 def _where(thread: threading.Thread) -> str:

@@ -12,6 +12,7 @@ import pickle
 import time
 from typing import Any, TypeVar
 
+import pytest
 from clusters import PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
 
 from phalanx import Backend, MpiBackend
@@ -31,10 +32,12 @@ class Mpi(Cluster):
 
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
-        self._parts: dict[int, Any] = {}
+        self._parts = {size: self._first(size) for size in range(1, self._world.size + 1)}
 
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
-        part = self._part(size)
+        if size not in self._parts:
+            pytest.skip(f"takes {size} ranks; mpirun has started {self._world.size}")
+        part = self._parts[size]
         outcome: tuple[T | None, BaseException | None] = None, None
         if part != self._mpi.COMM_NULL:
             outcome = self._be_a_rank(fn, part, timeout)
@@ -44,14 +47,9 @@ class Mpi(Cluster):
             raise first_cause(failures)
         return [result for result, _ in outcomes]
 
-    def _part(self, size: int) -> Any:
+    def _first(self, size: int) -> Any:
         """The communicator of the first `size` ranks."""
-        if size not in self._parts:
-            if size > self._world.size:
-                raise AssertionError(f"mpirun -n {size} at least; these are {self._world.size}")
-            color = 0 if self._world.rank < size else self._mpi.UNDEFINED
-            self._parts[size] = self._world.Split(color)
-        return self._parts[size]
+        return self._world.Split(0 if self._world.rank < size else self._mpi.UNDEFINED)
 
     def _be_a_rank(
         self, fn: RankFunction[T], part: Any, timeout: float

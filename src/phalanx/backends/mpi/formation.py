@@ -53,7 +53,7 @@ def meet(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float
 
     Raises `CollectiveTimeoutError`, which names one that has not.
     """
-    rank, first, tag = comm.Get_rank(), members[0], meeting_tag(mpi, comm, ident)
+    rank, first, tag = comm.Get_rank(), members[0], meeting_tag(mpi, ident)
     deadline = monotonic() + timeout
     word = [bytearray(1), 1, mpi.BYTE]
     if rank != first:
@@ -70,9 +70,9 @@ def meet(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float
     wait_until(lambda: mpi.Request.Testall(sent), deadline - monotonic())
 
 
-def meeting_tag(mpi: Mpi, comm: Any, ident: int) -> int:
+def meeting_tag(mpi: Mpi, ident: int) -> int:
     """The tag of what is said about a group."""
-    largest = int(comm.Get_attr(mpi.TAG_UB))
+    largest = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
     return FIRST_TAG + ident % (largest - FIRST_TAG)
 
 

@@ -86,7 +86,7 @@ class MpiLibrary(Library):
         whole = self._comm.Get_group()
         some = whole.Incl(list(members))
         try:
-            tag = meeting_tag(self._mpi, self._comm, ident)
+            tag = meeting_tag(self._mpi, ident)
             library = MpiLibrary(self._mpi, self._comm.Create_group(some, tag))
         finally:
             some.Free()
