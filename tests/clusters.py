@@ -14,13 +14,24 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
 import phalanx
-from phalanx import Backend, RankStopped, SimulatedBackend, SubBackend, TcpBackend
+from phalanx import (
+    Backend,
+    GlooBackend,
+    HybridBackend,
+    RankStopped,
+    SharedMemoryBackend,
+    SimulatedBackend,
+    SubBackend,
+    TcpBackend,
+)
+from phalanx.backends.tcp.mesh_backend import MeshBackend
 
 T = TypeVar("T")
 RankFunction = Callable[[Backend], T]
@@ -37,10 +48,17 @@ class Cluster(ABC):
     name: str
     keeps_time = True  # False: nothing takes time, so no timeout passes and a deadlock is an error
     speaks_tcp = False
+    lacks: Mapping[str, str] = MappingProxyType({})  # what it does not promise, and why
+    """Tests that are marked `requires` one of these are not run on it."""
 
     @abstractmethod
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
         """Run `fn(backend)` on `size` ranks; the results in rank order."""
+
+
+LIBRARYS_OWN = MappingProxyType(
+    {"agreement": "collectives of the library's own run whatever the other ranks call"}
+)
 
 
 class Baton(Cluster):
@@ -152,19 +170,60 @@ class Tcp(Threads):
 
     name = "tcp"
     speaks_tcp = True
+    kind: type[MeshBackend] = TcpBackend
+
+    def host(self, rank: int) -> str:
+        """What the host of a rank counts as."""
+        return ""
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         listener = loopback_listener()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def maker(rank: int) -> Maker:
-            return lambda: TcpBackend(
+            return lambda: self.kind(
                 rank,
                 size,
                 address,
                 token=TOKEN,
                 timeout=timeout,
                 listener=listener if rank == 0 else None,
+                host=self.host(rank),
+            )
+
+        return [maker(rank) for rank in range(size)]
+
+
+class SharedMemory(Tcp):
+    """`SharedMemoryBackend`: ranks of this host that have memory in common."""
+
+    name = "shm"
+    kind = SharedMemoryBackend
+
+
+class Hybrid(Tcp):
+    """`HybridBackend`, on two hosts: ranks with even numbers, and those with odd ones."""
+
+    name = "hybrid"
+    kind = HybridBackend
+
+    def host(self, rank: int) -> str:
+        return "even" if rank % 2 == 0 else "odd"
+
+
+class Gloo(Threads):
+    """`GlooBackend`: torch's Gloo, with its own collectives."""
+
+    name = "gloo"
+    lacks = LIBRARYS_OWN
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        listener = loopback_listener()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def maker(rank: int) -> Maker:
+            return lambda: GlooBackend(
+                rank, size, address, timeout=timeout, listener=listener if rank == 0 else None
             )
 
         return [maker(rank) for rank in range(size)]
@@ -181,6 +240,7 @@ class SubOf(Threads):
         self.outer = outer
         self.name = f"sub of {outer.name}" if outer.name != "simulated" else "sub"
         self.speaks_tcp = outer.speaks_tcp
+        self.lacks = outer.lacks
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         return self.outer.makers(size + 2, timeout)
@@ -223,9 +283,13 @@ CLUSTERS: list[Cluster] = [
     Simulated(),
     Baton(),
     Tcp(),
+    Gloo(),
     SubOf(Simulated()),
     SubOf(Tcp()),
     SubOf(SubOf(Simulated())),
+    SharedMemory(),
+    SubOf(SharedMemory()),
+    Hybrid(),
 ]
 
 

@@ -13,7 +13,7 @@ import time
 from typing import Any, TypeVar
 
 import pytest
-from clusters import PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
+from clusters import LIBRARYS_OWN, PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
 
 from phalanx import Backend, MpiBackend
 
@@ -26,6 +26,7 @@ class Mpi(Cluster):
     """`MpiBackend`, under mpirun."""
 
     name = "mpi"
+    lacks = LIBRARYS_OWN
 
     def __init__(self) -> None:
         from mpi4py import MPI

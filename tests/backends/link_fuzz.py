@@ -47,6 +47,7 @@ FORMS = {
     Kind.ANSWER: messages.Answer,
     Kind.ADDRESS: messages.Address,
     Kind.TABLE: messages.Table,
+    Kind.MEMORY: messages.Attached,
 }
 
 

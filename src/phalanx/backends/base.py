@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
+from phalanx.backends.calls import Calls
 from phalanx.backends.engine import (
-    Combine,
     Engine,
     Failure,
     Group,
     Operation,
     Step,
-    caller,
     ring_barrier,
 )
 from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost
-from phalanx.backends.messages import Messages
-from phalanx.backends.native import Native
+from phalanx.backends.native import Call, Native
+from phalanx.backends.shm.window import Meet
 from phalanx.errors import DistributedError, PeerLostError
-from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,9 +30,10 @@ if TYPE_CHECKING:
     from phalanx.backends.sub import SubBackend
 
 DEFAULT_TIMEOUT = 60.0
+_BARRIER = Call("barrier")
 
 
-class Backend(Messages):
+class Backend(Calls):
     """One rank's view of one group of ranks, and the ways to move bytes between them.
 
     rank         this rank, 0 <= rank < world_size
@@ -53,11 +50,12 @@ class Backend(Messages):
 
     topology: tuple[int, ...]
     native: Native | None  # collectives of the library that it stands on
+    devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
-        self.native = engine.native_for(group)
-        self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
+        # What a library does whole, nobody compares.
+        self.native = None if self._strict else engine.native_for(group)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
     @property
@@ -71,8 +69,31 @@ class Backend(Messages):
     # Groups -------------------------------------------------------------------------------
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until every rank of the group has called this. 2p messages of no bytes."""
-        self.wait(self.start("barrier", ring_barrier(self.rank, self.world_size), timeout=timeout))
+        """Wait until every rank of the group has called this.
+
+        2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
+        own.
+        """
+        meets = self._meets()
+        if meets is not None:
+            self.carry_out("barrier", meets, timeout=timeout)
+        else:
+            self.wait(self.start_barrier(timeout=timeout))
+
+    def start_barrier(self, *, timeout: float | None = None, background: bool = False) -> Operation:
+        """Begin a barrier; when the operation is done, every rank has come."""
+        steps: Iterable[Step] | None = self._meets()
+        if steps is None and self.native is not None and self.native.has(_BARRIER):
+            steps = (_BARRIER,)
+        if steps is None:
+            steps = ring_barrier(self.rank, self.world_size)
+        return self.start("barrier", steps, timeout=timeout, background=background)
+
+    def _meets(self) -> Iterator[Meet] | None:
+        window = self.group.window
+        if window is None or window.size < self.world_size:
+            return None
+        return iter((Meet(window, first=True),))
 
     def subgroup(self, members: Iterable[int]) -> SubBackend:
         """A backend for some of this one's ranks. Each of them calls this; no bytes are sent."""
@@ -82,62 +103,7 @@ class Backend(Messages):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialized tensor in memory that this backend sends without a copy."""
-        return torch.empty(shape, dtype=dtype)
-
-    # For collectives ----------------------------------------------------------------------
-
-    def start(
-        self,
-        name: str,
-        program: Iterable[Step],
-        buffers: tuple[memoryview, ...] = (),
-        *,
-        combine: Combine | None = None,
-        signature: str = "",
-        fingerprint: int = 0,
-        timeout: float | None = None,
-        background: bool = False,
-    ) -> Operation:
-        """Issue a collective: this rank's steps. Returns at once.
-
-        Every rank of the group issues its own part, in the same order. `fingerprint` has to be
-        equal on all of them. With `background` it moves on while nobody waits for it.
-        """
-        group = self.group
-        seconds = self._timeout(timeout)
-        site = caller()
-        if self._strict:
-            fingerprint ^= xxh3_64_intdigest(str(site).encode())
-        with self.engine.lock:
-            sequence = group.next_sequence()
-            operation = Operation(
-                group,
-                name,
-                Channel(group.id, Kind.COLLECTIVE, sequence),
-                sequence,
-                program,
-                buffers,
-                combine=combine,
-                signature=signature,
-                fingerprint=fingerprint,
-                site=site,
-                timeout=seconds,
-            )
-            self.engine.issue(operation)
-        if background and not operation.done:
-            self.engine.in_background(operation)
-        return operation
-
-    def fail(self, error: DistributedError) -> None:
-        """Break the group on every rank because of an error of this one, which raises it itself.
-
-        For code above the collectives that finds out, between two of them, that this rank cannot
-        go on: the others wait for it, and learn here why it will not come.
-        """
-        with self.engine.lock:
-            whole = self.group.ranks[self.rank]
-            self.group.fail(Failure(type(error), whole, whole, str(error)))
-            self.engine.run_ready()
+        return self.engine.empty(shape, dtype)
 
     # The end ------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class Arithmetic:
         """Reduce a block that came into the work buffer, from byte `start` on."""
         incoming = torch.frombuffer(block, dtype=self._flat.dtype)
         first = start // self._flat.itemsize
-        self._reduce(self._flat[first : first + incoming.numel()], incoming)
+        own = self._flat[first : first + incoming.numel()]
+        self._reduce(own, incoming, own)
 
     def carry_out(self, program: Iterable[PlanStep]) -> Iterator[Round]:
         """The rounds of a plan; what is to be done between them is done on the way."""
@@ -55,7 +56,7 @@ class Arithmetic:
             return
         total = parts[0]
         for part in parts[1:]:
-            self._reduce(total, part)
+            self._reduce(total, part, total)
         if total is not own:
             own.copy_(total)
 
@@ -63,7 +64,7 @@ class Arithmetic:
         """Reduce `parts`, of which `own` is one, into it, and round once."""
         total = parts[0].to(wider)
         for part in parts[1:]:
-            self._reduce(total, part.to(wider))
+            self._reduce(total, part.to(wider), total)
         if mean:
             divide_(total, self._size)
         own.copy_(total)

@@ -43,9 +43,11 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    __hash__ = object.__hash__  # by identity: that of enum.Enum takes as long as a whole call
 
-Combination: TypeAlias = Callable[[Tensor, Tensor], object]
-"""`combine(into, other)` works in place."""
+
+Combination: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
+"""`combine(first, second, out)`: `out` may be either of them, or other memory."""
 
 
 class Reduction(NamedTuple):
@@ -83,40 +85,40 @@ _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _TRUTH = frozenset({torch.bool})
 
 
-def _sum(into: Tensor, other: Tensor) -> object:
-    return torch.add(into, other, out=into)
+def _sum(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.add(first, second, out=out)
 
 
-def _product(into: Tensor, other: Tensor) -> object:
-    return torch.mul(into, other, out=into)
+def _product(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.mul(first, second, out=out)
 
 
-def _min(into: Tensor, other: Tensor) -> object:
-    return torch.minimum(into, other, out=into)
+def _min(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.minimum(first, second, out=out)
 
 
-def _max(into: Tensor, other: Tensor) -> object:
-    return torch.maximum(into, other, out=into)
+def _max(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.maximum(first, second, out=out)
 
 
-def _and(into: Tensor, other: Tensor) -> object:
-    return torch.bitwise_and(into, other, out=into)
+def _and(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.bitwise_and(first, second, out=out)
 
 
-def _or(into: Tensor, other: Tensor) -> object:
-    return torch.bitwise_or(into, other, out=into)
+def _or(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.bitwise_or(first, second, out=out)
 
 
-def _xor(into: Tensor, other: Tensor) -> object:
-    return torch.bitwise_xor(into, other, out=into)
+def _xor(first: Tensor, second: Tensor, out: Tensor) -> object:
+    return torch.bitwise_xor(first, second, out=out)
 
 
 def _as_signed(combine: Combination) -> Combination:
     """The same on the same bits, taken as signed numbers."""
 
-    def combined(into: Tensor, other: Tensor) -> object:
-        signed = _SIGNED[into.dtype]
-        return combine(into.view(signed), other.view(signed))
+    def combined(first: Tensor, second: Tensor, out: Tensor) -> object:
+        signed = _SIGNED[out.dtype]
+        return combine(first.view(signed), second.view(signed), out.view(signed))
 
     return combined
 
@@ -124,13 +126,14 @@ def _as_signed(combine: Combination) -> Combination:
 def _in_order(combine: Combination) -> Combination:
     """`_as_signed` for comparisons: with the highest bit inverted, they sort as they should."""
 
-    def combined(into: Tensor, other: Tensor) -> object:
-        signed = _SIGNED[into.dtype]
+    def combined(first: Tensor, second: Tensor, out: Tensor) -> object:
+        signed = _SIGNED[out.dtype]
         lowest = torch.iinfo(signed).min
-        values = into.view(signed)
-        values.bitwise_xor_(lowest)
-        combine(values, other.view(signed).bitwise_xor(lowest))
-        return values.bitwise_xor_(lowest)
+        result = out.view(signed)
+        combine(
+            first.view(signed).bitwise_xor(lowest), second.view(signed).bitwise_xor(lowest), result
+        )
+        return result.bitwise_xor_(lowest)
 
     return combined
 
@@ -178,11 +181,11 @@ def reduction_for(
     return reduction
 
 
-def mean_of_two(into: Tensor, other: Tensor) -> object:
-    """The mean of two ranks' values of a short dtype, computed in a wider one, in place."""
-    total = into.to(WIDER[into.dtype])
-    total += other.to(total.dtype)
-    return into.copy_(total.div_(2))
+def mean_of_two(first: Tensor, second: Tensor, out: Tensor) -> object:
+    """The mean of two ranks' values of a short dtype, computed in a wider one."""
+    total = first.to(WIDER[out.dtype])
+    total += second.to(total.dtype)
+    return out.copy_(total.div_(2))
 
 
 def divide_(values: Tensor, divisor: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -21,51 +21,55 @@ from phalanx.backends.memory import copy_bits, tensor_bytes
 from phalanx.backends.native import Call
 from phalanx.collectives.arithmetic import Arithmetic
 from phalanx.collectives.cost import choose
+from phalanx.collectives.flat import FLAT, Flat
 from phalanx.collectives.memo import remembered
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Key, Plan, make_plan
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
+from phalanx.collectives.reduce_op import reduction_for
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.task import Task
 from phalanx.collectives.work import work_for
 from phalanx.errors import UnsupportedOperationError
 
-__all__ = ["checked_algorithm", "planned", "run", "start"]
+__all__ = ["checked_algorithm", "chosen", "run", "start"]
 
 T = TypeVar("T")
 
 
-def planned(
-    collective: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    backend: Backend,
-    *,
-    op: ReduceOp | None = None,
-    root: int = 0,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-) -> Plan:
-    """This rank's plan for a call, with the algorithm that was asked for or the cheapest one.
+class Choice(NamedTuple):
+    """How a collective is done, worked out once for all calls of its kind."""
 
-    shape    of the tensor that the collective cuts into chunks
-    root     is checked
+    plan: Plan
+    flat: Flat | None  # in shared memory
+
+
+def chosen(
+    task: Task[T], backend: Backend, algorithm: str = "auto", *, reproducible: bool = False
+) -> Choice:
+    """How to do this, with the algorithm that was asked for or the cheapest one.
 
     Raises `UnsupportedOperationError` for an algorithm that the collective has not, and for a
     reduction that has no meaning for the dtype; `InvalidRankError` for the root.
     """
+    collective, shape, dtype, op, root = task.collective, task.shape, task.dtype, task.op, task.root
     if type(root) is not int or root:
         backend.check_rank(root, "root")
 
-    def checked() -> Plan:
+    def checked() -> Choice:
         if collective in REDUCING:
             reduction_for(op, dtype, rank=backend.rank, collective=collective)
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
-        if name == "auto":
+        window = backend.group.window
+        together = window is not None and window.size == backend.world_size
+        if name == "auto" and together:
+            name = FLAT[collective]
+        elif name == "auto":
             name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
-        return make_plan(
-            Key(collective, name, shape, dtype, op, root), backend.rank, backend.world_size
-        )
+        key = Key(collective, name, shape, dtype, op, root)
+        plan = make_plan(key, backend.rank, backend.world_size)
+        if window is not None and together and plan.program and name == FLAT[collective]:
+            return Choice(plan, Flat(plan, window))
+        return Choice(plan, None)
 
     # Arguments that were right once are right again.
     arguments = (collective, shape, dtype, op, root, algorithm, reproducible)
@@ -88,21 +92,60 @@ def start(
     name    another one than the schedule's, for messages
     label   ranks whose labels differ do not mean the same: a `DesyncError`
     """
-    plan = planned(
-        task.collective,
-        task.shape,
-        task.dtype,
+    return _start(
+        task,
+        chosen(task, backend, algorithm, reproducible=reproducible),
         backend,
-        op=task.op,
-        root=task.root,
-        algorithm=algorithm,
-        reproducible=reproducible,
+        freely=algorithm == "auto" and not reproducible,
+        name=name,
+        timeout=timeout,
+        background=background,
+        label=label,
     )
+
+
+def run(
+    task: Task[T],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    reproducible: bool = False,
+    timeout: float | None = None,
+) -> T:
+    """Carry out a collective and return its result. Blocks."""
+    choice = chosen(task, backend, algorithm, reproducible=reproducible)
+    plan, flat = choice
+    if flat is None:
+        freely = algorithm == "auto" and not reproducible
+        return _start(task, choice, backend, freely=freely, timeout=timeout).wait()
+    backend.carry_out(
+        task.collective,
+        flat.steps(task),
+        signature=plan.signature,
+        fingerprint=plan.fingerprint,
+        timeout=timeout,
+    )
+    return task.result()
+
+
+def _start(
+    task: Task[T],
+    choice: Choice,
+    backend: Backend,
+    *,
+    freely: bool,
+    name: str | None = None,
+    timeout: float | None = None,
+    background: bool = False,
+    label: str = "",
+) -> PendingCollective[T]:
+    """`freely`: the caller has asked for no algorithm."""
+    plan = choice.plan
     signature, fingerprint = plan.signature, plan.fingerprint
     if label:
         signature = f"{signature}, {label}"
         fingerprint ^= xxh3_64_intdigest(label.encode())
-    way = _way(task, plan, backend, freely=algorithm == "auto" and not reproducible)
+    way = _way(task, choice, backend, freely=freely)
     operation = backend.start(
         name or task.collective,
         way.steps,
@@ -116,20 +159,6 @@ def start(
     return PendingCollective(backend, operation, way.result)
 
 
-def run(
-    task: Task[T],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> T:
-    """Carry out a collective and return its result. Blocks."""
-    return start(
-        task, backend, algorithm=algorithm, reproducible=reproducible, timeout=timeout
-    ).wait()
-
-
 @dataclass(slots=True)
 class _Way(Generic[T]):
     """How a collective is done: as an operation's program, on this memory."""
@@ -140,8 +169,10 @@ class _Way(Generic[T]):
     combine: Combine | None = None
 
 
-def _way(task: Task[T], plan: Plan, backend: Backend, *, freely: bool) -> _Way[T]:
-    """`freely`: the caller has asked for no algorithm."""
+def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _Way[T]:
+    plan, flat = choice
+    if flat is not None:
+        return _Way(flat.steps(task), task.result)
     native = backend.native
     if native is not None and freely and plan.program:
         op = task.op.value if task.op is not None else None
@@ -153,6 +184,14 @@ def _way(task: Task[T], plan: Plan, backend: Backend, *, freely: bool) -> _Way[T
 
 def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
     """By the rounds of the plan."""
+    given = task.source if task.source is not None else task.out
+    if given is not None and not given.is_cpu:
+        raise UnsupportedOperationError(
+            f"rank {backend.rank}: {plan.key.collective} ({plan.signature}) of a tensor on "
+            f"{given.device}: {_why_not_native(backend)}; move it with .cpu()",
+            rank=backend.rank,
+            op=plan.key.collective,
+        )
     work, source, own = work_for(task, plan, backend)
     buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
     if source is not None:
@@ -172,6 +211,12 @@ def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
         buffers += (tensor_bytes(stage),)
     arithmetic = Arithmetic(plan, work, stage, backend.world_size)
     return _Way(arithmetic.carry_out(plan.program), result, buffers, arithmetic.combine)
+
+
+def _why_not_native(backend: Backend) -> str:
+    if backend.native is None:
+        return "this backend moves CPU memory"
+    return "its library has no such collective, and messages move CPU memory"
 
 
 def checked_algorithm(

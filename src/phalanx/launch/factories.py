@@ -12,6 +12,7 @@ from phalanx.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from phalanx.backends.base import Backend
+    from phalanx.backends.tcp.mesh_backend import MeshBackend
 
 __all__ = ["BACKENDS", "Factory", "MeetingPoint", "factory_named"]
 
@@ -26,6 +27,8 @@ class MeetingPoint:
     token: str | None = field(default=None, repr=False)
     job: str = ""
     generation: int = 0
+    one_host: bool = False
+    """Whether the launcher says that all ranks are on this host."""
     listener: socket.socket | None = None
     """Rank 0's, already listening at `master_addr`; None: the backend listens there itself."""
 
@@ -57,9 +60,35 @@ def _alone(point: MeetingPoint, timeout: float) -> Backend:
 def _tcp(point: MeetingPoint, timeout: float) -> Backend:
     from phalanx.backends.tcp import TcpBackend  # noqa: PLC0415
 
+    return _connected(TcpBackend, point, timeout)
+
+
+def _shm(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.shm.backend import SharedMemoryBackend  # noqa: PLC0415
+
+    return _connected(SharedMemoryBackend, point, timeout)
+
+
+def _hybrid(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.shm.backend import HybridBackend  # noqa: PLC0415
+
+    return _connected(HybridBackend, point, timeout)
+
+
+def _auto(point: MeetingPoint, timeout: float) -> Backend:
+    """Shared memory among the ranks of each host, where that can be; else TCP."""
+    from phalanx.backends.shm.backend import HybridBackend, SharedMemoryBackend  # noqa: PLC0415
+
+    kind = SharedMemoryBackend if point.one_host else HybridBackend
+    return _connected(kind, point, timeout, fall_back=True)
+
+
+def _connected(
+    kind: type[MeshBackend], point: MeetingPoint, timeout: float, *, fall_back: bool = False
+) -> Backend:
     if point.listener is not None:
         point.listener.setblocking(False)  # a socket that came through a pipe forgets that
-    return TcpBackend(
+    return kind(
         point.rank,
         point.world_size,
         point.master_addr,
@@ -68,8 +97,41 @@ def _tcp(point: MeetingPoint, timeout: float) -> Backend:
         job=point.job,
         generation=point.generation,
         listener=point.listener,
+        fall_back=fall_back,
     )
 
 
-BACKENDS: Mapping[str, Factory] = MappingProxyType({"auto": _tcp, "tcp": _tcp})
+def _process_group(name: str) -> Factory:
+    """A process group of torch's that the backend makes itself."""
+
+    def make(point: MeetingPoint, timeout: float) -> Backend:
+        from phalanx.backends import torch_group  # noqa: PLC0415
+
+        backends = {
+            "gloo": torch_group.GlooBackend,
+            "nccl": torch_group.NcclBackend,
+            "ucc": torch_group.UccBackend,
+        }
+        return backends[name](
+            point.rank,
+            point.world_size,
+            point.master_addr,
+            timeout=timeout,
+            job=point.job,
+            generation=point.generation,
+            listener=point.listener,
+        )
+
+    return make
+
+
+BACKENDS: Mapping[str, Factory] = MappingProxyType(
+    {
+        "auto": _auto,
+        "tcp": _tcp,
+        "shm": _shm,
+        "hybrid": _hybrid,
+        **{name: _process_group(name) for name in ("gloo", "nccl", "ucc")},
+    }
+)
 """Name -> factory. `auto` is the best of those that can run here."""

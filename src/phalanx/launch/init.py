@@ -22,9 +22,11 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     launcher it is a world of one, so that a script runs unchanged by hand. `timeout` (seconds)
     bounds the wait for the other ranks here, and is the default of every later call.
 
-    `backend` is "auto" or "tcp"; another name raises `BackendUnavailableError`, as does a store
-    of the launcher that cannot be reached. An environment that makes no sense raises what
-    `read_environment` says.
+    `backend` is "tcp"; "shm", shared memory, for ranks on one host; "hybrid", shared memory inside
+    a host and TCP between; or "auto", which is shm on one host and hybrid on several, and falls
+    back to TCP where memory cannot be shared. Another name raises `BackendUnavailableError`, as
+    does a store of the launcher that cannot be reached. An environment that makes no sense raises
+    what `read_environment` says.
     """
     factory = factory_named(backend)
     world = read_environment(os.environ)

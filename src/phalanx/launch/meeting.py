@@ -46,6 +46,7 @@ def find_meeting_point(world: World, *, timeout: float) -> MeetingPoint:
             str(Endpoint(world.master_addr, world.master_port)),
             job=world.run_id,
             generation=world.restart_count,
+            one_host=world.one_host,
         )
     deadline = time.monotonic() + timeout
     store = connect_store(world.master_addr, world.master_port, rank=world.rank, deadline=deadline)
@@ -87,6 +88,7 @@ def _point(
         token=token or None,
         job=world.run_id,
         generation=world.restart_count,
+        one_host=world.one_host,
         listener=listener,
     )
 

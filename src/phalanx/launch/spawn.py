@@ -104,7 +104,9 @@ def _start(
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         for rank in range(world_size):
             held = listener if rank == 0 else None
-            point = MeetingPoint(rank, world_size, address, token, job, listener=held)
+            point = MeetingPoint(
+                rank, world_size, address, token, job, one_host=True, listener=held
+            )
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=run_rank,

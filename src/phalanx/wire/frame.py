@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     ASK = 9  # are you in this operation, too, and what do you wait for?
     ANSWER = 10  # what I wait for
     BEAT = 11  # I am here
+    MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -16,12 +16,22 @@ class Address(msgspec.Struct, frozen=True):
     port: int
     host_id: str
     process: int = 0  # 0: one that others of its host cannot look at
+    # Numbers of files of that process, for others of its host: its shared memory, and what wakes
+    # it. -1: it has none.
+    memory: int = -1
+    bell: int = -1
 
 
 class Table(msgspec.Struct, frozen=True):
     """From rank 0 to each rank: every rank's address, in rank order."""
 
     addresses: list[Address]
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """From each rank to all, when it knows the table: whether it has its neighbours' memory."""
+
+    problem: str  # "" if there is none
 
 
 class FailureNotice(msgspec.Struct, frozen=True):

@@ -54,6 +54,10 @@ class Agreement:
         """A collective is over on this rank."""
         self._recent.append(record)
 
+    def is_busy(self) -> bool:
+        """Whether somebody has asked something, or ranks disagree."""
+        return bool(self._early) or self.dispute is not None
+
     def check(self, operation: Operation) -> None:
         """A collective begins: compare it with what others have asked about it before."""
         if not self._early:

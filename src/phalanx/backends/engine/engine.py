@@ -17,6 +17,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from time import monotonic
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.foretold import FutureGroups
@@ -31,6 +35,9 @@ from phalanx.backends.native import Native
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.messages import Answer, Ask, shortened
+
+if TYPE_CHECKING:
+    from phalanx.backends.shm.window import Window
 
 NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
@@ -108,6 +115,20 @@ class Engine(ABC):
     def operation_done(self, operation: Operation) -> None:
         """An operation has ended: wake whoever waits for it. Lock held."""
 
+    def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
+        """A call begins that may end without waiting: see, now and then, what has come meanwhile.
+
+        Lock held.
+        """
+
+    def window(self, group: Group) -> Window | None:
+        """Shared memory of those members of a group that this rank shares any with."""
+        return None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor in memory that is sent without a copy."""
+        return torch.empty(shape, dtype=dtype)
+
     def in_background(self, operation: Operation) -> None:  # noqa: B027 - not all need to do a thing
         """See to it that this operation moves on while nobody waits for it. Lock not held."""
 
@@ -148,13 +169,13 @@ class Engine(ABC):
         for send in ticket.sends:
             if operation.done:
                 break
-            self._check_reachable(operation, send.peer)
+            self.check_reachable(operation, send.peer)
             self.transmit(send)
         for posted in ticket.receives:
             if operation.done:
                 break
             if not posted.done:
-                self._check_reachable(operation, posted.peer)
+                self.check_reachable(operation, posted.peer)
             # Also if done: there is room again for what comes next.
             for peer in ranks if posted.peer == ANY else (posted.peer,):
                 self.reach(peer)
@@ -305,7 +326,8 @@ class Engine(ABC):
         group.agreement.was_sent_too_much(channel.number, peer)
         return True
 
-    def _check_reachable(self, operation: Operation, peer: int) -> None:
+    def check_reachable(self, operation: Operation, peer: int) -> None:
+        """Raise `PeerLostError` if an operation would wait for a rank that has left."""
         group = operation.group
         if peer == ANY:
             gone, who = not group.others(), "every other rank"

@@ -32,6 +32,7 @@ from phalanx.errors import (
 if TYPE_CHECKING:
     from phalanx.backends.engine.engine import Engine
     from phalanx.backends.engine.operation import Operation
+    from phalanx.backends.shm.window import Window
 
 log = logging.getLogger("phalanx")
 
@@ -60,12 +61,14 @@ class Group:
         self.finished = 0  # collectives of this group that are over on this rank, the last being
         self.agreement = Agreement(self)
         self.next_number = 0  # of the next collective
+        self.window: Window | None = None  # shared memory of the members on this host
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
         self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
         engine.add_group(self)
+        self.window = engine.window(self)
 
     def _child_id(self, ranks: tuple[int, ...]) -> int:
         """The identity of the next group of these members that is made from this one."""
@@ -245,6 +248,23 @@ class Group:
         culprit = self.ranks[error.peer or 0]
         self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
 
+    def is_free(self) -> bool:
+        """Whether a collective may be done at once, by the caller itself: nothing is in the way."""
+        return not (
+            self._queue
+            or self.failure
+            or self.closed
+            or self.engine.closed
+            or self.agreement.is_busy()
+            or self.engine.trace
+        )
+
+    def was_done(self, record: Record) -> None:
+        """A collective was begun and ended by the caller itself."""
+        self.finished = record.sequence + 1
+        self.agreement.ended(record)
+        self.engine.history.add(record)
+
     # Failure ------------------------------------------------------------------------------
 
     def fail(self, failure: Failure, *, tell: bool = True) -> None:
@@ -283,6 +303,8 @@ class Group:
             operation.fail(closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
+        if self.window is not None:
+            self.window.close()
 
     def _tell_at_last(self) -> None:
         """A rank that makes no call any more hears of a disagreement here, in the log."""

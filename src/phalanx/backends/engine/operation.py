@@ -72,7 +72,7 @@ class Operation:
         channel: Channel,
         sequence: int,
         program: Iterable[Step],
-        buffers: tuple[memoryview, ...],
+        buffers: tuple[memoryview, ...] = (),
         *,
         combine: Combine | None = None,
         signature: str = "",

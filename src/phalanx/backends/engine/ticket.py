@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.backends.engine.rounds import ANY
 
@@ -75,13 +75,32 @@ class PostedSend:
             self.ticket.part_done()
 
 
+class Meeting(Protocol):
+    """What an operation may wait for, besides messages: that others come to the same point."""
+
+    def absent(self) -> list[int]:
+        """Those that have not come, as ranks of the whole job."""
+        ...
+
+
 class Ticket:
-    """One round under way: done when all its sends and receives are."""
+    """One step under way: done when all its sends and receives are, or everyone has come."""
 
-    __slots__ = ("_armed", "_left", "done", "heard", "operation", "posted", "receives", "sends")
+    __slots__ = (
+        "_armed",
+        "_left",
+        "done",
+        "heard",
+        "meeting",
+        "operation",
+        "posted",
+        "receives",
+        "sends",
+    )
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Operation, meeting: Meeting | None = None) -> None:
         self.operation = operation
+        self.meeting = meeting
         self.sends: list[PostedSend] = []
         self.receives: list[PostedReceive] = []
         self.done = False
@@ -90,15 +109,18 @@ class Ticket:
         self._left = 0
         self._armed = False
 
-    def arm(self) -> None:
-        """Everything is posted: from now on the last part to finish calls the engine."""
-        self._left += len(self.sends) + len(self.receives)
+    def arm(self, *, meeting: bool = False) -> None:
+        """Everything is posted: from now on the last part to finish calls the engine.
+
+        meeting   whether others have still to come
+        """
+        self._left += len(self.sends) + len(self.receives) + meeting
         self._armed = True
         if self._left == 0:
             self.done = True
 
     def part_done(self) -> None:
-        """One send or receive is complete."""
+        """One send or receive is complete, or the meeting is."""
         self._left -= 1
         if self._armed and self._left == 0:
             self.done = True
@@ -113,15 +135,17 @@ class Ticket:
     def needs(self, rank: int) -> bool:
         """Whether this round cannot be completed without a rank (of the job) that has left."""
         group = self.operation.group
+        if rank in self._absent():
+            return True
         nobody = ANY if not group.others() else rank
         parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
         return any(part.peer in (rank, nobody) for part in parts if not part.done)
 
     def outstanding_peers(self) -> list[int]:
-        """The peers (ranks of the group) that this round waits for; receives come first."""
+        """The peers (ranks of the group) that this step waits for; receives come first."""
         group = self.operation.group
         parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        peers: dict[int, None] = {}
+        peers: dict[int, None] = dict.fromkeys(group.to_local[peer] for peer in self._absent())
         for part in parts:
             if part.done:
                 continue
@@ -130,3 +154,6 @@ class Ticket:
             else:
                 peers[group.to_local[part.peer]] = None
         return list(peers)
+
+    def _absent(self) -> list[int]:
+        return self.meeting.absent() if self.meeting is not None and not self.done else []

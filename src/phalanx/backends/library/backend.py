@@ -36,7 +36,7 @@ class LibraryBackend(Backend):
         super().__init__(engine, group, timeout=timeout)
         self._engine = engine
         self.topology = topology
-        self.devices = collectives.can.devices
+        self.devices = collectives.can.devices | self.devices
         self._at_exit = _CloseAtExit(self)
 
     def close(self) -> None:

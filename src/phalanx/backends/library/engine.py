@@ -85,10 +85,15 @@ class LibraryEngine(Engine):
 
     @override
     def run_ready(self) -> None:
-        early = [op for op in self.ready if type(op.ticket) is CallTicket and not op.ticket.done]
-        for operation in early:  # it is at the head of its group now, but was begun before that
-            self.ready.remove(operation)
-        super().run_ready()
+        if self.natives.can.ordered:
+            # One may be at the head of its group now that was begun before it was that.
+            begun = [
+                op for op in self.ready if type(op.ticket) is CallTicket and not op.ticket.done
+            ]
+            for operation in begun:
+                self.ready.remove(operation)
+        if self.ready:
+            super().run_ready()
 
     @override
     def withdraw(self, ticket: Ticket) -> None:

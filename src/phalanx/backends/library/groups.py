@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.backends.library.kinds import GLOO, KINDS, GroupKind, kinds_of
 from phalanx.backends.library.library import Library
 from phalanx.backends.library.process_group import Former, ProcessGroupLibrary
+from phalanx.backends.library.store import PatientStore
 from phalanx.backends.library.works import FOREVER
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.host import host_id
@@ -83,7 +84,7 @@ def made(kind: str, rank: int, world_size: int, store: Store, prefix: str, timeo
     """
     ranks = range(world_size)
     deadline = monotonic() + timeout
-    topology = _topology(dist.PrefixStore(prefix, store), rank, world_size, timeout)
+    topology = _topology(PatientStore(store, prefix, timeout), rank, world_size, timeout)
     hostname = "127.0.0.1" if len(set(topology)) == 1 else None
     kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
     form = _former(kind, rank, store, prefix, hostname)
@@ -104,15 +105,16 @@ def _former(kind: str, rank: int, store: Store, prefix: str, hostname: str | Non
     """What makes groups of some ranks: `ident` says which, the same on all members."""
 
     def form(members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
-        # A client of the store of its own: while one waits, no other thread can use it.
-        own = dist.PrefixStore(f"{prefix}/{ident:x}", store.clone())
-        own.set_timeout(_seconds(timeout))
         place, size = list(members).index(rank), len(members)
+        prefix_here = f"{prefix}/{ident:x}"
+        if kind == "gloo":
+            return _gloo(PatientStore(store, prefix_here, timeout), place, size, timeout, hostname)
+        # Threads of these libraries' own use the store later on: a connection of its own.
+        own = dist.PrefixStore(prefix_here, store.clone())
+        own.set_timeout(_seconds(timeout))
         if kind == "nccl":
             return _nccl(own, place, size)
-        if kind == "ucc":
-            return dist.ProcessGroupUCC(own, place, size, _seconds(timeout))
-        return _gloo(own, place, size, timeout, hostname)
+        return dist.ProcessGroupUCC(own, place, size, _seconds(timeout))
 
     return form
 
@@ -138,7 +140,6 @@ def _nccl(store: Store, rank: int, size: int) -> ProcessGroup:
 
 def _topology(store: Store, rank: int, world_size: int, timeout: float) -> tuple[int, ...]:
     """For each rank the number of its host: that of the first rank there."""
-    store.set_timeout(_seconds(timeout))
     store.set(f"hosts/{rank}", host_id())
     try:
         hosts = [bytes(store.get(f"hosts/{other}")) for other in range(world_size)]
@@ -185,7 +186,7 @@ def over(group: ProcessGroup, timeout: float) -> Made:
         library = ProcessGroupLibrary(group, kinds, owned=False)
         return Made(library, library if "cpu" in kinds else None, _ask_hosts(group, kinds))
     store, prefix = own
-    topology = _topology(dist.PrefixStore(prefix, store), rank, size, timeout)
+    topology = _topology(PatientStore(store, prefix, timeout), rank, size, timeout)
     hostname = "127.0.0.1" if len(set(topology)) == 1 else None
     messages: Library | None = None
     if dist.is_gloo_available():

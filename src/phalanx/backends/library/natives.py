@@ -48,14 +48,19 @@ class CallTicket(Ticket):
 
 
 class GroupNative(Native):
-    """What the library can do for one group."""
+    """What the library can do for one group.
 
-    def __init__(self, library: Library) -> None:
+    barriers   whether its barriers are the library's. By messages they are slower, but compare what
+               the ranks do, which a library's own collectives do not.
+    """
+
+    def __init__(self, library: Library, *, barriers: bool) -> None:
         self._library = library
+        self._barriers = barriers
 
     @override
     def has(self, call: Call) -> bool:
-        return self._library.has(call)
+        return self._library.has(call) and (self._barriers or call.collective != "barrier")
 
 
 class Natives:
@@ -82,7 +87,9 @@ class Natives:
         """What the library can do for a group; None where that is nothing."""
         if group.id != WORLD_ID and not self.can.subgroups:
             return None
-        return GroupNative(self._world) if group.size > 1 else None
+        if group.size == 1:
+            return None
+        return GroupNative(self._world, barriers=self._engine.courier is None)
 
     def begin(self, operation: Operation, call: Call) -> CallTicket:
         """Start a collective, or have it started when its group is formed."""
@@ -178,7 +185,8 @@ class Natives:
             del self._flying[ticket]
             ticket.done = True
             self._engine.ready.append(ticket.operation)
-            self._end_doubts(ticket)
+            if self._doubts:
+                self._end_doubts(ticket)
 
     def failed(self, ticket: CallTicket, error: Exception) -> None:
         """A collective has not ended well. Somebody may say within a moment who is to blame."""

@@ -49,6 +49,7 @@ class ProcessGroupLibrary(Library):
         )
         self._group = group
         self._kinds = kinds
+        self._on_cpu = kinds.get("cpu")
         self._first_kind = next(iter(kinds.values()))
         self._owned = owned
         self._form = form
@@ -57,7 +58,9 @@ class ProcessGroupLibrary(Library):
 
     def _kind(self, call: Call) -> GroupKind | None:
         tensor = call.source if call.source is not None else call.out
-        return self._first_kind if tensor is None else self._kinds.get(tensor.device.type)
+        if tensor is None:
+            return self._first_kind
+        return self._on_cpu if tensor.is_cpu else self._kinds.get(tensor.device.type)
 
     def _tell(self) -> None:
         self.news()

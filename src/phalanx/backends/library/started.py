@@ -149,8 +149,9 @@ _OPS: Mapping[str, Any] = MappingProxyType(
 
 def _reduction(options: Any, call: Call, kind: GroupKind) -> Any:
     assert call.op is not None
-    average = call.op == "mean" and kind.averages
-    options.reduceOp = dist.ReduceOp.AVG if average else _OPS[call.op]
+    if call.op != "sum":  # which it is by default
+        average = call.op == "mean" and kind.averages
+        options.reduceOp = dist.ReduceOp.AVG if average else _OPS[call.op]
     return options
 
 

@@ -44,7 +44,7 @@ class CollectiveWork(Handle):
         if work is not None:
             try:
                 # Whole milliseconds; none would mean that it waits as long as it takes.
-                work.wait(timedelta(milliseconds=max(1, int(seconds * 1e3))))
+                work.wait(timedelta(0, 0, 0, int(seconds * 1e3) or 1))
             except RuntimeError:
                 if not work.is_completed():
                     return False
@@ -138,8 +138,7 @@ class Waiters:
         while (task := self._tasks.get()) is not None:
             handle, work = task
             handle.see_through(work)
-            del work, task
+            del work, task, handle
+            self._news()
             with self._lock:
                 self._idle += 1
-            self._news()
-            del handle

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend
+from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
 from phalanx.backends.engine.engine import LONGEST_WAIT
+from phalanx.backends.shm.window import Meet, Window
 from phalanx.backends.tcp.mesh import Mesh
 from phalanx.backends.tcp.pulse import Pulse
 from phalanx.backends.tcp.reactor import Reactor
@@ -23,7 +26,11 @@ from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
 from phalanx.wire.messages import Answer, Ask, encode
 
+if TYPE_CHECKING:
+    from phalanx.backends.shm.commons import Commons
+
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
+GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
 FIRST_LOOK = 0.05  # seconds that an operation is waited for before its deadlines are looked at
 
 
@@ -46,12 +53,53 @@ class TcpEngine(Engine):
         self.reactor = Reactor()
         self.mesh = Mesh(self, self.reactor, identity, token, loopback_only=loopback_only)
         self.pulse = Pulse(self.mesh, heartbeat, self.poll)
+        self.commons: Commons | None = None  # what the ranks of this host share, if they do
         self._condition = threading.Condition(self.lock)
+        self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
         self._background: set[Operation] = set()
         self._thread: threading.Thread | None = None
 
+    def share(self, commons: Commons) -> None:
+        """From now on, groups have windows on the memory of the ranks of this host."""
+        self.commons = commons
+        self.reactor.watch(commons.bell, commons.heard_bell, read=True)
+
     # What an engine does --------------------------------------------------------------------
+
+    @override
+    def post(self, operation: Operation, step: Step) -> Ticket:
+        if type(step) is not Meet:
+            return self.post_round(operation, step)
+        assert self.commons is not None
+        ticket = self.commons.post(operation, step)
+        if not ticket.done:
+            for peer in step.absent():
+                self.check_reachable(operation, peer)
+        return ticket
+
+    @override
+    def withdraw(self, ticket: Ticket) -> None:
+        if self.commons is not None:
+            self.commons.forget(ticket)
+        super().withdraw(ticket)
+
+    @override
+    def run_ready(self) -> None:
+        if self.commons is not None and self.commons.watched:
+            self.commons.look()
+        super().run_ready()
+
+    @override
+    def window(self, group: Group) -> Window | None:
+        return self.commons.window(group) if self.commons is not None else None
+
+    @override
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.commons is None:
+            return super().empty(shape, dtype)
+        with self.lock:
+            return self.commons.arena.empty(shape, dtype)
 
     @override
     def transmit(self, send: PostedSend) -> None:
@@ -123,6 +171,12 @@ class TcpEngine(Engine):
                 operation.group.attend(operation)
                 self.run_ready()
 
+    @override
+    def glance(self, now: float) -> None:
+        if now >= self._next_glance:
+            self._next_glance = now + GLANCE_EVERY
+            self.poll()
+
     def poll(self) -> None:
         """Move the bytes that can be moved without waiting."""
         with self.lock:
@@ -143,11 +197,18 @@ class TcpEngine(Engine):
             self._condition.notify_all()
 
     def _turn(self, seconds: float) -> None:
+        commons = self.commons
+        if commons is not None and commons.watched:
+            commons.lie_down()
+            if self.ready:
+                seconds = 0.0
         self.lock.release()
         try:
             events = self.reactor.select(seconds)
         finally:
             self.lock.acquire()
+            if commons is not None:
+                commons.get_up()
         if not self.closed:
             self.reactor.dispatch(events)
             self.run_ready()
@@ -227,6 +288,8 @@ class TcpEngine(Engine):
         self._condition.notify_all()
         if self._take_over():
             self.reactor.close()
+            if self.commons is not None:
+                self.commons.close()
         thread = self._thread
         self.lock.release()
         try:

@@ -20,6 +20,7 @@ from phalanx.wire.handshake import Identity
 from phalanx.wire.messages import Answer, Ask, FailureNotice, decode
 
 if TYPE_CHECKING:
+    from phalanx.backends.shm.commons import Commons
     from phalanx.backends.tcp.rendezvous import Rendezvous
 
 log = logging.getLogger("phalanx")
@@ -50,6 +51,8 @@ class Mesh:
         self.left: set[int] = set()  # peers that have closed in good order
         self.rendezvous: Rendezvous | None = None  # while the ranks are meeting
         self.last_rejection = ""
+        self.host = ""  # what this rank's host counts as; "": what it is
+        self.commons: Commons | None = None  # what this rank shows to others of its host
 
     @property
     def rank(self) -> int:

@@ -28,9 +28,14 @@ class Reactor:
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
 
     def watch(
-        self, sock: socket.socket, callback: Callback, *, read: bool = True, write: bool = False
+        self,
+        sock: socket.socket | int,
+        callback: Callback,
+        *,
+        read: bool = True,
+        write: bool = False,
     ) -> None:
-        """From now on call back when the socket is readable, writable, or either."""
+        """From now on call back when the socket, or file, is readable, writable, or either."""
         events = selectors.EVENT_READ * read | selectors.EVENT_WRITE * write
         if not events:
             self.forget(sock)
@@ -40,7 +45,7 @@ class Reactor:
         except KeyError:
             self._selector.register(sock, events, callback)
 
-    def forget(self, sock: socket.socket) -> None:
+    def forget(self, sock: socket.socket | int) -> None:
         """Do not watch this socket any more."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)

@@ -4,9 +4,10 @@
     rank k  -- ADDRESS: I listen there -->          (on the interface by which it reached rank 0)
             <-- TABLE: everyone's address --        when the last one has come
     rank k  -- calls, proves itself -->  ranks 1 to k-1
+    rank k  -- MEMORY: I have attached my neighbours' -->  all         (where memory is shared)
 
-Done when every connection is open. Nobody else may come then, and nobody comes back: the door is
-closed, and this rank listens nowhere until it ends.
+Done when every connection is open, and everyone has said the last. Nobody else may come then, and
+nobody comes back: the door is closed, and this rank listens nowhere until it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from phalanx.errors import (
 from phalanx.wire.address import Endpoint, is_loopback
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Refused
-from phalanx.wire.messages import Address, Table, decode, encode
+from phalanx.wire.messages import Address, Attached, Table, decode, encode
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
@@ -44,13 +45,15 @@ log = logging.getLogger("phalanx")
 GRACE = 1.0  # seconds that a rank waits longer than rank 0 for word of who did not come
 
 Drive = Callable[["Rendezvous", float], None]
+Attach = Callable[[list[Address]], str]  # all addresses -> what went wrong, or ""
 
 
 class Rendezvous:
     """One rank's part. Done when it is connected to all others, or has failed with `error`."""
 
-    def __init__(self, mesh: Mesh, endpoint: Endpoint) -> None:
+    def __init__(self, mesh: Mesh, endpoint: Endpoint, attach: Attach | None = None) -> None:
         self.mesh = mesh
+        self.problems: dict[int, str] = {}  # what each rank says of its neighbours' memory
         self.endpoint = endpoint
         self.done = False
         self.error: DistributedError | None = None
@@ -58,6 +61,7 @@ class Rendezvous:
         self._connected: set[int] = set()
         self._dials: dict[int, Dial] = {}
         self._went: dict[int, str] = {}  # who came, and why it is not there any more
+        self._attach = attach
         mesh.rendezvous = self
 
     def run(self, timeout: float, drive: Drive) -> list[Address]:
@@ -148,6 +152,9 @@ class Rendezvous:
             for peer in range(1, self.mesh.rank):
                 self._call(peer, Endpoint(table[peer].host, table[peer].port), patient=False)
             self._check_done()
+        elif kind is Kind.MEMORY and link.peer not in self.problems:
+            self.problems[link.peer] = decode(payload, Attached).problem
+            self._check_done()
         else:
             raise FrameError(f"a {kind.name} frame from rank {link.peer}")
 
@@ -155,7 +162,16 @@ class Rendezvous:
 
     def _here(self, listener: socket.socket) -> Address:
         name = listener.getsockname()
-        return Address(str(name[0]), int(name[1]), host_id(), process_id())
+        mesh = self.mesh
+        commons = mesh.commons
+        return Address(
+            str(name[0]),
+            int(name[1]),
+            mesh.host or host_id(),
+            process_id(),
+            commons.memory if commons is not None else -1,
+            commons.rope if commons is not None else -1,
+        )
 
     def _learn(self, rank: int, address: Address) -> None:
         """Rank 0 hears where another rank listens; when it knows all, it tells all."""
@@ -168,9 +184,20 @@ class Rendezvous:
             self._check_done()
 
     def _check_done(self) -> None:
-        everyone = self.mesh.world_size
-        if len(self._known) == everyone and len(self._connected) == everyone - 1:
-            self.done = True
+        mesh = self.mesh
+        everyone = mesh.world_size
+        if self.done or len(self._known) < everyone or len(self._connected) < everyone - 1:
+            return
+        if self._attach is not None:
+            if mesh.rank not in self.problems:
+                problem = self._attach([self._known[rank] for rank in range(everyone)])
+                self.problems[mesh.rank] = problem
+                for link in list(mesh.links.values()):
+                    link.send_control(Kind.MEMORY, encode(Attached(problem)))
+            gone = everyone - 1 - len(mesh.links)
+            if len(self.problems) < everyone - gone:
+                return
+        self.done = True
 
     def _call(self, peer: int, endpoint: Endpoint, *, patient: bool) -> None:
         """Call a peer; `patient`: it may not have started yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from phalanx.backends.base import Backend
-from phalanx.backends.engine.rounds import ring_barrier
 from phalanx.collectives.pending import PendingCollective
 
 
@@ -18,6 +17,5 @@ def barrier(backend: Backend, *, timeout: float | None = None) -> None:
 
 def async_barrier(backend: Backend, *, timeout: float | None = None) -> PendingCollective[None]:
     """`barrier` that returns at once; `wait()` returns when every rank has called it."""
-    program = ring_barrier(backend.rank, backend.world_size)
-    operation = backend.start("barrier", program, timeout=timeout, background=True)
+    operation = backend.start_barrier(timeout=timeout, background=True)
     return PendingCollective(backend, operation, lambda: None)

@@ -1,0 +1,137 @@
+"""The ledger: where one rank writes down, for the others of its host, what memory it shows them.
+
+It is the first segment of a rank, of a fixed form; only its owner writes in it:
+
+    word    0          1 while this rank sleeps, and wants its bell rung when something has come
+            1          how often a window was entered, or taken out
+            2          how many entries for windows have been used
+            8 ...      segments: number of the file, size
+            ...        windows: group, segment + 1 (0: nothing here), offset
+
+What is published is written before what says that it is there; x86-64 keeps that order, and
+`fence` does elsewhere.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Iterator
+
+from phalanx.backends.shm.segment import Segment
+from phalanx.errors import BackendUnavailableError
+
+ASLEEP, EDITION, USED = 0, 1, 2
+SEGMENTS, WINDOWS = 1024, 4096  # entries at most
+_SEGMENT, _WINDOW = 2, 3  # words an entry
+_FIRST_SEGMENT = 8
+_FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
+SIZE = (_FIRST_WINDOW + WINDOWS * _WINDOW) * 8  # bytes
+
+
+def make_fence() -> Callable[[], object]:
+    """A full memory fence: what is written before it is seen before what is read after it.
+
+    Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
+    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
+    what went before in front; so it takes two locks, one after the other, as between the release of
+    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
+    reordered with an earlier store-release).
+    """
+    lock, second = threading.Lock(), threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    def fence_of_two() -> None:
+        with lock:
+            pass
+        with second:
+            pass
+
+    return fence if keeps_order() else fence_of_two
+
+
+def keeps_order() -> bool:
+    """Whether this processor shows stores to others in the order in which they were made.
+
+    x86-64 does (total store order), and does not reorder loads either: data, then a flag; the flag,
+    then data, needs nothing in between. Only a load may pass an earlier store to another place.
+    """
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class Ledger:
+    """This rank's own."""
+
+    def __init__(self) -> None:
+        self.segment = Segment.create(SIZE)
+        self.words = self.segment.words
+        self._entries: dict[int, int] = {}  # group -> its entry's first word
+
+    def add_segment(self, number: int, segment: Segment) -> None:
+        """Others may attach it from now on."""
+        if number >= SEGMENTS:
+            raise BackendUnavailableError(
+                f"this rank has {SEGMENTS} pieces of shared memory, and cannot have more: free "
+                "tensors of backend.empty(), or make fewer, larger ones"
+            )
+        entry = _FIRST_SEGMENT + number * _SEGMENT
+        self.words[entry], self.words[entry + 1] = segment.fd, segment.size
+
+    def add_window(self, group: int, segment: int, offset: int) -> None:
+        """Others may look through it from now on."""
+        words = self.words
+        taken = set(self._entries.values())
+        places = range(_FIRST_WINDOW, _FIRST_WINDOW + WINDOWS * _WINDOW, _WINDOW)
+        entry = next((place for place in places if place not in taken), None)
+        if entry is None:
+            raise BackendUnavailableError(
+                f"this rank has {WINDOWS} groups with shared memory: close() those that are not "
+                "needed any more"
+            )
+        self._entries[group] = entry
+        words[entry], words[entry + 2] = group, offset
+        words[entry + 1] = segment + 1
+        words[USED] = max(words[USED], (entry - _FIRST_WINDOW) // _WINDOW + 1)
+        words[EDITION] += 1
+
+    def remove_window(self, group: int) -> None:
+        """Nobody looks through it any more."""
+        self.words[self._entries.pop(group) + 1] = 0
+        self.words[EDITION] += 1
+
+
+class LedgerOfPeer:
+    """Another rank's, to be read."""
+
+    def __init__(self, process: int, fd: int) -> None:
+        self._process = process
+        self.words = Segment.attach(process, fd, SIZE).words
+        self._segments: dict[int, Segment] = {}
+        self._windows: dict[int, tuple[int, int]] = {}
+        self._edition = 0
+
+    def segment(self, number: int) -> Segment:
+        """One of its segments. Raises OSError if it cannot be attached."""
+        segment = self._segments.get(number)
+        if segment is None:
+            entry = _FIRST_SEGMENT + number * _SEGMENT
+            segment = Segment.attach(self._process, self.words[entry], self.words[entry + 1])
+            self._segments[number] = segment
+        return segment
+
+    def window(self, group: int) -> tuple[int, int] | None:
+        """Segment and offset of its window for a group, if it has one by now."""
+        while self.words[EDITION] != self._edition:
+            self._edition = self.words[EDITION]
+            self._windows = dict(self._entries())
+        return self._windows.get(group)
+
+    def _entries(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        words = self.words
+        for number in range(words[USED]):
+            entry = _FIRST_WINDOW + number * _WINDOW
+            if words[entry + 1]:
+                yield words[entry], (words[entry + 1] - 1, words[entry + 2])

@@ -1,0 +1,278 @@
+"""How a collective is done in shared memory: show what is given, meet, read what is taken.
+
+Three ways, which all members choose alike, from sizes and from what all have shown:
+
+    small      what is given is copied to a slot, everyone reads all slots        1 meeting
+    direct     what is given lies in shared memory: it is read where it is        2, 3 to pass on
+    pieces     it is staged, piece by piece, while the piece before is read       1 a piece
+
+An all-reduce in pieces, as one rank does it. Stage and results have two halves, used in turn, so
+what is written now was read before the last meeting (`backends/shm/window.py`):
+
+    stage 0   meet   fold 0, show it; stage 1   meet   take result 0; fold 1, show it; stage 2  ...
+
+    | given 0: piece for member 0, 1, ... | given 1 ... | result 0 | result 1 |      the stage
+
+Every rank folds its own slice, of all contributions, in rank order, and writes in no memory but its
+own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.backends.shm.segment import tensor_at
+from phalanx.backends.shm.window import SLOT, STAGE, Meet, Shown, Window
+from phalanx.collectives.chunks import chunk_ranges
+from phalanx.collectives.flat.folding import Folding
+from phalanx.collectives.flat.forms import FORMS, Who
+from phalanx.collectives.plan import Plan
+from phalanx.collectives.task import Task
+
+FLAT: Mapping[str, str] = MappingProxyType(
+    {name: "star" if name in ("gather", "scatter") else "direct" for name in FORMS}
+)
+"""The algorithm that this is, by the name that it has where messages are sent."""
+
+SMALL = 64 << 10  # bytes that a member gives at most in a small collective
+PIECE = STAGE // 4  # bytes staged at a time
+LINE = 64
+KEPT = 256  # views of memory that are remembered
+
+copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a third as much to call
+
+
+class Flat:
+    """One collective of one window, for tensors of one shape and dtype."""
+
+    def __init__(self, plan: Plan, window: Window) -> None:
+        key = plan.key
+        self.window = window
+        self.size, self.me = window.size, window.place
+        self.root = key.root
+        self.form = FORMS[key.collective]
+        self.dtype = key.dtype
+        self._folding = Folding(plan, self.size) if self.form.folded else None
+        elements = prod(key.shape)
+        # Where each slice begins and ends in what is sliced or joined, in bytes.
+        self._slices = [
+            (first * key.dtype.itemsize, last * key.dtype.itemsize)
+            for first, last in chunk_ranges(elements, self.size)
+        ]
+        whole = self._slices[-1][1]
+        self._given = whole if self.form.sliced or not self.form.joined else self._slices[0][1]
+        self._longest = self._slices[0][1] if self.form.sliced else self._given
+        self._givers = [g for g in range(self.size) if self.form.givers.includes(g, self.root)]
+        self._gives = self.me in self._givers
+        self._takes = self.form.takers.includes(self.me, self.root)
+        self._gets_on = self.form.passed_on is not None and self.form.passed_on.includes(
+            self.me, self.root
+        )
+        self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
+        room = PIECE // self.size if self.form.sliced else PIECE
+        self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self._turn_views: dict[int, list[Tensor]] = {}
+
+    def steps(self, task: Task[Any]) -> Iterator[Meet]:
+        """This rank's part. The tensors of the task stay alive with it."""
+        source = task.source.data_ptr() if task.source is not None else 0
+        out = task.out.data_ptr() if task.out is not None else 0
+        if self.is_small:
+            if self.form.passed_on is not None:
+                return self._small_reduce(task, source)
+            return self._small(task, source, out)
+        return self._large(task, source, out)
+
+    # Small ----------------------------------------------------------------------------------
+
+    def _small_reduce(self, task: Task[Any], source: int) -> Iterator[Meet]:
+        """Everyone who gets the result folds all of it."""
+        window = self.window
+        turn = 1 - window.turn
+        copy(window.mine.slot_address(turn), source, self._given)
+        yield Meet(window, first=True)
+        if self._gets_on:
+            views = self._turn_views.get(turn)
+            if views is None:
+                views = [self._slot_view(place, turn) for place in range(self.size)]
+                self._turn_views[turn] = views
+            assert self._folding is not None
+            assert task.out is not None
+            self._folding.fold(views, task.out if task.out.dim() == 1 else task.out.view(-1))
+
+    def _slot_view(self, place: int, turn: int) -> Tensor:
+        count = self._given // self.dtype.itemsize
+        return self.window.pane(place).slot(turn, count, self.dtype)
+
+    def _small(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
+        window = self.window
+        turn = 1 - window.turn
+        if self._gives:
+            copy(window.mine.slot_address(turn), source, self._given)
+        yield Meet(window, first=True)
+        slots = [window.pane(place).slot_address(turn) for place in range(self.size)]
+        self._take_whole(slots, out)
+
+    # Where it is ----------------------------------------------------------------------------
+
+    def _large(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
+        window = self.window
+        where = self._where(source, out)
+        if where is None:
+            self._stage(source, 0)
+        yield Meet(window, first=True, shown=where)
+        turn = window.turn
+        shown = [window.pane(giver).shown(turn) for giver in self._givers]
+        if all(shown):
+            yield from self._direct(source, out, turn)
+            return
+        if any(shown):  # some have not staged anything yet
+            if where is not None:
+                self._stage(source, 0)
+            yield Meet(window)
+        yield from self._pieces(source, out)
+
+    def _where(self, source: int, out: int) -> Shown | None:
+        """Where what this rank shows lies, if all of it is shared memory."""
+        if not self._gives or self.form.passed_on is Who.ROOT:
+            return None
+        find = self.window.find
+        given = find(source, self._given)
+        result = given
+        if source != out and self.form.passed_on is not None:
+            result = find(out, self._given)
+        return Shown(given, result) if given is not None and result is not None else None
+
+    def _direct(self, source: int, out: int, turn: int) -> Iterator[Meet]:
+        window = self.window
+        panes = [window.pane(place) for place in range(self.size)]
+        given = [
+            pane.given_address(turn) if place in self._givers else 0
+            for place, pane in enumerate(panes)
+        ]
+        given[self.me] = source
+        self._take_whole(given, out)
+        if self._gets_on:
+            yield Meet(window)
+            for place, (start, stop) in enumerate(self._slices):
+                if place != self.me:
+                    copy(out + start, panes[place].result_address(turn) + start, stop - start)
+        yield Meet(window)  # or what others still read would be written
+
+    def _take_whole(self, given: list[int], out: int) -> None:
+        """Take what all have given, which lies at these addresses."""
+        if not self._takes:
+            return
+        start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
+        if self._folding is not None:
+            into = out + start if self.form.passed_on is not None else out
+            self._fold([address + start for address in given], into, stop - start)
+            return
+        for giver in self._givers:
+            into = out + self._slices[giver][0] if self.form.joined else out
+            if into != given[giver] + start:
+                copy(into, given[giver] + start, stop - start)
+
+    # Piece by piece -------------------------------------------------------------------------
+
+    def _pieces(self, source: int, out: int) -> Iterator[Meet]:
+        """The first piece is staged, and all have met."""
+        window, piece = self.window, self._piece
+        count = -(-self._longest // piece)
+        for number in range(count):
+            phase = window.phase
+            if number and self._gets_on:
+                self._take_results(out, number - 1, 1 - phase)
+            self._take_piece(source, out, number, phase)
+            window.phase = 1 - phase
+            if number + 1 < count:
+                self._stage(source, number + 1)
+            elif self.form.passed_on is None:
+                return
+            yield Meet(window)
+        if self._gets_on:
+            self._take_results(out, count - 1, 1 - window.phase)
+
+    def _stage(self, source: int, number: int) -> None:
+        """Show a piece of what this rank gives."""
+        window, piece = self.window, self._piece
+        window.make_stage()
+        if not self._gives:
+            return
+        stage = window.mine.stage_address + window.phase * PIECE
+        first = number * piece
+        if not self.form.sliced:
+            copy(stage, source + first, min(piece, self._given - first))
+            return
+        for place, (start, stop) in enumerate(self._slices):
+            if place != self.me and start + first < stop:
+                copy(
+                    stage + place * piece, source + start + first, min(piece, stop - start - first)
+                )
+
+    def _take_piece(self, source: int, out: int, number: int, phase: int) -> None:
+        if not self._takes:
+            return
+        piece, me = self._piece, self.me
+        first = number * piece
+        start, stop = self._slices[me] if self.form.sliced else (0, self._given)
+        length = min(piece, stop - start - first)
+        if length <= 0:
+            return
+        inside = phase * PIECE + (me * piece if self.form.sliced else 0)
+        at = [
+            (source + start + first if g == me else self.window.pane(g).stage_address + inside)
+            for g in self._givers
+        ]
+        if self._folding is None:
+            for giver, address in zip(self._givers, at, strict=True):
+                into = out + first + (self._slices[giver][0] if self.form.joined else 0)
+                if into != address:
+                    copy(into, address, length)
+        elif self.form.passed_on is None:
+            self._fold(at, out + first, length)
+        else:
+            self._fold(at, self.window.mine.stage_address + _results(phase), length)
+            if self._gets_on:
+                into = out + start + first
+                copy(into, self.window.mine.stage_address + _results(phase), length)
+
+    def _take_results(self, out: int, number: int, phase: int) -> None:
+        """What the others have folded of a piece."""
+        first = number * self._piece
+        for place, (start, stop) in enumerate(self._slices):
+            length = min(self._piece, stop - start - first)
+            if place != self.me and length > 0:
+                address = self.window.pane(place).stage_address + _results(phase)
+                copy(out + start + first, address, length)
+
+    # ----------------------------------------------------------------------------------------
+
+    def _fold(self, addresses: list[int], out: int, length: int) -> None:
+        if length:
+            assert self._folding is not None
+            views = [self._view(address, length) for address in addresses]
+            self._folding.fold(views, self._view(out, length))
+
+    def _view(self, address: int, length: int) -> Tensor:
+        """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""
+        view = self._views.get((address, length))
+        if view is None:
+            if len(self._views) >= KEPT:
+                self._views.clear()
+            count = length // self.dtype.itemsize
+            view = tensor_at(address, count, self.dtype, keeping=None)
+            self._views[address, length] = view
+        return view
+
+
+def _results(phase: int) -> int:
+    """Where in the stage results are: two halves for what is given, and then two for these."""
+    return (2 + phase) * PIECE
