@@ -8,8 +8,11 @@ each other what came of it, over a communicator of the tests' own, and so go on 
 
 from __future__ import annotations
 
+import inspect
 import pickle
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +22,8 @@ from phalanx import Backend, MpiBackend
 
 T = TypeVar("T")
 
+SIGNALS = (threading.Event, threading.Barrier, threading.Semaphore, type(threading.Lock()))
+CONTAINERS = (list, dict, set)
 PAUSE = 0.0005  # seconds: a rank that has nothing to do leaves its core to the others
 
 
@@ -36,6 +41,8 @@ class Mpi(Cluster):
         self._parts = {size: self._first(size) for size in range(1, self._world.size + 1)}
 
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
+        for name, what in _shared(fn):
+            pytest.skip(f"{fn.__name__} shares {name} ({what}) with ranks in other processes")
         if size not in self._parts:
             pytest.skip(f"takes {size} ranks; mpirun has started {self._world.size}")
         part = self._parts[size]
@@ -85,6 +92,19 @@ class Mpi(Cluster):
         """The outcomes of all ranks."""
         self._meet(self._world)
         return [pickle.loads(each) for each in self._world.allgather(_portable(*outcome))]
+
+
+def _shared(fn: Callable[..., object]) -> Iterator[tuple[str, str]]:
+    """What a rank's function shares with other ranks of one process, by name and type.
+
+    Those are signals between threads, and containers that are empty when the ranks begin.
+    """
+    captured = inspect.getclosurevars(fn).nonlocals if inspect.isfunction(fn) else {}
+    for name, value in captured.items():
+        if isinstance(value, SIGNALS) or (isinstance(value, CONTAINERS) and not value):
+            yield name, type(value).__name__
+        elif inspect.isfunction(value) and value is not fn:
+            yield from _shared(value)
 
 
 def _portable(result: Any, failure: BaseException | None) -> bytes:

@@ -25,12 +25,13 @@ def main() -> int:
     from mpi4py import MPI
 
     clusters.CLUSTERS[:] = [Mpi()]
+    words = ["--timeout-method=thread", *sys.argv[1:]]  # a rank that hangs ends, and with it the job
     if MPI.COMM_WORLD.rank == 0:
-        code = pytest.main(sys.argv[1:], plugins=[sys.modules[__name__]])
+        code = pytest.main(words, plugins=[sys.modules[__name__]])
     else:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            code = pytest.main(sys.argv[1:], plugins=[sys.modules[__name__]])
+            code = pytest.main(words, plugins=[sys.modules[__name__]])
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             print(f"rank {MPI.COMM_WORLD.rank}:\n{said.getvalue()}", flush=True)
     return int(code)
