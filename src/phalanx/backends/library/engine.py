@@ -295,6 +295,12 @@ class LibraryEngine(Engine):
         if self.courier is None:
             return
         self.courier.send_control_to_all(Kind.LEAVE)
+        self.wait_until_said(seconds)
+
+    def wait_until_said(self, seconds: float) -> None:
+        """See to it that words leave this process, for so many seconds at most. Lock held."""
+        if self.courier is None:
+            return
         deadline = monotonic() + seconds
         while not self.courier.all_said() and monotonic() < deadline:
             self.look_after_all()

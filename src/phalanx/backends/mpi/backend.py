@@ -7,11 +7,15 @@ from typing import Any
 from typing_extensions import override
 
 from phalanx.backends.base import DEFAULT_TIMEOUT
+from phalanx.backends.engine import Failure
 from phalanx.backends.library.backend import LibraryBackend
 from phalanx.backends.messages import check_timeout
 from phalanx.backends.mpi.formation import duplicate, hosts
 from phalanx.backends.mpi.imported import import_mpi
 from phalanx.backends.mpi.library import MpiLibrary
+from phalanx.errors import PeerLostError
+
+LAST_WORDS = 1.0  # seconds that abort() waits at most for the others to be told
 
 
 class MpiBackend(LibraryBackend):
@@ -40,6 +44,19 @@ class MpiBackend(LibraryBackend):
         ours = [duplicate(given, timeout) for _ in ("collectives", "messages")]
         self._libraries = [MpiLibrary(mpi, each) for each in ours]
         super().__init__(*self._libraries, hosts(mpi, ours[0]), timeout=timeout)
+
+    @override
+    def abort(self) -> None:
+        """Leave as if this rank had died. MPI would end the job; the others are told instead."""
+        engine = self._engine
+        with engine.lock:
+            if not engine.closed:
+                reason = f"rank {self.rank} was lost: it aborted"
+                failure = Failure(PeerLostError, self.rank, self.rank, reason)
+                for group in list(engine.groups.values()):
+                    engine.tell(group, failure)
+                engine.wait_until_said(LAST_WORDS)
+        super().abort()
 
     @override
     def _leave(self, *, farewell: float) -> None:
