@@ -55,7 +55,7 @@ class MpiBackend(LibraryBackend):
                 failure = Failure(PeerLostError, self.rank, self.rank, reason)
                 for group in list(engine.groups.values()):
                     engine.tell(group, failure)
-                engine.wait_until_said(LAST_WORDS)
+                engine.say_goodbye(LAST_WORDS)  # groups that are made from now on know, too
         super().abort()
 
     @override

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.backends.memory import copy_bits
 from phalanx.backends.mpi.datatypes import MOST, MOVED, REDUCED
 from phalanx.backends.mpi.folding import divide_
 from phalanx.backends.mpi.imported import Mpi
@@ -104,7 +105,7 @@ def _broadcast(c: Communicator, call: Call) -> Steps:
     from_here = call.source if c.rank == call.root else call.out
     yield c.comm.Ibcast(c.all_of(_given(from_here)), call.root)
     if c.rank == call.root and call.out is not None and call.source is not None:
-        _copy(call.source, call.out)
+        copy_bits(call.out, call.source)
 
 
 def _all_gather(c: Communicator, call: Call) -> Steps:
@@ -170,11 +171,6 @@ def _unless_there(c: Communicator, source: Tensor, out: Tensor) -> Any:
     """What this rank gives to a gather: nothing, if it is in its place already."""
     place = out.data_ptr() + c.rank * source.nbytes
     return c.in_place if source.data_ptr() == place else c.all_of(source)
-
-
-def _copy(source: Tensor, out: Tensor) -> None:
-    if source.data_ptr() != out.data_ptr():
-        out.view(torch.uint8).copy_(source.view(torch.uint8))
 
 
 def countable(call: Call) -> bool:
