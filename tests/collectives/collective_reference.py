@@ -12,7 +12,7 @@ from phalanx import ReduceOp
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-ALGORITHMS = ("auto", "ring", "direct", "tree", "halving_doubling", "star")
+ALGORITHMS = ("auto", "ring", "direct", "tree", "halving_doubling", "star", "two_level")
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 sizes = st.integers(1, 9)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from schedule_checker import Report, State, run
 
-from phalanx.collectives.schedules import COLLECTIVES, ROOTED, Schedule, schedule
+from phalanx.collectives.schedules import COLLECTIVES, ROOTED, Hosts, Schedule, row_for, schedule
 
 ROWS = [(collective, algorithm) for collective, rows in COLLECTIVES.items() for algorithm in rows]
 SIZES = range(1, 18)
@@ -68,12 +68,13 @@ def prove(
     size: int,
     *,
     root: int = 0,
+    hosts: Hosts | None = None,
     chance: random.Random | None = None,
 ) -> Report:
     def whole(rank: int, size: int) -> Schedule:
-        return schedule(collective, algorithm, rank, size, root)
+        return schedule(collective, algorithm, rank, size, root, hosts)
 
-    chunks = COLLECTIVES[collective][algorithm].chunks(size)
+    chunks = row_for(collective, algorithm, hosts, root).chunks(size)
     report = run(whole, start(collective, size, chunks, root), chance=chance)
     assert_goal(collective, report.state, root)
     return report

@@ -15,7 +15,7 @@ from phalanx.collectives.objects import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
-EVERY = ["ring", "direct", "tree", "halving_doubling", "star"]
+EVERY = ["ring", "direct", "tree", "halving_doubling", "star", "two_level"]
 UNSIGNED = {torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
 
 

@@ -40,6 +40,7 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "tree": lambda p: 2 * log2(p),
         "halving_doubling": lambda p: 2 * halvings(p),
         "star": lambda p: 2 * (p > 1),
+        "two_level": lambda p: 2 * (p > 1),  # on one host; see test_two_level.py
     },
     "reduce_scatter": {
         "ring": lambda p: p - 1,
@@ -47,6 +48,7 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "tree": lambda p: 2 * log2(p),
         "halving_doubling": lambda p: halvings(p) + odd_size(p),
         "star": lambda p: 2 * (p > 1),
+        "two_level": lambda p: 1 * (p > 1),
     },
     "all_gather": {
         "ring": lambda p: p - 1,
@@ -54,6 +56,7 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "tree": lambda p: 2 * log2(p),
         "halving_doubling": lambda p: odd_size(p) + halvings(p),
         "star": lambda p: 2 * (p > 1),
+        "two_level": lambda p: 1 * (p > 1),
     },
     "broadcast": {
         "ring": lambda p: 2 * (p - 1),
@@ -61,6 +64,7 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "tree": log2,
         "halving_doubling": lambda p: log2(p) + odd_size(p) + halvings(p),
         "star": lambda p: 1 * (p > 1),
+        "two_level": lambda p: 2 * (p > 1),
     },
     "reduce": {
         "ring": lambda p: p * (p > 1),
@@ -68,6 +72,7 @@ ROUNDS: dict[str, dict[str, Callable[[int], int]]] = {
         "tree": log2,
         "halving_doubling": lambda p: halvings(p) + odd_size(p) + log2(p),
         "star": lambda p: 1 * (p > 1),
+        "two_level": lambda p: 2 * (p > 1),
     },
     "gather": {"tree": log2, "star": lambda p: 1 * (p > 1)},
     "scatter": {"tree": log2, "star": lambda p: 1 * (p > 1)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -13,9 +14,11 @@ from schedule_proof import start
 from phalanx.collectives import schedules
 from phalanx.collectives.schedules import (
     COLLECTIVES,
+    Agents,
     Schedule,
     ScheduleFunction,
     Send,
+    agents,
     core_chunks,
     halving_doubling,
     pairwise,
@@ -25,7 +28,7 @@ from phalanx.collectives.schedules import (
     tree_broadcast,
 )
 
-FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star", "pairwise")
+FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star", "pairwise", "two_level")
 GENERATORS = [
     name
     for name in schedules.__all__
@@ -36,10 +39,13 @@ GENERATORS = [
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_picture_of_an_algorithm_is_what_it_does(name: str) -> None:
     text = inspect.getdoc(getattr(schedules, name)) or ""
-    drawn = re.search(r"[Ww]ith (\d+) ranks:\n\n((?:    .+\n?)+)", text)
+    drawn = re.search(r"[Ww]ith (\d+) ranks(?: on hosts\s([ \d]+))?:\n\n((?:    .+\n?)+)", text)
     assert drawn, "every algorithm has its picture"
-    lines = [line.removeprefix("    ") for line in drawn[2].splitlines()]
-    assert lines == picture(getattr(schedules, name), int(drawn[1])).splitlines()
+    schedule = getattr(schedules, name)
+    if drawn[2]:
+        schedule = partial(schedule, hosts=tuple(map(int, drawn[2].split())))
+    lines = [line.removeprefix("    ") for line in drawn[3].splitlines()]
+    assert lines == picture(schedule, int(drawn[1])).splitlines()
 
 
 def test_every_algorithm_is_exported_with_its_family() -> None:
@@ -102,6 +108,16 @@ def test_the_messages_of_an_all_to_all_are_numbered_as_drawn() -> None:
         chunks[s] = 3 * s + s
         rows.append(f"from {s}    " + "".join(f"  {chunks[d]}    " for d in range(3)).rstrip())
     assert "\n".join(rows) in indented(pairwise.__doc__)
+
+
+def test_who_acts_for_whom_is_as_drawn() -> None:
+    drawn = Agents((0, 0, 0, 1, 1), range(5))
+    rows = [" " * 15 + "   ".join(map(str, range(5)))]
+    for host, name in enumerate("AB"):
+        acting = "   ".join(str(drawn.agent(chunk, host)) for chunk in range(5))
+        ranks = " ".join(map(str, drawn.ranks_on[host]))
+        rows.append(f"acts on {name}      {acting}      host {name}: ranks {ranks}")
+    assert "\n".join(rows) in indented(agents.__doc__)
 
 
 def contents(schedule: ScheduleFunction, size: int) -> str:

@@ -27,7 +27,7 @@ from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 
 def test_every_collective_has_its_algorithms() -> None:
-    every = ["ring", "direct", "tree", "halving_doubling", "star"]
+    every = ["ring", "direct", "tree", "halving_doubling", "star", "two_level"]
     assert {collective: list(rows) for collective, rows in COLLECTIVES.items()} == {
         "all_reduce": every,
         "reduce_scatter": every,

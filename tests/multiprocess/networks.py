@@ -70,9 +70,9 @@ class Network:
         """Lose that share of a host's packets, at random, in either direction."""
         self._filter(number, drop_some(share), come_in=True, go_out=True)
 
-    def slow_down(self, number: int, megabits: int) -> None:
-        """Let so many megabits a second out of a host, and no more."""
-        shape = ("tbf", "rate", f"{megabits}mbit", "burst", "64k", "latency", "200ms")
+    def slow_down(self, number: int, megabits: int, *, burst: str = "64k") -> None:
+        """Let so many megabits a second out of a host, and no more, but `burst` at once."""
+        shape = ("tbf", "rate", f"{megabits}mbit", "burst", burst, "latency", "200ms")
         _run("tc", "-n", self._hosts[number], "qdisc", "add", "dev", "eth0", "root", *shape)
 
     def heal(self, number: int) -> None:

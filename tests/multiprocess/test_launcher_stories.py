@@ -96,7 +96,8 @@ def test_whatever_ranks_write_is_shown(tmp_path: Path) -> None:
     )
     lines = ended.stdout.splitlines()
     assert b"[rank 2] no end" in lines
-    assert set(lines) <= {b"[rank 2] no end", b"[rank 1] caf\xe9 \xff"}
+    # Rank 1 may be stopped in the middle of a line, since rank 2 fails.
+    assert all(b"[rank 1] caf\xe9 \xff".startswith(line) for line in lines if b"end" not in line)
     assert b"rank 2 failed: exit code 7; it left no traceback" in ended.stderr.splitlines()
     assert ended.returncode == 7
 

@@ -19,7 +19,7 @@ from phalanx.backends.engine import (
     Step,
     ring_barrier,
 )
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 from phalanx.backends.native import Call, Native
 from phalanx.backends.shm.window import Meet
 from phalanx.errors import DistributedError, PeerLostError
@@ -40,6 +40,7 @@ class Backend(Calls):
     world_size   how many there are
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
+    links        what messages cost inside a host and between hosts; the same on every rank
     seconds_waiting  the time that calls of this backend have spent blocked, summed
 
     Blocking calls block this rank only. After a failure of a collective the group is broken:
@@ -56,12 +57,13 @@ class Backend(Calls):
         super().__init__(engine, group, timeout=timeout)
         # What a library does whole, nobody compares.
         self.native = None if self._strict else engine.native_for(group)
+        self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
     @property
     def link_cost(self) -> LinkCost:
         """What messages cost in this group, as estimated for all of its links."""
-        return INSIDE_A_HOST if len(set(self.topology)) == 1 else BETWEEN_HOSTS
+        return self.links.inside if len(set(self.topology)) == 1 else self.links.between
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"

@@ -14,6 +14,13 @@ class LinkCost(NamedTuple):
     duplex: bool  # whether sending and receiving at the same time takes no longer than either
 
 
+class Links(NamedTuple):
+    """The links of a group. All ranks of a host share one bandwidth out of it, and one into it."""
+
+    inside: LinkCost  # a host
+    between: LinkCost  # hosts
+
+
 # Inside a host a byte costs a processor's time on either side, between hosts the wire's.
 INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
 BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)

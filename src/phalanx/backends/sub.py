@@ -46,6 +46,7 @@ class SubBackend(Backend):
             group = parent.group.child(whole)
         super().__init__(engine, group, timeout=parent.timeout)
         self.devices = parent.devices
+        self.links = parent.links
         self.topology = tuple(parent.topology[member] for member in self.members)
 
     def to_global(self, local: int) -> int:

@@ -25,10 +25,9 @@ class TorchBackend(LibraryBackend):
     timeout         seconds that a call waits at most
 
     Every rank of the group makes one, which blocks until all have. What the group has not (see
-    docs/backends.md) is done with messages: over a Gloo group of their own, where the group has a
-    store through which to form it; else over the group's own messages, whose tags 0 and 1 are
-    then not for other use. The same store forms the groups of sub-groups; without one, these use
-    messages only.
+    docs/backends.md) is done with messages, over a Gloo group that is formed for them, as are the
+    groups of sub-groups. So nothing mixes with what else the process group is used for, but
+    collectives, whose order has to be the same on every rank.
 
     The group's own collectives cannot be compared before they run: ranks that call different ones
     are told so only where they wait for each other, and some libraries end the process, or give
@@ -36,10 +35,10 @@ class TorchBackend(LibraryBackend):
     """
 
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        from phalanx.backends.library import groups  # noqa: PLC0415 - torch may lack what it needs
+        from phalanx.backends.library import given  # noqa: PLC0415 - torch may lack what it needs
 
         check_timeout(timeout)
-        super().__init__(*groups.over(process_group, timeout), timeout=timeout)
+        super().__init__(*given.over(process_group, timeout), timeout=timeout)
 
 
 class _NamedBackend(LibraryBackend):

@@ -7,7 +7,10 @@ Python program feels those:
 
 counted along the critical path, for p ranks and n bytes (Thakur, Rabenseifner & Gropp 2005, table
 1). Algorithms in whose rounds ranks send and receive at the same time handle two messages a round;
-where a byte costs processor time on both sides, as inside a host, they also move two for one.
+where a byte costs processor time on both sides, as inside a host, they also move two for one. That
+is a formula for each algorithm on one host. On several it matters who is where, and the same is
+counted on the schedules (walk.py).
+
 Every rank computes the same choice, from numbers that are the same on all.
 """
 
@@ -19,6 +22,8 @@ from typing import NamedTuple
 from phalanx.backends.base import Backend
 from phalanx.backends.links import LinkCost
 from phalanx.collectives.memo import remembered
+from phalanx.collectives.schedules import COLLECTIVES, row_for
+from phalanx.collectives.walk import Pace, walk
 
 
 class Work(NamedTuple):
@@ -84,6 +89,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False),
         "halving_doubling": _halving_doubling,
         "star": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False),
+        "two_level": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
     },
     "reduce_scatter": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
@@ -93,6 +99,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ),
         "halving_doubling": _halving,
         "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p), both_ways=False),
+        "two_level": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1) / p),
     },
     "all_gather": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
@@ -102,6 +109,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ),
         "halving_doubling": _doubling,
         "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p), both_ways=False),
+        "two_level": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
     },
     "broadcast": {
         "ring": lambda p, n: Work(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
@@ -113,6 +121,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
             n * (p - 1) / p + _doubling(p, n).bytes,
         ),
         "star": lambda p, n: Work(1, p - 1, n * (p - 1), both_ways=False),
+        "two_level": lambda p, n: Work(2, 2 * p - 2, n * 2 * (p - 1) / p),
     },
     "reduce": {
         "ring": lambda p, n: Work(p, 2 * (p - 1), 2 * n * (p - 1) / p),
@@ -124,6 +133,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
             _halving(p, n).bytes + n * (p - 1) / p,
         ),
         "star": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1), both_ways=False),
+        "two_level": lambda p, n: Work(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
     },
     "gather": {
         "tree": lambda p, n: Work(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
@@ -155,13 +165,30 @@ def seconds(work: Work, link: LinkCost) -> float:
 
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
-    """The cheapest algorithm for a tensor of `count` bytes in this group."""
+    """The cheapest algorithm for a tensor of `count` bytes in this group.
+
+    The root, if there is one, is taken to be rank 0: so every rank chooses the same.
+    """
 
     def estimate() -> Choice:
-        estimates = {
-            name: seconds(formula(backend.world_size, count), backend.link_cost)
-            for name, formula in FORMULAS[collective].items()
-        }
+        if len(set(backend.topology)) == 1:
+            estimates = {
+                name: seconds(formula(backend.world_size, count), backend.links.inside)
+                for name, formula in FORMULAS[collective].items()
+            }
+        else:
+            paces = remembered(backend, ("paces", collective), lambda: _paces(collective, backend))
+            estimates = {name: pace.seconds(count) for name, pace in paces.items()}
         return Choice(min(estimates, key=estimates.__getitem__), estimates)
 
     return remembered(backend, (collective, count), estimate)
+
+
+def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
+    """What each algorithm costs in a group on several hosts."""
+    hosts = backend.topology
+    share = 1 / len(hosts) if collective == "all_to_all" else None
+    return {
+        name: walk(row_for(collective, name, hosts), hosts, backend.links, share=share)
+        for name in COLLECTIVES[collective]
+    }

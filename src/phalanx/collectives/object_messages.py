@@ -22,7 +22,7 @@ from phalanx.collectives.layout import WORK, Cut, Range, ranges_of
 from phalanx.collectives.object_decoder import decode
 from phalanx.collectives.object_encoder import encode
 from phalanx.collectives.pending import PendingCollective
-from phalanx.collectives.schedules import COLLECTIVES, ROOTED, for_root
+from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
 
 CONTENT = 1  # the buffer after WORK, in which the lengths are
@@ -69,7 +69,7 @@ def move(
     def rounds(buffer: int, parts: list[int]) -> Iterator[Round]:
         about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
         algorithm = choose(collective, about, backend).algorithm
-        row = COLLECTIVES[collective][algorithm]
+        row = row_for(collective, algorithm, backend.topology, root)
         cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
         schedule = for_root(collective, row.schedule, root)
         for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):

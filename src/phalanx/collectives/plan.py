@@ -29,7 +29,7 @@ from phalanx.collectives.reduce_op import (
     mean_of_two,
     reduction_for,
 )
-from phalanx.collectives.schedules import COLLECTIVES, ROOTED, Algorithm, for_root
+from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
 
 
 class Mean(enum.Enum):
@@ -52,6 +52,8 @@ class Scale(NamedTuple):
 
 PlanStep = Round | Scale | Fold | Finish
 
+LISTED = 16  # ranks whose hosts a signature lists
+
 
 class Key(NamedTuple):
     """What a plan depends on, besides the group's rank and size."""
@@ -62,6 +64,7 @@ class Key(NamedTuple):
     dtype: torch.dtype
     op: ReduceOp | None = None
     root: int = 0
+    hosts: tuple[int, ...] | None = None  # of the ranks, where the algorithm goes by them
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Plan:
 
 def make_plan(key: Key, rank: int, size: int) -> Plan:
     """Bind the algorithm's schedule to byte ranges, for one rank."""
-    row = COLLECTIVES[key.collective][key.algorithm]
+    row = row_for(key.collective, key.algorithm, key.hosts, key.root)
     mean = _way_to_a_mean(key, row, size)
     fold_means = mean is Mean.FOLDED
     binder = Binder(rank, _layout(key, row, rank, size), key.dtype.itemsize, fold_means=fold_means)
@@ -152,4 +155,14 @@ def _signature(key: Key) -> str:
     what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
     op = f", {key.op.value}" if key.op is not None else ""
     root = f", root {key.root}" if key.collective in ROOTED else ""
-    return f"{what}{op}{root}, {key.algorithm}"
+    return f"{what}{op}{root}, {key.algorithm}{_where(key.hosts)}"
+
+
+def _where(hosts: tuple[int, ...] | None) -> str:
+    """The hosts of all ranks, which have to think alike of them; of many, a hash."""
+    if hosts is None:
+        return ""
+    listed = " ".join(map(str, hosts))
+    if len(hosts) > LISTED:
+        listed = f"{len(set(hosts))} hosts, {xxhash.xxh3_64_hexdigest(listed.encode())[:8]}"
+    return f" ({listed})"

@@ -65,7 +65,8 @@ def chosen(
             name = FLAT[collective]
         elif name == "auto":
             name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
-        key = Key(collective, name, shape, dtype, op, root)
+        hosts = backend.topology if COLLECTIVES[collective][name].placed else None
+        key = Key(collective, name, shape, dtype, op, root, hosts)
         plan = make_plan(key, backend.rank, backend.world_size)
         if window is not None and together and plan.program and name == FLAT[collective]:
             return Choice(plan, Flat(plan, window))

@@ -32,7 +32,7 @@ class Correspondent:
 
     def __init__(self, courier: Courier, peer: int) -> None:
         self.peer = peer
-        self.left = False  # it has closed, in good order
+        self.let_go = False  # it has heard that this rank leaves, and needs nothing of it
         self.words_out = 0  # words that the library has not sent yet
         self._courier = courier
         self._mailbox = courier.engine.mailbox

@@ -38,10 +38,10 @@ class Courier:
         """See to what is over; whether anything was."""
         return self._flights.poll()
 
-    def all_said(self) -> bool:
-        """Whether the library has sent every word to those who are there."""
+    def may_go(self, *, let_go: bool) -> bool:
+        """Whether those who are there have got every word, and (if asked for) have let this go."""
         here = [peer for peer in self._peers.values() if self._is_here(peer)]
-        return not any(peer.words_out for peer in here)
+        return not any(peer.words_out or (let_go and not peer.let_go) for peer in here)
 
     def close(self) -> None:
         """Nothing that comes from now on is for anybody."""
@@ -116,7 +116,9 @@ class Courier:
             engine.member_leaves(group, peer.peer)
         elif kind is Kind.LEAVE:
             self.left.add(peer.peer)
-            engine.peer_leaves(peer.peer)
+            engine.peer_leaves(peer.peer, partial(peer.send_control, Kind.BEAT))
+        elif kind is Kind.BEAT:
+            peer.let_go = True
         elif kind is Kind.ASK:
             engine.asked(group, peer.peer, decode(payload, Ask))
         elif kind is Kind.ANSWER:

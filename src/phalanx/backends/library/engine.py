@@ -12,7 +12,9 @@ a thread that does so in the background.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from typing_extensions import override
@@ -61,26 +63,36 @@ class LibraryEngine(Engine):
 
     @override
     def issue(self, operation: Operation) -> None:
+        if self.courier is None:
+            self._check_native(operation)
         super().issue(operation)
-        ahead = operation.group.queued() if self.natives.can.ordered else ()
-        if operation.ticket is None and not operation.done and operation.is_collective:
+        if self.natives.can.ordered and operation.is_collective:
             with self.lock:
-                before = [other for other in ahead if other.sequence < operation.sequence]
-                if before and all(type(other.ticket) is CallTicket for other in before):
-                    operation.advance()
+                self._begin_early(operation)
+
+    def _check_native(self, operation: Operation) -> None:
+        first = operation.first_step()
+        if first is not None and type(first) is not Call:
+            raise UnsupportedOperationError(
+                f"rank {operation.group.rank}: {operation.describe()} needs messages, and this "
+                "library moves none between CPU memories; use a backend that does for it",
+                rank=operation.group.rank,
+                op=operation.name,
+                sequence=operation.sequence,
+            )
+
+    def _begin_early(self, operation: Operation) -> None:
+        """Where the library keeps the order, one need not end before the next one begins."""
+        if operation.ticket is not None or operation.done:
+            return
+        ahead = [other for other in operation.group.queued() if other is not operation]
+        if all(type(other.ticket) is CallTicket for other in ahead):
+            operation.advance()
 
     @override
     def post(self, operation: Operation, step: Step) -> Ticket:
         if type(step) is Call:
             return self.natives.begin(operation, step)
-        if self.courier is None:
-            raise UnsupportedOperationError(
-                f"rank {operation.group.rank}: {operation.describe()}: this library moves no "
-                "messages between CPU memories, and has no such collective",
-                rank=operation.group.rank,
-                op=operation.name,
-                sequence=operation.sequence,
-            )
         return super().post(operation, step)
 
     @override
@@ -170,11 +182,21 @@ class LibraryEngine(Engine):
         else:
             self.natives.when_over(group, lambda: group.member_left(peer))
 
-    def peer_leaves(self, peer: int) -> None:
-        """A peer has closed everything, in good order."""
-        for group in list(self.groups.values()):
-            if peer in group.to_local:
-                self.member_leaves(group.id, peer)
+    def peer_leaves(self, peer: int, let_go: Callable[[], None]) -> None:
+        """A peer closes everything, in good order; `let_go` when no collective needs it here."""
+        groups = [group for group in self.groups.values() if peer in group.to_local]
+        waiting = Counter(group.id for group in groups)
+
+        def over(group: Group) -> None:
+            group.member_left(peer)
+            del waiting[group.id]
+            if not waiting:
+                let_go()
+
+        for group in groups:
+            self.natives.when_over(group, partial(over, group))
+        if not groups:
+            let_go()
 
     # Driving --------------------------------------------------------------------------------
 
@@ -291,7 +313,7 @@ class LibraryEngine(Engine):
     # The end --------------------------------------------------------------------------------
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tell every peer, and see to it that what was sent has left this process. Lock held."""
+        """Tell every peer, and see to it that nobody needs anything of this rank. Lock held."""
         if self.courier is None:
             return
         self.courier.send_control_to_all(Kind.LEAVE)
@@ -302,7 +324,8 @@ class LibraryEngine(Engine):
         if self.courier is None:
             return
         deadline = monotonic() + seconds
-        while not self.courier.all_said() and monotonic() < deadline:
+        # A peer whose library calls back lets go at once, whatever it is doing.
+        while not self.courier.may_go(let_go=self._calls_back) and monotonic() < deadline:
             self.look_after_all()
             self._condition.wait(LONGEST_PAUSE)
 

@@ -1,26 +1,24 @@
-"""How process groups of torch's are met, made, and taken as they are."""
+"""How process groups of torch's are made: ranks meet at a store, and form groups through it."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed
-from xxhash import xxh3_64_intdigest
 
-from phalanx.backends.library.kinds import GLOO, KINDS, GroupKind, kinds_of
+from phalanx.backends.library.kinds import GLOO, KINDS
 from phalanx.backends.library.library import Library
-from phalanx.backends.library.process_group import Former, ProcessGroupLibrary
+from phalanx.backends.library.process_group import ProcessGroupLibrary
 from phalanx.backends.library.store import PatientStore
 from phalanx.backends.library.works import FOREVER
 from phalanx.backends.tcp.address import listen_as_master
 from phalanx.backends.tcp.host import host_id
-from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, MisuseError
+from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.wire.address import Endpoint, parse_address
 
 dist: Any = torch.distributed  # of which builds of torch have more or less
@@ -36,9 +34,6 @@ class Made(NamedTuple):
     topology: tuple[int, ...]
 
 
-# ------------------------------------------------------------------------------ groups made here
-
-
 def meet(
     rank: int,
     world_size: int,
@@ -52,22 +47,36 @@ def meet(
             listener.close()
         return dist.HashStore()
     endpoint = parse_address(master_addr)
-    held: dict[str, Any] = {}
     if rank == 0:
-        if listener is None:
-            listener = listen_as_master(endpoint)
-        endpoint = Endpoint(endpoint.host, listener.getsockname()[1])
-        held = {"master_listen_fd": listener.detach(), "multi_tenant": True}
-    elif listener is not None:
+        return hold(listener or listen_as_master(endpoint), endpoint, timeout)
+    if listener is not None:
         listener.close()
+    return connect(endpoint, rank, timeout)
+
+
+def hold(listener: socket.socket, endpoint: Endpoint, timeout: float) -> Store:
+    """A store of this process, at a socket that listens already, which becomes the store's."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        endpoint.host,
+        port,
+        is_master=True,
+        timeout=_seconds(timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect(endpoint: Endpoint, rank: int, timeout: float) -> Store:
+    """The store that rank 0 holds there, or will soon."""
     try:
         return dist.TCPStore(
             endpoint.host,
             endpoint.port,
-            is_master=rank == 0,
+            is_master=False,
             timeout=_seconds(timeout),
             wait_for_workers=False,
-            **held,
         )
     except (RuntimeError, OSError) as error:
         raise BackendUnavailableError(
@@ -84,39 +93,73 @@ def made(kind: str, rank: int, world_size: int, store: Store, prefix: str, timeo
     """
     ranks = range(world_size)
     deadline = monotonic() + timeout
-    topology = _topology(PatientStore(store, prefix, timeout), rank, world_size, timeout)
-    hostname = "127.0.0.1" if len(set(topology)) == 1 else None
+    topology = topology_of(PatientStore(store, prefix, timeout), rank, world_size, timeout)
+    hostname = interface_for(topology)
     kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
-    form = _former(kind, rank, store, prefix, hostname)
-    form_messages = _former("gloo", rank, store, f"{prefix}/messages", hostname)
+    former = Former(kind, rank, store, prefix, hostname)
     try:
-        collectives = form(ranks, 0, deadline - monotonic())
-        messages = form_messages(ranks, 0, deadline - monotonic())
+        group = former.form(ranks, 0, deadline - monotonic())
     except RuntimeError as error:
-        raise _nobody_came(rank, timeout, error) from error
+        raise nobody_came(rank, timeout, error) from error
     return Made(
-        ProcessGroupLibrary(collectives, kinds, owned=True, form=form),
-        ProcessGroupLibrary(messages, {"cpu": GLOO}, owned=True),
+        ProcessGroupLibrary(group, kinds, owned=True, former=former),
+        messages_for(rank, world_size, store, prefix, topology, deadline - monotonic()),
         topology,
     )
 
 
-def _former(kind: str, rank: int, store: Store, prefix: str, hostname: str | None) -> Former:
-    """What makes groups of some ranks: `ident` says which, the same on all members."""
+def messages_for(
+    rank: int,
+    world_size: int,
+    store: Store,
+    prefix: str,
+    topology: tuple[int, ...],
+    timeout: float,
+) -> Library:
+    """A Gloo group of all ranks, for messages. Blocks until all have come."""
+    former = Former("gloo", rank, store, f"{prefix}/messages", interface_for(topology))
+    try:
+        group = former.form(range(world_size), 0, timeout)
+    except RuntimeError as error:
+        raise nobody_came(rank, timeout, error) from error
+    return ProcessGroupLibrary(group, {"cpu": GLOO}, owned=True)
 
-    def form(members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
-        place, size = list(members).index(rank), len(members)
-        prefix_here = f"{prefix}/{ident:x}"
-        if kind == "gloo":
-            return _gloo(PatientStore(store, prefix_here, timeout), place, size, timeout, hostname)
+
+def interface_for(topology: tuple[int, ...]) -> str | None:
+    """The address at which Gloo listens on this host; None: that of the host's name."""
+    return "127.0.0.1" if len(set(topology)) == 1 else None
+
+
+class Former:
+    """Makes groups of some of the ranks, of one kind."""
+
+    def __init__(
+        self, kind: str, rank: int, store: Store, prefix: str, hostname: str | None
+    ) -> None:
+        self._kind = kind
+        self._rank = rank
+        self._store = store
+        self._prefix = prefix
+        self._hostname = hostname
+        self._stop = threading.Event()
+
+    def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
+        """The group of these ranks; `ident` says which. Blocks until all of them form it."""
+        place, size = list(members).index(self._rank), len(members)
+        prefix = f"{self._prefix}/{ident:x}"
+        if self._kind == "gloo":
+            store = PatientStore(self._store, prefix, timeout, self._stop)
+            return _gloo(store, place, size, timeout, self._hostname)
         # Threads of these libraries' own use the store later on: a connection of its own.
-        own = dist.PrefixStore(prefix_here, store.clone())
+        own = dist.PrefixStore(prefix, self._store.clone())
         own.set_timeout(_seconds(timeout))
-        if kind == "nccl":
+        if self._kind == "nccl":
             return _nccl(own, place, size)
         return dist.ProcessGroupUCC(own, place, size, _seconds(timeout))
 
-    return form
+    def stop(self) -> None:
+        """Let go whoever waits for others to form a group."""
+        self._stop.set()
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: float, hostname: str | None) -> ProcessGroup:
@@ -138,17 +181,18 @@ def _nccl(store: Store, rank: int, size: int) -> ProcessGroup:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _topology(store: Store, rank: int, world_size: int, timeout: float) -> tuple[int, ...]:
+def topology_of(store: Store, rank: int, world_size: int, timeout: float) -> tuple[int, ...]:
     """For each rank the number of its host: that of the first rank there."""
     store.set(f"hosts/{rank}", host_id())
     try:
         hosts = [bytes(store.get(f"hosts/{other}")) for other in range(world_size)]
     except RuntimeError as error:
-        raise _nobody_came(rank, timeout, error) from error
+        raise nobody_came(rank, timeout, error) from error
     return tuple(hosts.index(host) for host in hosts)
 
 
-def _nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
+def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
+    """The error where not all ranks come to form a group."""
     return CollectiveTimeoutError(
         f"rank {rank} waited {timeout:g} s for the other ranks to form a group ({error}): have "
         "all of them started, with the same address and number of ranks?",
@@ -161,67 +205,3 @@ def _nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeo
 def _seconds(seconds: float) -> timedelta:
     """A timeout for torch, which knows no infinity."""
     return timedelta(seconds=min(max(seconds, 1e-3), FOREVER.total_seconds()))
-
-
-# --------------------------------------------------------------------------------- given groups
-
-
-def over(group: ProcessGroup, timeout: float) -> Made:
-    """A given process group; None: that of `init_process_group`."""
-    if not dist.is_available():
-        raise BackendUnavailableError("this build of torch has no torch.distributed")
-    if group is None:
-        if not dist.is_initialized():
-            raise MisuseError(
-                "TorchBackend() is over the group of init_process_group(), which was not called; "
-                "call it, give a process group, or use GlooBackend or NcclBackend"
-            )
-        group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise MisuseError("this process is not a member of that process group")
-    kinds = kinds_of(group)
-    rank, size = group.rank(), group.size()
-    own = _store_of(group, rank)
-    if own is None:
-        library = ProcessGroupLibrary(group, kinds, owned=False)
-        return Made(library, library if "cpu" in kinds else None, _ask_hosts(group, kinds))
-    store, prefix = own
-    topology = _topology(PatientStore(store, prefix, timeout), rank, size, timeout)
-    hostname = "127.0.0.1" if len(set(topology)) == 1 else None
-    messages: Library | None = None
-    if dist.is_gloo_available():
-        form = _former("gloo", rank, store, f"{prefix}/messages", hostname)
-        try:
-            made_here = form(range(size), 0, timeout)
-        except RuntimeError as error:
-            raise _nobody_came(rank, timeout, error) from error
-        messages = ProcessGroupLibrary(made_here, {"cpu": GLOO}, owned=True)
-    kind = _single_kind(kinds)
-    form_more = _former(kind, rank, store, prefix, hostname) if kind is not None else None
-    collectives = ProcessGroupLibrary(group, kinds, owned=False, form=form_more)
-    return Made(collectives, messages, topology)
-
-
-def _store_of(group: ProcessGroup, rank: int) -> tuple[Store, str] | None:
-    """The store through which a group was formed, and what is to be before our keys in it."""
-    with suppress(AttributeError, RuntimeError):
-        store = group.get_group_store()
-        visit = store.add(f"phalanx/visits/{rank}", 1)  # how many backends this rank had over it
-        return store, f"phalanx/{visit}"
-    return None
-
-
-def _single_kind(kinds: dict[str, GroupKind] | Any) -> str | None:
-    """By torch's name, the kind of group of which sub-groups can be made here."""
-    names = {name for (name, device), kind in KINDS.items() if kinds.get(device) is kind}
-    return names.pop() if len(names) == 1 and len(kinds) == 1 else None
-
-
-def _ask_hosts(group: ProcessGroup, kinds: Any) -> tuple[int, ...]:
-    """The topology, by a collective of the group."""
-    device = next(iter(kinds))
-    mine = torch.tensor([xxh3_64_intdigest(host_id().encode()) >> 1], device=device)
-    hosts = torch.empty(group.size(), dtype=torch.int64, device=device)
-    group._allgather_base(hosts, mine).wait()
-    numbers: list[int] = hosts.tolist()
-    return tuple(numbers.index(number) for number in numbers)

@@ -208,12 +208,13 @@ class Natives:
         self._doubts.append((ticket, monotonic() + SAY_WHO_WITHIN, lambda: group.fail(failure)))
 
     def when_over(self, group: Group, then: Callable[[], None]) -> None:
-        """Do this when the collective that is under way has ended, if it does so soon."""
-        for ticket in self._flying:
-            if ticket.operation.group is group:
-                self._doubts.append((ticket, monotonic() + FINISH_WITHIN, then))
-                return
-        then()
+        """Do this when the group's collective that is under way has ended, if it does so soon."""
+        tickets = [ticket for ticket in self._flying if ticket.operation.group is group]
+        tickets += self._forming.get(group.id, [])
+        if tickets:
+            self._doubts.append((tickets[0], monotonic() + FINISH_WITHIN, then))
+        else:
+            then()
 
     def _see_to_doubts(self) -> None:
         now = monotonic()

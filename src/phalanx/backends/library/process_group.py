@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,19 @@ from phalanx.backends.native import Call
 from phalanx.errors import UnsupportedOperationError
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, or one of its backends
-Former = Callable[[Sequence[int], int, float], ProcessGroup]
 END_WITHIN = 1.0  # seconds for each thread that waited for a message, once the group is at its end
+
+
+class Former(Protocol):
+    """Makes groups of some of the ranks."""
+
+    def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
+        """The group of these ranks; `ident` says which. Blocks until all of them form it."""
+        ...
+
+    def stop(self) -> None:
+        """Let go whoever waits for others to form a group."""
+        ...
 
 
 class ProcessGroupLibrary(Library):
@@ -27,7 +38,7 @@ class ProcessGroupLibrary(Library):
 
     kinds   for each kind of device, what such groups can do
     owned   whether it was made here: then it is ended here, too
-    form    makes a group of some of the ranks; None where that cannot be
+    former  makes groups of some of the ranks; None where that cannot be
     """
 
     def __init__(
@@ -36,14 +47,14 @@ class ProcessGroupLibrary(Library):
         kinds: Mapping[str, GroupKind],
         *,
         owned: bool,
-        form: Former | None = None,
+        former: Former | None = None,
     ) -> None:
         super().__init__()
         self.name = " and ".join(dict.fromkeys(kind.title for kind in kinds.values()))
         self.rank, self.size = group.rank(), group.size()
         self.can = Abilities(
             devices=frozenset(kinds),
-            subgroups=form is not None,
+            subgroups=former is not None,
             ordered=any(kind.on_stream for kind in kinds.values()),
             calls_back=True,
         )
@@ -52,7 +63,7 @@ class ProcessGroupLibrary(Library):
         self._on_cpu = kinds.get("cpu")
         self._first_kind = next(iter(kinds.values()))
         self._owned = owned
-        self._form = form
+        self._former = former
         self._waiters = Waiters(f"phalanx rank {self.rank}: {self.name}", self._tell)
         self._ended = False
 
@@ -93,18 +104,19 @@ class ProcessGroupLibrary(Library):
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        if self._form is None:
+        if self._former is None:
             raise UnsupportedOperationError(
                 f"rank {self.rank}: this process group has no store through which some of its "
                 "ranks could form one of their own",
                 rank=self.rank,
             )
-        return ProcessGroupLibrary(
-            self._form(members, ident, timeout), self._kinds, owned=True, form=self._form
-        )
+        group = self._former.form(members, ident, timeout)
+        return ProcessGroupLibrary(group, self._kinds, owned=True)
 
     @override
     def close(self) -> None:
+        if self._former is not None:
+            self._former.stop()
         self.abort()
         if self._owned:
             self._waiters.end(END_WITHIN)

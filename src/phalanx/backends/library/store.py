@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,11 +23,14 @@ class PatientStore(dist.Store):  # type: ignore[misc]
     address for each, which may take seconds where the name server is slow.
     """
 
-    def __init__(self, store: Store, prefix: str, seconds: float) -> None:
+    def __init__(
+        self, store: Store, prefix: str, seconds: float, stop: threading.Event | None = None
+    ) -> None:
         super().__init__()
         self._store = store
         self._prefix = f"{prefix}/"
         self._seconds = seconds
+        self._stop = stop or threading.Event()  # set: nobody waits any more
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key` for every rank."""
@@ -47,7 +51,8 @@ class PatientStore(dist.Store):  # type: ignore[misc]
             if time.monotonic() > deadline:
                 missing = [key for key in keys if not self.check([key])]
                 raise RuntimeError(f"nobody has set {', '.join(missing)} in {seconds:g} s")
-            time.sleep(pause)
+            if self._stop.wait(pause):
+                raise RuntimeError("this rank has closed its backend")
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def check(self, keys: list[str]) -> bool:

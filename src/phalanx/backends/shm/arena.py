@@ -35,31 +35,36 @@ class Block(NamedTuple):
 class Arena:
     """Gives out memory of its segments. All methods but `empty`'s tensors need the engine's lock.
 
+    first     the segment that the neighbours have attached from the beginning; what lies there can
+              be read after this process has ended. Its first `used` bytes are taken
     publish   called with the number of a new segment and the segment, before it is used
     """
 
-    def __init__(self, publish: Callable[[int, Segment], None]) -> None:
-        self.segments: list[Segment] = []
+    def __init__(self, first: Segment, used: int, publish: Callable[[int, Segment], None]) -> None:
+        self.segments: list[Segment] = [first]
         self._publish = publish
-        self._free: list[Block] = []  # by segment and offset
+        self._free = [Block(0, used, first.size - used)]  # by segment and offset
         self._free_bytes = 0
         # Tensors end whenever and wherever the garbage collector says; an append is safe there.
         self._returned: deque[Block] = deque()
 
-    def take(self, size: int) -> Block:
-        """A block of at least `size` bytes. Raises MemoryError."""
+    def take(self, size: int, *, after: int = -1) -> Block:
+        """A block of at least `size` bytes, in a segment with a higher number than `after`.
+
+        Raises OSError if the system has no memory for it.
+        """
         self._collect()
         size = _rounded(max(size, 1))
         for place, free in enumerate(self._free):
-            if free.size >= size:
-                self._free_bytes -= size
+            if free.size >= size and free.segment > after:
+                self._free_bytes = max(0, self._free_bytes - size)
                 if free.size == size:
                     del self._free[place]
                 else:
                     self._free[place] = Block(free.segment, free.offset + size, free.size - size)
                 return Block(free.segment, free.offset, size)
         self._grow(size)
-        return self.take(size)
+        return self.take(size, after=after)
 
     def give_back(self, block: Block) -> None:
         """The block's memory may be used for something else."""
@@ -70,7 +75,7 @@ class Arena:
         count = prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        block = self.take(count * dtype.itemsize)
+        block = self.take(count * dtype.itemsize, after=0)
         segment = self.segments[block.segment]
         lease = _Lease(self._returned, block, segment)
         return tensor_at(segment.start + block.offset, count, dtype, keeping=lease).view(shape)

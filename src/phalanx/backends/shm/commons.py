@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.ticket import Ticket
 from phalanx.backends.shm.arena import Arena
-from phalanx.backends.shm.ledger import ASLEEP, Ledger, LedgerOfPeer, keeps_order, make_fence
+from phalanx.backends.shm.ledger import (
+    ASLEEP,
+    SIZE,
+    Ledger,
+    LedgerOfPeer,
+    keeps_order,
+    make_fence,
+)
 from phalanx.backends.shm.segment import open_of
 from phalanx.backends.shm.window import Meet, Pane, Window
 
@@ -62,7 +69,7 @@ class Commons:
         self.weak_order = not keeps_order()
         self.fence = make_fence()
         self.ledger = Ledger()
-        self.arena = Arena(self.ledger.add_segment)
+        self.arena = Arena(self.ledger.segment, SIZE, self.ledger.add_segment)
         self.neighbours: dict[int, Neighbour] = {}
         self.watched: dict[Ticket, Meet] = {}
         self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -163,6 +170,5 @@ class Commons:
         for neighbour in self.neighbours.values():
             neighbour.close()
         self.arena.close()
-        self.ledger.segment.close()
         os.close(self.bell)
         os.close(self._rope)

@@ -1,6 +1,7 @@
 """The ledger: where one rank writes down, for the others of its host, what memory it shows them.
 
-It is the first segment of a rank, of a fixed form; only its owner writes in it:
+It lies at the beginning of a rank's first segment, which all neighbours attach when they meet, and
+has a fixed form; only its owner writes in it:
 
     word    0          1 while this rank sleeps, and wants its bell rung when something has come
             1          how often a window was entered, or taken out
@@ -22,11 +23,12 @@ from phalanx.backends.shm.segment import Segment
 from phalanx.errors import BackendUnavailableError
 
 ASLEEP, EDITION, USED = 0, 1, 2
-SEGMENTS, WINDOWS = 1024, 4096  # entries at most
+SEGMENTS, WINDOWS = 1024, 4096  # entries at most; a ledger has room for them
 _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
-SIZE = (_FIRST_WINDOW + WINDOWS * _WINDOW) * 8  # bytes
+SIZE = 128 << 10  # bytes of a ledger
+FIRST = 64 << 20  # bytes of the segment in which it lies; they cost nothing until they are written
 
 
 def make_fence() -> Callable[[], object]:
@@ -66,7 +68,7 @@ class Ledger:
     """This rank's own."""
 
     def __init__(self) -> None:
-        self.segment = Segment.create(SIZE)
+        self.segment = Segment.create(FIRST)
         self.words = self.segment.words
         self._entries: dict[int, int] = {}  # group -> its entry's first word
 
@@ -108,8 +110,9 @@ class LedgerOfPeer:
 
     def __init__(self, process: int, fd: int) -> None:
         self._process = process
-        self.words = Segment.attach(process, fd, SIZE).words
-        self._segments: dict[int, Segment] = {}
+        first = Segment.attach(process, fd, FIRST)
+        self.words = first.words
+        self._segments = {0: first}
         self._windows: dict[int, tuple[int, int]] = {}
         self._edition = 0
 

@@ -10,6 +10,8 @@ every other file is one more family. `table` says which phases make which collec
     halving_doubling  log2 p rounds, the ring's bytes    everything between
     star              one hub, one round                 a few bytes, a few ranks
     pairwise          every pair has its own message     all to all
+    two_level         inside hosts, then between them    several ranks on each of several hosts
+    agents            who acts for whom on which host
     table             collective -> algorithm -> row
     picture           the drawings in these docstrings
 
@@ -19,6 +21,7 @@ and overwrite what it has there; in `0 +2:4+> 1` they are reduced into it.
 
 from __future__ import annotations
 
+from .agents import Agents, Hosts
 from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
 from .halving_doubling import (
     core_chunks,
@@ -41,26 +44,39 @@ from .steps import (
     ScheduleFunction,
     Send,
     Step,
+    backwards,
     rooted,
     sparing,
     then,
     turned,
 )
-from .table import COLLECTIVES, REDUCING, ROOTED, Algorithm, for_root, schedule
+from .table import COLLECTIVES, REDUCING, ROOTED, Algorithm, for_root, row_for, schedule
 from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
+from .two_level import (
+    two_level_all_gather,
+    two_level_broadcast,
+    two_level_collect,
+    two_level_combine,
+    two_level_reduce,
+    two_level_reduce_scatter,
+    two_level_share,
+)
 
 __all__ = [
     "COLLECTIVES",
     "REDUCING",
     "ROOTED",
+    "Agents",
     "Algorithm",
     "Combine",
+    "Hosts",
     "Recv",
     "Round",
     "Schedule",
     "ScheduleFunction",
     "Send",
     "Step",
+    "backwards",
     "core_chunks",
     "direct_all_gather",
     "direct_all_to_all",
@@ -79,6 +95,7 @@ __all__ = [
     "ring_broadcast",
     "ring_reduce_scatter",
     "rooted",
+    "row_for",
     "schedule",
     "sparing",
     "star_broadcast",
@@ -91,4 +108,11 @@ __all__ = [
     "tree_reduce",
     "tree_scatter",
     "turned",
+    "two_level_all_gather",
+    "two_level_broadcast",
+    "two_level_collect",
+    "two_level_combine",
+    "two_level_reduce",
+    "two_level_reduce_scatter",
+    "two_level_share",
 ]

@@ -39,6 +39,7 @@ __all__ = [
     "ScheduleFunction",
     "Send",
     "Step",
+    "backwards",
     "rooted",
     "sparing",
     "then",
@@ -142,3 +143,19 @@ def sparing(schedule: ScheduleFunction, spared: int) -> ScheduleFunction:
                 )
 
     return without
+
+
+def backwards(
+    schedule: ScheduleFunction, take: type[Recv] | type[Combine] = Combine
+) -> ScheduleFunction:
+    """The same algorithm from its end: who received a chunk sends it, to be reduced where it was.
+
+    It makes a reduction of anything that spreads each chunk from one rank to all, and in which
+    everybody receives it once. With `take=Recv` it gathers what had been scattered.
+    """
+
+    def back(rank: int, size: int) -> Schedule:
+        for steps in reversed(list(schedule(rank, size))):
+            yield tuple(take(*step) if isinstance(step, Send) else Send(*step) for step in steps)
+
+    return back

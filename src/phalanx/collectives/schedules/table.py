@@ -5,18 +5,21 @@ on exactly one rank, its owner (which divides it, once, if the reduction is a me
 complete chunks are passed on, and nothing is combined any more.
 
 Ranks are as the schedules number them: where a collective has a root, that is rank 0 here, and
-`for_root` turns the row so that another rank plays it.
+`for_root` turns a phase so that another rank plays it. The rows of `two_level` are for one host as
+they stand here; `row_for` gives the row for others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
+from .agents import Hosts
 from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
 from .halving_doubling import (
     core_chunks,
@@ -31,8 +34,21 @@ from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
 from .star import star_broadcast, star_gather, star_reduce, star_scatter
 from .steps import Schedule, ScheduleFunction, rooted, then, turned
 from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
+from .two_level import (
+    chunks_at_root,
+    chunks_away,
+    chunks_by_place,
+    chunks_collected,
+    two_level_all_gather,
+    two_level_broadcast,
+    two_level_collect,
+    two_level_combine,
+    two_level_reduce,
+    two_level_reduce_scatter,
+    two_level_share,
+)
 
-__all__ = ["COLLECTIVES", "REDUCING", "ROOTED", "Algorithm", "for_root", "schedule"]
+__all__ = ["COLLECTIVES", "REDUCING", "ROOTED", "Algorithm", "for_root", "row_for", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class Algorithm:
     """(rank, size) -> the chunks that are complete on this rank, and its own, after phase 1."""
     spread: ScheduleFunction | None
     """Phase 2: complete chunks are passed on. None: they are where they belong."""
+    placed: Callable[[Hosts], Algorithm] | None = None
+    """hosts of the ranks -> the same algorithm there. None: it is the same on all hosts."""
 
     def at_once(self, size: int) -> bool:
         """Whether all contributions to a chunk meet in one round, to be folded in rank order."""
@@ -64,6 +82,26 @@ class _Counted(Protocol):
     def __call__(self, rank: int, size: int, *, count: int) -> Schedule: ...
 
 
+def _two_level(
+    chunks: Callable[..., int],
+    reduce: Callable[..., Schedule] | None,
+    owned: Callable[..., range],
+    spread: Callable[..., Schedule] | None,
+) -> Algorithm:
+    """A row of functions that also take `hosts=`."""
+
+    def placed(hosts: Hosts) -> Algorithm:
+        return Algorithm(
+            "two_level",
+            partial(chunks, hosts=hosts),
+            reduce and partial(reduce, hosts=hosts),
+            partial(owned, hosts=hosts),
+            spread and partial(spread, hosts=hosts),
+        )
+
+    return Algorithm("two_level", chunks, reduce, owned, spread, placed)
+
+
 def _whole(move: _Counted) -> ScheduleFunction:
     """`move` for all p chunks of a tensor that is cut into p."""
 
@@ -77,7 +115,7 @@ def _one(size: int) -> int:
     return 1
 
 
-def _one_per_rank(size: int) -> int:
+def _one_per_rank(size: int, *, hosts: Hosts | None = None) -> int:
     return size
 
 
@@ -85,7 +123,7 @@ def _one_per_pair(size: int) -> int:
     return size * size
 
 
-def _own(rank: int, size: int) -> range:
+def _own(rank: int, size: int, *, hosts: Hosts | None = None) -> range:
     return range(rank, rank + 1)
 
 
@@ -120,6 +158,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("tree",             _1,  tree_reduce,           _ROOT_1,     tree_broadcast),
         Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, doubling_all_gather),
         Algorithm("star",             _1,  star_reduce,           _ROOT_1,     star_broadcast),
+        _two_level(_P, two_level_combine, chunks_by_place, two_level_share),
     ),
     "reduce_scatter": _rows(
         Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        None),
@@ -127,6 +166,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("tree",             _P,  _whole(tree_reduce),   _ROOT,       tree_scatter),
         Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, halving_spread),
         Algorithm("star",             _P,  _whole(star_reduce),   _ROOT,       star_scatter),
+        _two_level(_P, two_level_reduce_scatter, _own, None),
     ),
     "all_gather": _rows(
         Algorithm("ring",             _P,  None, _own, ring_all_gather),
@@ -134,6 +174,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("tree",             _P,  None, _own, then(tree_gather, _whole(tree_broadcast))),
         Algorithm("halving_doubling", _P,  None, _own, halving_doubling_all_gather),
         Algorithm("star",             _P,  None, _own, then(star_gather, _whole(star_broadcast))),
+        _two_level(_P, None, _own, two_level_all_gather),
     ),
     "broadcast": _rows(
         Algorithm("ring",             _P,  None, _ROOT,   ring_broadcast),
@@ -141,6 +182,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("tree",             _1,  None, _ROOT_1, tree_broadcast),
         Algorithm("halving_doubling", _P,  None, _ROOT,   halving_doubling_broadcast),
         Algorithm("star",             _1,  None, _ROOT_1, star_broadcast),
+        _two_level(chunks_away, None, chunks_at_root, two_level_broadcast),
     ),
     "reduce": _rows(
         Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        star_gather),
@@ -149,6 +191,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
         Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks,
                                                               then(halving_spread, tree_gather)),
         Algorithm("star",             _1,  star_reduce,           _ROOT_1,     None),
+        _two_level(chunks_away, two_level_reduce, chunks_collected, two_level_collect),
     ),
     "gather": _rows(
         Algorithm("tree",             _P,  None, _own,  tree_gather),
@@ -194,11 +237,33 @@ def _lookup(table: Mapping[str, _T], name: str, kind: str) -> _T:
     return table[name]
 
 
-def schedule(collective: str, algorithm: str, rank: int, size: int, root: int = 0) -> Schedule:
+def row_for(
+    collective: str, algorithm: str, hosts: Hosts | None = None, root: int = 0
+) -> Algorithm:
+    """The row of an algorithm for ranks on these hosts, with `root` as the schedules' rank 0.
+
+    hosts   for each rank the number of its host; None: all are on one
+    """
+    found = _lookup(_lookup(COLLECTIVES, collective, "collective"), algorithm, "algorithm")
+    if hosts is None or found.placed is None:
+        return found
+    return found.placed((*hosts[root:], *hosts[:root]))
+
+
+def schedule(
+    collective: str,
+    algorithm: str,
+    rank: int,
+    size: int,
+    root: int = 0,
+    hosts: Hosts | None = None,
+) -> Schedule:
     """What `rank` of `size` does in a collective, both phases; `root` is for those that have one.
 
-    Raises ValueError for a name that the table has not, for a rank or root outside 0..size-1, and
-    for a root where the collective has none.
+    hosts   for each rank the number of its host; None: all are on one
+
+    Raises ValueError for a name that the table has not, for a rank or root outside 0..size-1, for
+    a root where the collective has none, and unless there is a host for each rank.
     """
     if size < 1:
         raise InvalidWorldSizeError(f"a world has 1 rank or more, not {size}", op=collective)
@@ -206,7 +271,9 @@ def schedule(collective: str, algorithm: str, rank: int, size: int, root: int = 
         if not 0 <= number < size:
             message = f"{which} {number} is not one of the {size} ranks 0..{size - 1}"
             raise InvalidRankError(message, rank=rank, peer=number, op=collective)
-    row = _lookup(_lookup(COLLECTIVES, collective, "collective"), algorithm, "algorithm")
+    if hosts is not None and len(hosts) != size:
+        raise ValueError(f"hosts names the hosts of {len(hosts)} ranks, and there are {size}")
+    row = row_for(collective, algorithm, hosts, root)
     if root != 0 and collective not in ROOTED:
         raise InvalidRankError(f"{collective} has no root, but root={root} was given", rank=rank)
     return for_root(collective, row.schedule, root)(rank, size)
