@@ -18,7 +18,7 @@ from phalanx.backends.engine import (
     Operation,
     ring_barrier,
 )
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, Links
 from phalanx.backends.native import Native
 from phalanx.backends.shm.window import Meet
 from phalanx.errors import DistributedError, PeerLostError
@@ -54,11 +54,6 @@ class Backend(Calls):
         super().__init__(engine, group, timeout=timeout)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
-
-    @property
-    def link_cost(self) -> LinkCost:
-        """What messages cost in this group, as estimated for all of its links."""
-        return self.links.inside if len(set(self.topology)) == 1 else self.links.between
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"

@@ -40,7 +40,7 @@ ENTRY = 8  # words: check; segment + 1 and offset of what is given; the same of 
 SLOTS = 4096  # byte at which they begin
 SLOT = 64 << 10  # bytes
 SIZE = SLOTS + 2 * SLOT
-STAGE = 2 << 20  # bytes of staging memory; its pieces have to stay in the cache
+STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 
 _WORD = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicative hashing)
@@ -155,8 +155,7 @@ class Window:
         words[FLAG] = value
         self._fence()  # between the flag and the look at who sleeps: see Commons.lie_down
         for other in self._others:
-            if other.ledger.words[0]:
-                other.ring()
+            other.wake()
         return value
 
     def enter(self, check: int, shown: Shown | None) -> None:

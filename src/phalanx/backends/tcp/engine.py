@@ -64,6 +64,8 @@ class TcpEngine(Engine):
         """From now on, groups have windows on the memory of the ranks of this host."""
         self.commons = commons
         self.reactor.watch(commons.bell, commons.heard_bell, read=True)
+        for peer, link in self.mesh.links.items():
+            link.lane = commons.lanes.get(peer)
 
     # What an engine does --------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class TcpEngine(Engine):
 
     @override
     def run_ready(self) -> None:
-        if self.commons is not None and self.commons.watched:
+        if self.commons is not None and self.commons.waits:
             self.commons.look()
         super().run_ready()
 
@@ -198,7 +200,7 @@ class TcpEngine(Engine):
 
     def _turn(self, seconds: float) -> None:
         commons = self.commons
-        if commons is not None and commons.watched:
+        if commons is not None and commons.waits:
             commons.lie_down()
             if self.ready:
                 seconds = 0.0
