@@ -67,7 +67,8 @@ class Flat:
         ]
         whole = self._slices[-1][1]
         self._given = whole if self.form.sliced or not self.form.joined else self._slices[0][1]
-        self._longest = self._slices[0][1] if self.form.sliced else self._given
+        longest = max(stop - start for start, stop in self._slices)  # not always the first
+        self._longest = longest if self.form.sliced else self._given
         self._givers = [g for g in range(self.size) if self.form.givers.includes(g, self.root)]
         self._gives = self.me in self._givers
         self._takes = self.form.takers.includes(self.me, self.root)
