@@ -1,7 +1,7 @@
 """Ranks that share memory without an engine: a test steps each of them by hand.
 
     members(3)                        three ranks' windows on each other
-    Performance(member, call, seed)   one rank's part in one collective
+    Performance(member, call, ...)    one rank's part in one collective
     perform(...)                      all ranks' parts in several, in an order that the test chooses
 
 What a rank does between two meetings is one step here. Two steps of different ranks that may be
@@ -77,21 +77,32 @@ class Call(NamedTuple):
         joined = self.collective in ("all_gather", "gather")
         return values_of((self.shape(size) // (size if joined else 1),), self.dtype, rank, seed)
 
-    def expected(self, rank: int, size: int, seed: int) -> Tensor | None:
-        """What a rank gets."""
-        every = [self.given(peer, size, seed) for peer in range(size)]
+    def everything(self, size: int, seed: int) -> Everything:
+        """What all ranks give, and what each of them gets."""
+        every = [self.given(rank, size, seed) for rank in range(size)]
+        total = reduced(every, self.op) if self.collective in REDUCING else torch.cat(every)
+        return Everything(every, [self._expected(rank, every, total) for rank in range(size)])
+
+    def _expected(self, rank: int, every: list[Tensor], total: Tensor) -> Tensor | None:
+        size = len(every)
         if self.collective in ("reduce", "gather") and rank != self.root:
             return None
-        if self.collective in REDUCING:
-            total = reduced(every, self.op)
-            return total.chunk(size)[rank] if self.collective == "reduce_scatter" else total
-        if self.collective in ("all_gather", "gather"):
-            return torch.cat(every)
+        if self.collective == "reduce_scatter":
+            return total.chunk(size)[rank]
+        if self.collective in (*REDUCING, "all_gather", "gather"):
+            return total
         if self.collective == "broadcast":
             return every[self.root]
         if self.collective == "scatter":
             return every[self.root].chunk(size)[rank]
         return torch.cat([values.chunk(size)[rank] for values in every])
+
+
+class Everything(NamedTuple):
+    """For each rank."""
+
+    given: list[Tensor]
+    expected: list[Tensor | None]
 
 
 class Member:
@@ -148,10 +159,10 @@ def members(size: int) -> Iterator[list[Member]]:
 class Performance:
     """One rank's part in one collective. What it gives is overwritten when it is over."""
 
-    def __init__(self, member: Member, call: Call, seed: int) -> None:
+    def __init__(self, member: Member, call: Call, everything: Everything) -> None:
         rank, size = member.rank, member.size
-        self.expected = call.expected(rank, size, seed)
-        given = call.given(rank, size, seed)
+        self.expected = everything.expected[rank]
+        given = everything.given[rank]
         gives = call.collective not in ("broadcast", "scatter") or rank == call.root
         self.registered = bool(call.registered >> rank & 1)
         self.out = None
@@ -219,8 +230,10 @@ Choose = Callable[[list[int]], int]
 
 def perform(everyone: list[Member], calls: list[Call], choose: Choose, seed: int = 0) -> None:
     """All ranks do these, one after the other. `choose` says who of those that can goes on."""
-    now: list[Performance | None] = [None] * len(everyone)
-    begun = [0] * len(everyone)
+    size = len(everyone)
+    now: list[Performance | None] = [None] * size
+    begun = [0] * size
+    everything = [call.everything(size, seed + number) for number, call in enumerate(calls)]
     while True:
         able = [
             member.rank
@@ -235,11 +248,11 @@ def perform(everyone: list[Member], calls: list[Call], choose: Choose, seed: int
         if part is None:
             number = begun[rank]
             begun[rank] += 1
-            part = now[rank] = Performance(everyone[rank], calls[number], seed + number)
+            part = now[rank] = Performance(everyone[rank], calls[number], everything[number])
         if not part.go_on(number):
-            part.check_and_overwrite(f"rank {rank} of {len(everyone)}, #{number}: {calls[number]}")
+            part.check_and_overwrite(f"rank {rank} of {size}, #{number}: {calls[number]}")
             now[rank] = None
         flags = [member.window.words[FLAG] for member in everyone if member.window is not None]
         assert max(flags) - min(flags) <= 1, "somebody is ahead by more than one meeting"
-    assert now == [None] * len(everyone), "nobody can go on"
-    assert begun == [len(calls)] * len(everyone)
+    assert now == [None] * size, "nobody can go on"
+    assert begun == [len(calls)] * size

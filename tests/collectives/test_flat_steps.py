@@ -28,11 +28,10 @@ def short_pieces() -> Iterator[None]:
 
 def slices_around_thresholds(size: int) -> list[int]:
     """Elements of 4 bytes of a slice, such that slice or whole is near where the way changes."""
-    bytes_ = [0, 4, SMALL // size, SMALL]
     piece = PIECE // size // 64 * 64
-    for one in (piece, PIECE):
-        bytes_ += [one, 2 * one, 3 * one + one // 2]
-    return sorted({max(0, b // 4 + more) for b in bytes_ for more in (-1, 0, 1)})
+    bytes_ = (4, SMALL // size, SMALL, piece, 2 * piece, PIECE, 2 * PIECE)
+    around = {b // 4 + more for b in bytes_ for more in (-1, 0, 1)}
+    return sorted({*around, 7 * piece // 8} - {0})
 
 
 MEMORY = {
@@ -49,7 +48,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, int]) -> None:
     registered, results, in_place = memory
     random = Random(size)
@@ -65,7 +64,6 @@ def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, 
         )
         for length in slices_around_thresholds(size)
         for collective in FLAT
-        if length
     ]
     random.shuffle(calls)
     with members(size) as everyone:
@@ -93,7 +91,7 @@ programs = st.integers(2, 4).flatmap(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.lists(st.integers(0, 3), max_size=60), st.integers(0, 2**16))
 def test_whoever_is_slow_at_any_point_gets_and_gives_what_is_right(
     program: tuple[int, list[Call]], order: list[int], seed: int
