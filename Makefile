@@ -3,7 +3,7 @@
 #   make demo    set up, then train a small language model on two ranks
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
-#   make bench   all_reduce beside Gloo
+#   make bench   all_reduce beside Gloo, MPI, and what else is installed
 #
 # Long forms of what the tests do in short, each of which prints N of N:
 #
@@ -44,7 +44,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 bench: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce.py $(ARGS)
+	$(BIN)/phalanx bench $(ARGS)
 
 stress: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/run.py $(ARGS)

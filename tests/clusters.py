@@ -14,7 +14,8 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch
 import phalanx
 from phalanx import (
     Backend,
+    GlooBackend,
     HybridBackend,
     RankStopped,
     SharedMemoryBackend,
@@ -46,10 +48,17 @@ class Cluster(ABC):
     name: str
     keeps_time = True  # False: nothing takes time, so no timeout passes and a deadlock is an error
     speaks_tcp = False
+    lacks: Mapping[str, str] = MappingProxyType({})  # what it does not promise, and why
+    """Tests that are marked `requires` one of these are not run on it."""
 
     @abstractmethod
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
         """Run `fn(backend)` on `size` ranks; the results in rank order."""
+
+
+LIBRARYS_OWN = MappingProxyType(
+    {"agreement": "collectives of the library's own run whatever the other ranks call"}
+)
 
 
 class Baton(Cluster):
@@ -63,7 +72,7 @@ class Baton(Cluster):
             try:
                 return fn(backend)
             except Exception as error:
-                _note(error, f"raised on rank {backend.rank} of {size} ({self.name})")
+                note(error, f"raised on rank {backend.rank} of {size} ({self.name})")
                 raise
 
         results: list[T] = []
@@ -112,7 +121,7 @@ class Threads(Cluster):
                 else:
                     keep_busy(backend)
             except BaseException as error:
-                _note(error, f"raised by {threading.current_thread().name} ({self.name})")
+                note(error, f"raised by {threading.current_thread().name} ({self.name})")
                 failures.append(error)
                 end(world, "abort")
             ended.release()
@@ -140,7 +149,7 @@ class Threads(Cluster):
         if hanging:
             raise AssertionError(f"ranks hang ({self.name}); where each is:\n{hanging}")
         if failures:
-            raise next((e for e in failures if not _follows(e)), failures[0])
+            raise first_cause(failures)
         stuck = [thread for thread in threads if thread.is_alive()]
         assert not stuck, "close() hangs:\n" + "\n".join(map(_where, stuck))
         return [results[rank] for rank in range(size)]
@@ -202,6 +211,24 @@ class Hybrid(Tcp):
         return "even" if rank % 2 == 0 else "odd"
 
 
+class Gloo(Threads):
+    """`GlooBackend`: torch's Gloo, with its own collectives."""
+
+    name = "gloo"
+    lacks = LIBRARYS_OWN
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        listener = loopback_listener()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def maker(rank: int) -> Maker:
+            return lambda: GlooBackend(
+                rank, size, address, timeout=timeout, listener=listener if rank == 0 else None
+            )
+
+        return [maker(rank) for rank in range(size)]
+
+
 class SubOf(Threads):
     """A subgroup of a group with two more ranks, which are busy with something else.
 
@@ -213,6 +240,7 @@ class SubOf(Threads):
         self.outer = outer
         self.name = f"sub of {outer.name}" if outer.name != "simulated" else "sub"
         self.speaks_tcp = outer.speaks_tcp
+        self.lacks = outer.lacks
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         return self.outer.makers(size + 2, timeout)
@@ -255,6 +283,7 @@ CLUSTERS: list[Cluster] = [
     Simulated(),
     Baton(),
     Tcp(),
+    Gloo(),
     SubOf(Simulated()),
     SubOf(Tcp()),
     SubOf(SubOf(Simulated())),
@@ -264,12 +293,13 @@ CLUSTERS: list[Cluster] = [
 ]
 
 
-def _follows(error: BaseException) -> bool:
-    """Whether an error only tells that another rank is gone."""
-    return isinstance(error, (phalanx.PeerLostError, RankStopped))
+def first_cause(failures: list[BaseException]) -> BaseException:
+    """Of the errors of several ranks, the first that does not only tell that another is gone."""
+    follows = (phalanx.PeerLostError, RankStopped)
+    return next((error for error in failures if not isinstance(error, follows)), failures[0])
 
 
-def _note(error: BaseException, note: str) -> None:
+def note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(note)
 

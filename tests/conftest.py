@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("phalanx")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeouts: of the clusters, only those in which time passes")
+    config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,5 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cluster" not in metafunc.fixturenames:
         return
     time_passes = metafunc.definition.get_closest_marker("timeouts") is not None
-    chosen = [cluster for cluster in CLUSTERS if cluster.keeps_time or not time_passes]
+    required = {what for m in metafunc.definition.iter_markers("requires") for what in m.args}
+    chosen = [
+        cluster
+        for cluster in CLUSTERS
+        if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
+    ]
     metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])

@@ -22,11 +22,16 @@ __version__ = "0.1.0"
 _WHERE = {
     "phalanx.backends": (
         "Backend",
+        "GlooBackend",
         "HybridBackend",
+        "MpiBackend",
+        "NcclBackend",
         "SharedMemoryBackend",
         "SimulatedBackend",
         "SubBackend",
         "TcpBackend",
+        "TorchBackend",
+        "UccBackend",
     ),
     "phalanx.collectives": (
         "PendingCollective",

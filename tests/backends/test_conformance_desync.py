@@ -101,6 +101,7 @@ def test_the_error_says_what_this_rank_was_doing_and_whom_it_met(cluster: Cluste
         assert peer == 1 - rank
 
 
+@pytest.mark.requires("agreement")
 def test_a_desync_breaks_the_group_for_good(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> None:
         call = phalanx.all_reduce if backend.rank else phalanx.all_gather
@@ -113,6 +114,7 @@ def test_a_desync_breaks_the_group_for_good(cluster: Cluster) -> None:
     cluster.run(disagree, 2, timeout=PROMPT)
 
 
+@pytest.mark.requires("agreement")
 def test_a_desync_in_a_subgroup_leaves_the_parent_usable(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> float:
         if backend.rank < 2:
@@ -155,6 +157,7 @@ def test_blocking_and_async_calls_of_one_collective_agree(cluster: Cluster) -> N
     assert cluster.run(agree, 3) == [[3.0] * 8] * 3
 
 
+@pytest.mark.requires("agreement")
 def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> None:
         with pytest.raises(DesyncError):
@@ -163,6 +166,7 @@ def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster)
     cluster.run(disagree, 2, timeout=PROMPT)
 
 
+@pytest.mark.requires("agreement")
 def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) -> None:
     """Each takes the other for the root, so that nobody ever sends anything."""
 
@@ -173,6 +177,7 @@ def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) ->
     cluster.run(disagree, 2, timeout=PROMPT)
 
 
+@pytest.mark.requires("agreement")
 def test_collectives_swapped_within_a_group_are_told_by_their_shapes(cluster: Cluster) -> None:
     """Two sums of one shape could be exchanged unnoticed, but not two of different shapes."""
 
@@ -227,6 +232,7 @@ def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
         assert "all_gather #0" in text
 
 
+@pytest.mark.requires("agreement")
 @pytest.mark.timeouts
 def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
     cluster: Cluster,

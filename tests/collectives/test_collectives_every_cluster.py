@@ -169,6 +169,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
 }
 
 
+@pytest.mark.requires("agreement")
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
 def test_ranks_that_disagree_are_told(cluster: Cluster, disagreement: tuple[Call, Call]) -> None:
     odd, usual = disagreement

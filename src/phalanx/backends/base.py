@@ -16,11 +16,12 @@ from phalanx.backends.engine import (
     Failure,
     Group,
     Operation,
+    Step,
     ring_barrier,
 )
 from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, Links
-from phalanx.backends.native import Native
-from phalanx.backends.shm.window import Meet
+from phalanx.backends.native import Call, Native
+from phalanx.backends.shm.meeting import Meet
 from phalanx.errors import DistributedError, PeerLostError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx.backends.sub import SubBackend
 
 DEFAULT_TIMEOUT = 60.0
+_BARRIER = Call("barrier")
 
 
 class Backend(Calls):
@@ -48,10 +50,13 @@ class Backend(Calls):
     """
 
     topology: tuple[int, ...]
-    native: Native | None = None  # collectives of the library that it stands on
+    native: Native | None  # collectives of the library that it stands on
+    devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         super().__init__(engine, group, timeout=timeout)
+        # What a library does whole, nobody compares.
+        self.native = None if self._strict else engine.native_for(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
 
@@ -63,7 +68,8 @@ class Backend(Calls):
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this.
 
-        2p messages of no bytes; in shared memory, one look at each other's flags.
+        2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
+        own.
         """
         meets = self._meets()
         if meets is not None:
@@ -73,7 +79,11 @@ class Backend(Calls):
 
     def start_barrier(self, *, timeout: float | None = None, background: bool = False) -> Operation:
         """Begin a barrier; when the operation is done, every rank has come."""
-        steps = self._meets() or ring_barrier(self.rank, self.world_size)
+        steps: Iterable[Step] | None = self._meets()
+        if steps is None and self.native is not None and self.native.has(_BARRIER):
+            steps = (_BARRIER,)
+        if steps is None:
+            steps = ring_barrier(self.rank, self.world_size)
         return self.start("barrier", steps, timeout=timeout, background=background)
 
     def _meets(self) -> Iterator[Meet] | None:

@@ -68,7 +68,7 @@ def plain(tensor: Tensor) -> Tensor:
     """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
     if is_plain(tensor):
         return tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copy_bits(copy, tensor)
     return copy
 

@@ -45,6 +45,7 @@ class SubBackend(Backend):
         with engine.lock:
             group = parent.group.child(whole)
         super().__init__(engine, group, timeout=parent.timeout)
+        self.devices = parent.devices
         self.links = parent.links
         self.topology = tuple(parent.topology[member] for member in self.members)
 

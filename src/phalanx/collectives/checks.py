@@ -10,12 +10,12 @@ from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationE
 
 
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
-    """Raise unless `tensor` is one whose memory can be moved: dense, and the processor's."""
+    """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
     rank = backend.rank
     if not isinstance(tensor, Tensor):
         raise TypeError(f"rank {rank}: {op} takes a tensor, not {type(tensor).__name__}")
     problem = None
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and tensor.device.type not in backend.devices:
         problem = f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
     elif tensor.layout is not torch.strided or tensor.is_nested:
         problem = f"a {tensor.layout} one; convert it with .to_dense()"
@@ -23,8 +23,14 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
         problem = "a quantized one; send its .int_repr(), and its scale"
     if problem is not None:
         raise UnsupportedOperationError(
-            f"rank {rank}: {op} moves dense CPU tensors and was given {problem}", rank=rank, op=op
+            f"rank {rank}: {op} moves dense {_places(backend)} tensors and was given {problem}",
+            rank=rank,
+            op=op,
         )
+
+
+def _places(backend: Backend) -> str:
+    return " and ".join(sorted(device.upper() for device in backend.devices))
 
 
 def check_distinct(tensor: Tensor) -> None:

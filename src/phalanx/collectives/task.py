@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
-from phalanx.backends.memory import check_on_cpu, copy_bits, is_plain, plain
+from phalanx.backends.memory import copy_bits, is_plain, plain
 from phalanx.collectives.checks import check_distinct, check_into
 from phalanx.collectives.reduce_op import ReduceOp
 
@@ -50,18 +50,33 @@ class Out(NamedTuple):
     result: Callable[[], Tensor]
 
 
+def memory_for(
+    backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Uninitialized memory on a device: if that is the processor, the backend's own."""
+    if device.type == "cpu":
+        return backend.empty(*shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def out_for(
-    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, into: Tensor | None, op: str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    backend: Backend,
+    into: Tensor | None,
+    op: str,
+    *,
+    device: torch.device,
 ) -> Out:
-    """Uninitialized memory for a result: `into`, if that is given; else new.
+    """Uninitialized memory for a result: `into`, if that is given; else new, on the device.
 
     Raises `SizeMismatchError` if `into` does not fit.
     """
     if into is None:
-        memory = backend.empty(*shape, dtype=dtype)
+        memory = memory_for(backend, shape, dtype, device)
         return Out(memory, lambda: memory)
     check_into(into, shape, dtype, backend, op)
-    memory = into.detach() if is_plain(into) else backend.empty(*shape, dtype=dtype)
+    memory = into.detach() if is_plain(into) else memory_for(backend, shape, dtype, into.device)
     return Out(memory, lambda: finish_into(into, memory))
 
 
@@ -69,8 +84,6 @@ def in_place(
     collective: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = 0
 ) -> Task[Tensor]:
     """A task that works on `tensor` itself, or on a contiguous copy that is copied back."""
-    if not tensor.is_cpu:
-        check_on_cpu(tensor)
     if is_plain(tensor):
         memory = tensor.detach() if tensor.requires_grad else tensor
     else:
@@ -93,7 +106,7 @@ def given(tensor: Tensor, out: Tensor | None, *, same: Tensor | None = None) -> 
         return values
     if same is not None and start == same.data_ptr():
         return values
-    copy = torch.empty(values.shape, dtype=values.dtype)
+    copy = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     copy_bits(copy, values)
     return copy
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
 from phalanx.collectives.run import start
-from phalanx.collectives.task import in_place
+from phalanx.collectives.task import in_place, memory_for
 from phalanx.parallel.tensors import batches
 
 
@@ -25,7 +25,8 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], backend: Backend) -> None:
         self.parameters = parameters
-        self.flat = backend.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        count, first = sum(p.numel() for p in parameters), parameters[0]
+        self.flat = memory_for(backend, (count,), first.dtype, first.device)
         self.pending: PendingCollective[Tensor] | None = None
         self._views: dict[nn.Parameter, Tensor] = {}
         self._missing = set(parameters)

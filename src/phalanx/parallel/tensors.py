@@ -9,17 +9,17 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.collectives.run import start
-from phalanx.collectives.task import in_place
+from phalanx.collectives.task import in_place, memory_for
 
 MESSAGE = 25 << 20  # bytes
 
 
 def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Cut a list of tensors into runs of one dtype and at most `size` bytes (or one tensor)."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    """Cut a list of tensors into runs of one kind and at most `size` bytes (or one tensor)."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
         batch: list[Tensor] = []
         filled = 0
         for tensor in same:
@@ -43,7 +43,8 @@ def broadcast_all_(
         return
     with torch.no_grad():
         for batch in batches(tensors, MESSAGE):
-            flat = backend.empty(sum(t.numel() for t in batch), dtype=batch[0].dtype)
+            count = sum(t.numel() for t in batch)
+            flat = memory_for(backend, (count,), batch[0].dtype, batch[0].device)
             torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
             start(in_place("broadcast", flat, root=root), backend, label=label).wait()
             if backend.rank != root:

@@ -31,6 +31,7 @@ from phalanx.backends.engine.operation import Operation
 from phalanx.backends.engine.rounds import ANY, Round, Step
 from phalanx.backends.engine.ticket import NOTHING, PostedReceive, PostedSend, Ticket
 from phalanx.backends.engine.trace import Trace
+from phalanx.backends.native import Native
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.messages import Answer, Ask, shortened
@@ -130,6 +131,10 @@ class Engine(ABC):
 
     def in_background(self, operation: Operation) -> None:  # noqa: B027 - not all need to do a thing
         """See to it that this operation moves on while nobody waits for it. Lock not held."""
+
+    def native_for(self, group: Group) -> Native | None:
+        """What a library under this engine can carry out whole for a group."""
+        return None
 
     # What is the same for all -------------------------------------------------------------
 

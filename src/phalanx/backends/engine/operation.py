@@ -8,7 +8,8 @@ to add what has come, is done by the program when it is asked for the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ class Operation:
         self.ticket: Ticket | None = None
         self.done = False
         self.error: Exception | None = None
-        self._steps = iter(program)
+        self._steps: Iterator[Step] = iter(program)
 
     @property
     def is_collective(self) -> bool:
@@ -111,6 +112,13 @@ class Operation:
     def bytes_of(self, buffer: int, start: int, stop: int) -> memoryview:
         """A part of one of the buffers."""
         return self.buffers[buffer][start:stop] if stop > start else NOTHING
+
+    def first_step(self) -> Step | None:
+        """The step with which it begins, before it does; None: there is none."""
+        first = next(self._steps, None)
+        if first is not None:
+            self._steps = chain((first,), self._steps)
+        return first
 
     def advance(self) -> None:
         """Go on from the round that is complete, as far as possible without waiting."""

@@ -28,8 +28,10 @@ from phalanx.backends.shm.ledger import (
     keeps_order,
     make_fence,
 )
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.pane import Pane
 from phalanx.backends.shm.segment import open_of
-from phalanx.backends.shm.window import Meet, Pane, Window
+from phalanx.backends.shm.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable

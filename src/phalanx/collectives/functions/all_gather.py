@@ -53,6 +53,6 @@ def _task(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]
     rank = backend.rank
     rows = tensor.shape[0] if tensor.dim() else 1
     shape = (backend.world_size * rows, *tensor.shape[1:])
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_gather")
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_gather", device=tensor.device)
     source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
     return Task("all_gather", shape, tensor.dtype, source, out, result)

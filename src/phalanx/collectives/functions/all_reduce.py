@@ -107,7 +107,7 @@ def async_all_reduce_(
 def _task(tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_reduce")
     shape = tuple(tensor.shape)
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_reduce")
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_reduce", device=tensor.device)
     source = given(tensor, out, same=out)
     return Task("all_reduce", shape, tensor.dtype, source, out, result, op)
 

@@ -15,7 +15,7 @@ from phalanx.collectives.layout import ranges_of
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
 from phalanx.collectives.run import checked_algorithm, start
-from phalanx.collectives.task import finish_into, in_place
+from phalanx.collectives.task import finish_into, in_place, memory_for
 
 NAME = "all_reduce_coalesced"
 
@@ -132,15 +132,15 @@ def _start(
     for tensor in tensors:
         reduction_for(op, tensor.dtype, rank=backend.rank, collective=NAME)
     algorithm = checked_algorithm("all_reduce", algorithm, backend, reproducible=reproducible)
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(number)
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
     label = _label(tensors)
     reduced: dict[int, Tensor] = {}  # a tensor's number -> its place in flat memory
     last = None
-    for dtype, numbers in by_dtype.items():
+    for (dtype, device), numbers in by_kind.items():
         places = ranges_of([tensors[n].numel() for n in numbers])
-        flat = backend.empty(places[-1][1], dtype=dtype)
+        flat = memory_for(backend, (places[-1][1],), dtype, device)
         for number, place in zip(numbers, places, strict=True):
             reduced[number] = flat[slice(*place)].view(tensors[number].shape)
             copy_bits(reduced[number], tensors[number])

@@ -53,5 +53,5 @@ def _task(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]
     check_tensor(tensor, backend, "all_to_all")
     shape = tuple(tensor.shape)
     check_slices(shape, backend, "all_to_all")
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_to_all")
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_to_all", device=tensor.device)
     return Task("all_to_all", shape, tensor.dtype, given(tensor, out), out, result)

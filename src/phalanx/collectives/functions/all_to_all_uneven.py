@@ -122,7 +122,7 @@ def _start(
     algorithm = checked_algorithm("all_to_all", algorithm, backend)
     if algorithm == "auto":  # not by size: ranks do not know how much the others move
         algorithm = "direct"
-    work, result = out_for(shape, tensor.dtype, backend, into, NAME)
+    work, result = out_for(shape, tensor.dtype, backend, into, NAME, device=tensor.device)
     source = given(tensor, work)
     outgoing_ranges, incoming_ranges = ranges_of(sends), ranges_of(recvs)
     copy_bits(work[slice(*incoming_ranges[rank])], source[slice(*outgoing_ranges[rank])])

@@ -77,7 +77,7 @@ def async_broadcast_(
 def _task(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "broadcast")
     shape = tuple(tensor.shape)
-    out, result = out_for(shape, tensor.dtype, backend, into, "broadcast")
+    out, result = out_for(shape, tensor.dtype, backend, into, "broadcast", device=tensor.device)
     source = given(tensor, out, same=out) if backend.rank == root else None
     return Task("broadcast", shape, tensor.dtype, source, out, result, root=root)
 

@@ -62,6 +62,6 @@ def _task(tensor: Tensor, backend: Backend, root: int, into: Tensor | None) -> T
     shape = (backend.world_size * rows, *tensor.shape[1:])
     if backend.rank != root:
         return Task("gather", shape, tensor.dtype, plain(tensor), None, lambda: None, root=root)
-    out, result = out_for(shape, tensor.dtype, backend, into, "gather")
+    out, result = out_for(shape, tensor.dtype, backend, into, "gather", device=tensor.device)
     source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
     return Task("gather", shape, tensor.dtype, source, out, result, root=root)

@@ -121,7 +121,7 @@ def _task(
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if backend.rank != root:
         return Task("reduce", shape, dtype, plain(tensor), None, lambda: None, op, root)
-    out, result = out_for(shape, dtype, backend, into, "reduce")
+    out, result = out_for(shape, dtype, backend, into, "reduce", device=tensor.device)
     return Task("reduce", shape, dtype, given(tensor, out, same=out), out, result, op, root)
 
 

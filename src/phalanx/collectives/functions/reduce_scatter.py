@@ -69,5 +69,7 @@ def _task(tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None) -
     check_tensor(tensor, backend, "reduce_scatter")
     whole = tuple(tensor.shape)
     shape = check_slices(whole, backend, "reduce_scatter")
-    out, result = out_for(shape, tensor.dtype, backend, into, "reduce_scatter")
+    out, result = out_for(
+        shape, tensor.dtype, backend, into, "reduce_scatter", device=tensor.device
+    )
     return Task("reduce_scatter", whole, tensor.dtype, given(tensor, out), out, result, op)

@@ -61,9 +61,9 @@ def async_scatter(
 
 def _task(tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None) -> Task[Tensor]:
     backend.check_rank(root, "root")
-    whole, dtype = _what_is_cut(tensor, backend, root, into)
+    whole, dtype, device = _what_is_cut(tensor, backend, root, into)
     shape = check_slices(whole, backend, "scatter")
-    out, result = out_for(shape, dtype, backend, into, "scatter")
+    out, result = out_for(shape, dtype, backend, into, "scatter", device=device)
     source = None
     if backend.rank == root:
         assert tensor is not None
@@ -73,12 +73,13 @@ def _task(tensor: Tensor | None, backend: Backend, root: int, into: Tensor | Non
 
 def _what_is_cut(
     tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the root's tensor, from what this rank was given."""
+) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """Shape and dtype of the root's tensor, and where the slice goes, from what was given here."""
     if tensor is not None:
         if not isinstance(tensor, Tensor) or backend.rank == root or tensor.device.type != "meta":
             check_tensor(tensor, backend, "scatter")
-        return tuple(tensor.shape), tensor.dtype
+            return tuple(tensor.shape), tensor.dtype, tensor.device
+        return tuple(tensor.shape), tensor.dtype, torch.device("cpu")
     if backend.rank == root:
         raise SizeMismatchError(
             f"rank {root}: scatter: the root gives the tensor that is cut, and gave None",
@@ -96,4 +97,4 @@ def _what_is_cut(
         )
     check_tensor(into, backend, "scatter")
     rows = into.shape[0] if into.dim() else 0
-    return (backend.world_size * rows, *into.shape[1:]), into.dtype
+    return (backend.world_size * rows, *into.shape[1:]), into.dtype, into.device

@@ -1,0 +1,1 @@
+"""Backends over other libraries' groups of ranks."""

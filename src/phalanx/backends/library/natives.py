@@ -1,0 +1,258 @@
+"""The library's own collectives: for each group of ranks, the library's group, and what runs in it.
+
+The whole job's is there from the start. That of a sub-group is formed when its first collective is
+called, in a thread of its own: it needs all members, who may be busy with other groups first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from phalanx.backends.engine import WORLD_ID, Failure, Group, Operation, Ticket
+from phalanx.backends.library.courier import first_line
+from phalanx.backends.library.library import Handle, Library
+from phalanx.backends.native import Call, Native
+
+if TYPE_CHECKING:
+    from phalanx.backends.library.engine import LibraryEngine
+
+NOBODY = -1  # as a culprit: the library does not say who
+SAY_WHO_WITHIN = 0.5  # seconds in which the courier may hear who has caused a failed collective
+FINISH_WITHIN = 1.0  # seconds for a collective to end of which a member has left, having ended it
+
+
+class CallTicket(Ticket):
+    """A collective of the library's under way: it needs all members, to the end."""
+
+    __slots__ = ("busy", "call", "handle")
+
+    def __init__(self, operation: Operation, call: Call) -> None:
+        super().__init__(operation)
+        self.call = call
+        self.handle: Handle | None = None  # None: the group is being formed
+        self.busy = False  # a thread waits for the handle
+
+    @override
+    def needs(self, rank: int) -> bool:
+        return rank in self.operation.group.to_local
+
+    @override
+    def outstanding_peers(self) -> list[int]:
+        group = self.operation.group
+        return [rank for rank in range(group.size) if rank != group.rank]
+
+
+class GroupNative(Native):
+    """What the library can do for one group.
+
+    barriers   whether its barriers are the library's. By messages they are slower, but compare what
+               the ranks do, which a library's own collectives do not.
+    """
+
+    def __init__(self, library: Library, *, barriers: bool) -> None:
+        self._library = library
+        self._barriers = barriers
+
+    @override
+    def has(self, call: Call) -> bool:
+        return self._library.has(call) and (self._barriers or call.collective != "barrier")
+
+
+class Natives:
+    """The library's groups on one rank. Called with the engine's lock held."""
+
+    def __init__(self, engine: LibraryEngine, world: Library) -> None:
+        self.can = world.can
+        self._engine = engine
+        self._world = world
+        self._groups: dict[int, Library] = {WORLD_ID: world}
+        self._forming: dict[int, list[CallTicket]] = {}
+        self._flying: dict[CallTicket, None] = {}
+        # A collective, what is to be done when it has ended, and by when in any case.
+        self._doubts: list[tuple[CallTicket, float, Callable[[], None]]] = []
+        self._broken: list[Library] = []
+        self._wrecks: list[Call] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective is under way, in whichever group."""
+        return bool(self._flying or self._doubts)
+
+    def of(self, group: Group) -> Native | None:
+        """What the library can do for a group; None where that is nothing."""
+        if group.id != WORLD_ID and not self.can.subgroups:
+            return None
+        if group.size == 1:
+            return None
+        return GroupNative(self._world, barriers=self._engine.courier is None)
+
+    def begin(self, operation: Operation, call: Call) -> CallTicket:
+        """Start a collective, or have it started when its group is formed."""
+        ticket = operation.ticket = CallTicket(operation, call)
+        group = operation.group
+        library = self._groups.get(group.id)
+        if library is not None:
+            self._start(ticket, library)
+        elif group.id in self._forming:
+            self._forming[group.id].append(ticket)
+        else:
+            self._forming[group.id] = [ticket]
+            threading.Thread(
+                target=self._form,
+                args=(group, operation.timeout),
+                name=f"phalanx rank {self._engine.rank} forms a group",
+                daemon=True,
+            ).start()
+        return ticket
+
+    def _start(self, ticket: CallTicket, library: Library) -> None:
+        ticket.handle = library.collective(ticket.call)
+        self._flying[ticket] = None
+
+    def _form(self, group: Group, timeout: float) -> None:
+        library = failure = None
+        try:
+            library = self._world.subgroup(group.ranks, group.id, timeout)
+        except Exception as error:  # whatever the library raises
+            kind = self._world.kind_of(error)
+            reason = f"{self._world.name} could not form{group.suffix}: {first_line(error)}"
+            failure = Failure(kind, NOBODY, self._engine.rank, reason)
+        engine = self._engine
+        with engine.lock:
+            waiting = self._forming.pop(group.id)
+            if failure is not None:
+                group.fail(failure)
+            if library is not None:
+                if group.closed or group.failure is not None:
+                    library.abort()
+                    library.close()
+                else:
+                    self._groups[group.id] = library
+                    for ticket in waiting:
+                        if not ticket.operation.done:
+                            self._start_late(ticket, library)
+            engine.run_ready()
+            engine.news()
+
+    def _start_late(self, ticket: CallTicket, library: Library) -> None:
+        try:
+            self._start(ticket, library)
+        except Exception as error:  # as if it had been raised by post()
+            ticket.operation.group.operation_failed(ticket.operation, error)
+
+    # How they end ---------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """See to what is over; whether anything was."""
+        any_over = False
+        for ticket in list(self._flying):
+            if ticket.busy or ticket not in self._flying:
+                continue
+            handle = ticket.handle
+            assert handle is not None
+            try:
+                over = handle.done()
+            except Exception as error:  # whatever the library raises
+                self.failed(ticket, error)
+                any_over = True
+            else:
+                if over:
+                    self.over(ticket)
+                    any_over = True
+        if self._doubts:
+            self._see_to_doubts()
+        return any_over
+
+    def waited_for(self, operation: Operation, *, streams: bool) -> CallTicket | None:
+        """The collective whose handle a thread may wait for, on behalf of this operation.
+
+        streams   whether that may be one that only makes this thread's stream wait
+        """
+        ticket = operation.group.head_of_queue(operation).ticket
+        if type(ticket) is not CallTicket or ticket not in self._flying or ticket.busy:
+            return None
+        assert ticket.handle is not None
+        return ticket if streams or not ticket.handle.on_stream else None
+
+    def over(self, ticket: CallTicket) -> None:
+        """A collective has ended."""
+        if ticket in self._flying:
+            del self._flying[ticket]
+            ticket.done = True
+            self._engine.ready.append(ticket.operation)
+            if self._doubts:
+                self._end_doubts(ticket)
+
+    def failed(self, ticket: CallTicket, error: Exception) -> None:
+        """A collective has not ended well. Somebody may say within a moment who is to blame."""
+        if ticket not in self._flying:
+            return
+        del self._flying[ticket]
+        operation = ticket.operation
+        group = operation.group
+        library = self._groups[group.id]
+        failure = Failure(
+            library.kind_of(error),
+            NOBODY,
+            self._engine.rank,
+            f"{library.name} says: {first_line(error)}",
+            operation.describe(),
+            operation.sequence,
+        )
+        self._end_doubts(ticket)  # of a member that has left, perhaps
+        self._doubts.append((ticket, monotonic() + SAY_WHO_WITHIN, lambda: group.fail(failure)))
+
+    def when_over(self, group: Group, then: Callable[[], None]) -> None:
+        """Do this when the group's collective that is under way has ended, if it does so soon."""
+        tickets = [ticket for ticket in self._flying if ticket.operation.group is group]
+        tickets += self._forming.get(group.id, [])
+        if tickets:
+            self._doubts.append((tickets[0], monotonic() + FINISH_WITHIN, then))
+        else:
+            then()
+
+    def _see_to_doubts(self) -> None:
+        now = monotonic()
+        for doubt in [doubt for doubt in self._doubts if now >= doubt[1]]:
+            if doubt in self._doubts:
+                self._doubts.remove(doubt)
+                doubt[2]()
+
+    def _end_doubts(self, ticket: CallTicket) -> None:
+        mine = [doubt for doubt in self._doubts if doubt[0] is ticket]
+        self._doubts = [doubt for doubt in self._doubts if doubt[0] is not ticket]
+        for _, _, then in mine:
+            self._engine.run_ready()  # what is complete has not failed
+            then()
+
+    def give_up(self, ticket: CallTicket) -> None:
+        """A collective has failed here: its group is broken, and the library's is of no use."""
+        if ticket.done:
+            return
+        self._flying.pop(ticket, None)
+        self._doubts = [doubt for doubt in self._doubts if doubt[0] is not ticket]
+        if ticket.handle is not None:
+            self._wrecks.append(ticket.call)  # the library may still have its memory
+            library = self._groups.pop(ticket.operation.group.id, None)
+            if library is not None:
+                self._broken.append(library)
+                library.abort()
+
+    def close_group(self, group: Group) -> None:
+        """This rank has closed a group."""
+        library = self._groups.pop(group.id, None) if group.id != WORLD_ID else None
+        if library is not None:
+            library.close()
+
+    def close(self) -> None:
+        """Close all groups."""
+        for library in [*self._groups.values(), *self._broken]:
+            library.close()
+        self._groups.clear()
+        self._broken.clear()
+        self._wrecks.clear()

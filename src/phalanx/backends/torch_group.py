@@ -1,0 +1,136 @@
+"""`TorchBackend`: a process group of `torch.distributed`, and forms of it that make their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from phalanx.backends.base import DEFAULT_TIMEOUT
+from phalanx.backends.library.backend import LibraryBackend
+from phalanx.backends.messages import check_timeout
+from phalanx.errors import (
+    BackendUnavailableError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+
+class TorchBackend(LibraryBackend):
+    """One rank of a process group of `torch.distributed`, with its collectives.
+
+    process_group   of any backend; also one that was made without `init_process_group`. By
+                    default that of `init_process_group`. It stays open when this is closed
+    timeout         seconds that a call waits at most
+
+    Every rank of the group makes one, which blocks until all have. What the group has not (see
+    docs/backends.md) is done with messages, over a Gloo group that is formed for them, as are the
+    groups of sub-groups. So nothing mixes with what else the process group is used for, but
+    collectives, whose order has to be the same on every rank.
+
+    The group's own collectives cannot be compared before they run: ranks that call different ones
+    are told so only where they wait for each other, and some libraries end the process, or give
+    wrong numbers. Raises `MisuseError` if there is no group, `BackendUnavailableError`.
+    """
+
+    def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        from phalanx.backends.library import given  # noqa: PLC0415 - torch may lack what it needs
+
+        check_timeout(timeout)
+        super().__init__(*given.over(process_group, timeout), timeout=timeout)
+
+
+class _NamedBackend(LibraryBackend):
+    """A process group that is made here, of one of torch's kinds."""
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        job: str = "",
+        generation: int = 0,
+        listener: socket.socket | None = None,
+    ) -> None:
+        try:
+            if world_size < 1:
+                raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
+            if not 0 <= rank < world_size:
+                raise InvalidRankError(
+                    f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}",
+                    rank=rank,
+                )
+            check_timeout(timeout)
+            check_available(self.kind)
+            from phalanx.backends.library import groups  # noqa: PLC0415 - as above
+
+            prefix = f"phalanx/{job}/{generation}"
+            store = groups.meet(rank, world_size, master_addr, timeout, listener)
+            made = groups.made(self.kind, rank, world_size, store, prefix, timeout)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+        super().__init__(*made, timeout=timeout)
+
+
+class GlooBackend(_NamedBackend):
+    """One rank of a Gloo group that is made for it. CPU tensors.
+
+    rank, world_size  which one this is, of how many
+    master_addr       `"host:port"` where rank 0 holds the store through which they meet
+    timeout           seconds that a call waits at most, the meeting of the ranks included
+    job, generation   ranks of another job, or of an earlier start of it, are not met
+    listener          for rank 0: a socket that listens at `master_addr` already
+
+    Blocks until all ranks have met. Gloo knows no token: whoever reaches the store can take part.
+    Otherwise as `TorchBackend`. Raises `InvalidWorldSizeError`, `InvalidRankError`,
+    `BackendUnavailableError` (this build of torch lacks it, or the port is in use),
+    `CollectiveTimeoutError` if not all ranks come.
+    """
+
+    kind = "gloo"
+
+
+class NcclBackend(_NamedBackend):
+    """One rank of an NCCL group that is made for it, and a Gloo group for messages.
+
+    As `GlooBackend`. CUDA tensors, on the device that is current (`torch.cuda.set_device`). Its
+    collectives run on torch's streams: a call returns when the result is ordered before what this
+    thread's stream does next. CPU tensors go by messages.
+    """
+
+    kind = "nccl"
+
+
+class UccBackend(_NamedBackend):
+    """One rank of a UCC group that is made for it, and a Gloo group for messages.
+
+    As `GlooBackend`.
+    """
+
+    kind = "ucc"
+
+
+_INSTALL = {
+    "gloo": "install a build of torch with Gloo: the wheels from pytorch.org have it",
+    "nccl": "install a build of torch for CUDA, from pytorch.org (choose a CUDA platform there)",
+    "ucc": "build torch from source with USE_UCC=1: its wheels come without",
+}
+
+
+def check_available(kind: str) -> None:
+    """Raise `BackendUnavailableError` unless this build of torch has such groups, and Gloo's."""
+    import torch.distributed as dist  # noqa: PLC0415 - some builds of torch lack it
+
+    for name in dict.fromkeys((kind, "gloo")):
+        if not (dist.is_available() and getattr(dist, f"is_{name}_available")()):
+            raise BackendUnavailableError(
+                f"this build of torch has no {name.upper() if name != 'gloo' else 'Gloo'}: "
+                f"{_INSTALL[name]}; or use the backend 'tcp' or 'shm', which need neither"
+            )
