@@ -59,12 +59,12 @@ def test_a_segment_is_attached_once_and_is_the_same_memory(ledger: Ledger) -> No
     assert there.start != segment.start
     segment.close()
     assert there.words[5] == 42  # whoever has attached it keeps it
-    with pytest.raises(OSError):  # noqa: PT011 - the system's words
+    with pytest.raises(OSError):
         peer_of(ledger).segment(1)
 
 
 def test_a_segment_that_was_never_published_is_not_found(ledger: Ledger) -> None:
-    with pytest.raises(OSError):  # noqa: PT011 - the system's words
+    with pytest.raises(OSError):
         peer_of(ledger).segment(2)
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(ledger: Led
     other = Segment.create(1 << 12)  # takes the same number
     try:
         assert other.fd == ledger.words[8 + 2]
-        with pytest.raises(OSError):  # noqa: PT011
+        with pytest.raises(OSError):
             peer_of(ledger).segment(1)
     finally:
         other.close()

@@ -1,4 +1,4 @@
-"""Windows: everybody meets, nobody is more than one ahead, and whoever does something else is seen."""
+"""Windows: all meet, nobody is more than one ahead, and whoever does something else is seen."""
 
 from __future__ import annotations
 
