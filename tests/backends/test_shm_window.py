@@ -13,7 +13,9 @@ from shm_neighbours import make_window, neighbours
 
 from phalanx.backends.shm.commons import Commons
 from phalanx.backends.shm.ledger import USED
-from phalanx.backends.shm.window import FLAG, Meet, Shown, Window
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.pane import FLAG, Shown
+from phalanx.backends.shm.window import Window
 
 
 def windows_of(commons: list[Commons], ident: int = 0) -> list[Window]:

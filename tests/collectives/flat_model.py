@@ -24,7 +24,9 @@ from torch import Tensor
 from phalanx import ReduceOp
 from phalanx.backends.engine import Group
 from phalanx.backends.shm.commons import Commons
-from phalanx.backends.shm.window import FLAG, Meet, Window
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.pane import FLAG
+from phalanx.backends.shm.window import Window
 from phalanx.collectives.flat import FLAT, Flat
 from phalanx.collectives.plan import Key, make_plan
 from phalanx.collectives.task import Task

@@ -167,7 +167,7 @@ class Flat:
             for place, (start, stop) in enumerate(self._slices):
                 if place != self.me:
                     copy(out + start, panes[place].result_address(turn) + start, stop - start)
-        yield Meet(window)  # or what others still read would be written
+        yield Meet(window, last=True)  # or what others still read would be written
 
     def _take_whole(self, given: list[int], out: int) -> None:
         """Take what all have given, which lies at these addresses."""
