@@ -184,6 +184,11 @@ class Commons:
         self.fence()
         self.look()
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether this rank has said that it sleeps."""
+        return self.ledger.words[ASLEEP] != 0
+
     def get_up(self) -> None:
         """This rank is awake: it looks for itself."""
         self.ledger.words[ASLEEP] = 0

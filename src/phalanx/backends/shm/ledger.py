@@ -138,5 +138,6 @@ class LedgerOfPeer:
         words = self.words
         for number in range(words[USED]):
             entry = _FIRST_WINDOW + number * _WINDOW
-            if words[entry + 1]:
-                yield words[entry], (words[entry + 1] - 1, words[entry + 2])
+            segment = words[entry + 1]  # once: its owner may take it out between two looks
+            if segment:
+                yield words[entry], (segment - 1, words[entry + 2])

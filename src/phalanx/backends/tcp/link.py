@@ -216,6 +216,7 @@ class Link:
         assert commons is not None
         assert self.lane is not None
         commons.stalled[self.lane] = self.flush
+        self.mesh.engine.watch_memory()
 
     def _written(self, count: int) -> None:
         pieces = self._pieces
