@@ -55,7 +55,8 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: {how} {listed}"
 
 
-# Contributions of one round are held aside and folded afterwards, at about this cost.
+# The root of a star folds whole tensors that were held aside, at about this cost. Where each rank
+# folds a part, as in `direct`, it is made up for: contributions come in whatever order they come.
 _FOLDED = 1.125
 
 # Where processors are scarce, a rank alone with a whole tensor leaves one of them idle at times.
@@ -93,7 +94,7 @@ def _doubling(p: int, n: float) -> Work:
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: Work(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
         "tree": lambda p, n: Work(
             2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False, total=2 * n * (p - 1)
         ),
@@ -103,7 +104,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     },
     "reduce_scatter": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1) / p),
+        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
         "tree": lambda p, n: Work(
             2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
         ),
@@ -137,7 +138,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     },
     "reduce": {
         "ring": lambda p, n: Work(p, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
         "tree": lambda p, n: Work(
             _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
         ),
@@ -180,7 +181,7 @@ def seconds(work: Work, link: LinkCost, ranks: int = 1, processors: float = inf)
     moved = work.bytes if link.duplex else 2 * work.bytes
     busy = 2 * work.messages * link.overhead + moved / link.bandwidth
     if crowd > 1:
-        return work.rounds * link.latency + crowd * busy
+        return crowd * (work.rounds * link.latency + busy)
     # Who sends while its peer does, too, finds what came when it looks: half the time it need
     # not be woken.
     return work.rounds * link.latency / 2 + busy
