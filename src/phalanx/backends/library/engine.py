@@ -223,6 +223,7 @@ class LibraryEngine(Engine):
     def look_after_all(self) -> bool:
         """See to everything that is over; whether anything was."""
         any_over = self.natives.poll()
+        self.run_ready()  # before it is heard that somebody has left: what is complete is complete
         while self.courier is not None and self.courier.poll():
             any_over = True
         self.run_ready()
