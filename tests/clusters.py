@@ -72,7 +72,7 @@ class Baton(Cluster):
             try:
                 return fn(backend)
             except Exception as error:
-                _note(error, f"raised on rank {backend.rank} of {size} ({self.name})")
+                note(error, f"raised on rank {backend.rank} of {size} ({self.name})")
                 raise
 
         results: list[T] = []
@@ -121,7 +121,7 @@ class Threads(Cluster):
                 else:
                     keep_busy(backend)
             except BaseException as error:
-                _note(error, f"raised by {threading.current_thread().name} ({self.name})")
+                note(error, f"raised by {threading.current_thread().name} ({self.name})")
                 failures.append(error)
                 end(world, "abort")
             ended.release()
@@ -149,7 +149,7 @@ class Threads(Cluster):
         if hanging:
             raise AssertionError(f"ranks hang ({self.name}); where each is:\n{hanging}")
         if failures:
-            raise next((e for e in failures if not _follows(e)), failures[0])
+            raise first_cause(failures)
         stuck = [thread for thread in threads if thread.is_alive()]
         assert not stuck, "close() hangs:\n" + "\n".join(map(_where, stuck))
         return [results[rank] for rank in range(size)]
@@ -293,12 +293,13 @@ CLUSTERS: list[Cluster] = [
 ]
 
 
-def _follows(error: BaseException) -> bool:
-    """Whether an error only tells that another rank is gone."""
-    return isinstance(error, (phalanx.PeerLostError, RankStopped))
+def first_cause(failures: list[BaseException]) -> BaseException:
+    """Of the errors of several ranks, the first that does not only tell that another is gone."""
+    follows = (phalanx.PeerLostError, RankStopped)
+    return next((error for error in failures if not isinstance(error, follows)), failures[0])
 
 
-def _note(error: BaseException, note: str) -> None:
+def note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(note)
 

@@ -24,6 +24,7 @@ _WHERE = {
         "Backend",
         "GlooBackend",
         "HybridBackend",
+        "MpiBackend",
         "NcclBackend",
         "SharedMemoryBackend",
         "SimulatedBackend",

@@ -75,6 +75,7 @@ def test_what_came_for_a_group_that_was_broken_before_it_was_made_is_dropped(
     cluster.run(break_early, 2)
 
 
+@pytest.mark.requires("one process")
 def test_a_rank_that_makes_no_call_any_more_finds_a_disagreement_in_the_log(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_others_are_told_which_two_met(cluster: Cluster) -> None:
             assert text.endswith(f" from rank {names[other]}")
 
 
+@pytest.mark.requires("mismatches")
 def test_a_later_call_says_what_broke_the_group_and_what_was_called_now(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> None:
         call = phalanx.all_reduce if backend.rank else phalanx.all_gather
@@ -181,6 +182,7 @@ def test_code_without_a_file_has_a_line_all_the_same(cluster: Cluster) -> None:
         assert "at <stdin>:3" in text
 
 
+@pytest.mark.requires("mismatches")
 def test_the_line_is_the_innermost_of_the_users(cluster: Cluster) -> None:
     """Not that of the library function through which the user's code was called."""
     line = next_line(3)

@@ -1,6 +1,7 @@
 """Backends: the ways in which bytes move between ranks."""
 
 from phalanx.backends.base import Backend
+from phalanx.backends.mpi import MpiBackend
 from phalanx.backends.shm.backend import HybridBackend, SharedMemoryBackend
 from phalanx.backends.simulated import SimulatedBackend
 from phalanx.backends.sub import SubBackend
@@ -11,6 +12,7 @@ __all__ = [
     "Backend",
     "GlooBackend",
     "HybridBackend",
+    "MpiBackend",
     "NcclBackend",
     "SharedMemoryBackend",
     "SimulatedBackend",

@@ -6,9 +6,9 @@ import socket
 
 from phalanx.wire.address import is_loopback
 
-__all__ = ["address_toward"]
+__all__ = ["ELSEWHERE", "address_toward"]
 
-_ELSEWHERE = ("192.0.2.1", 9)
+ELSEWHERE = ("192.0.2.1", 9)
 """An address that belongs to nobody (RFC 5737): the route to it is the default route."""
 
 
@@ -22,7 +22,7 @@ def address_toward(host: str, port: int, *, one_host: bool) -> str:
     if one_host:
         return "127.0.0.1"
     own = _source_address(host, port)
-    return _source_address(*_ELSEWHERE) if is_loopback(own) else own
+    return _source_address(*ELSEWHERE) if is_loopback(own) else own
 
 
 def _source_address(host: str, port: int) -> str:

@@ -43,6 +43,7 @@ class World:
     local_world_size: int
     master_addr: str
     master_port: int
+    """0: not said. Under mpirun the ranks can meet through MPI then."""
     restart_count: int
     agent_store: bool
     """The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there."""
@@ -156,6 +157,8 @@ def _master(
         addr = first_node(environ) if launcher is _SLURM else ""
     if not addr and (world_size == 1 or _all_local(environ, launcher, world_size)):
         addr = "127.0.0.1"
+    if launcher in (_OPEN_MPI, _PMI) and "MASTER_PORT" not in environ:
+        return addr, 0, False  # the ranks can meet through MPI
     for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", environ.get("MASTER_PORT", ""))):
         if not value and world_size > 1:
             raise MisuseError(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.backends.base import Backend
     from phalanx.backends.tcp.mesh_backend import MeshBackend
 
-__all__ = ["BACKENDS", "Factory", "MeetingPoint", "factory_named"]
+__all__ = ["BACKENDS", "MEET_BY_THEMSELVES", "Factory", "MeetingPoint", "factory_named"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,21 @@ def _connected(
     )
 
 
+def _mpi(point: MeetingPoint, timeout: float) -> Backend:
+    from phalanx.backends.mpi import MpiBackend  # noqa: PLC0415
+
+    backend = MpiBackend(timeout=timeout)
+    if (backend.rank, backend.world_size) != (point.rank, point.world_size):
+        backend.close()
+        raise BackendUnavailableError(
+            f"MPI says that this is rank {backend.rank} of {backend.world_size}, the launcher "
+            f"rank {point.rank} of {point.world_size}: start the ranks with the mpirun that "
+            "belongs to the MPI library of mpi4py",
+            rank=point.rank,
+        )
+    return backend
+
+
 def _process_group(name: str) -> Factory:
     """A process group of torch's that the backend makes itself."""
 
@@ -131,7 +146,11 @@ BACKENDS: Mapping[str, Factory] = MappingProxyType(
         "tcp": _tcp,
         "shm": _shm,
         "hybrid": _hybrid,
+        "mpi": _mpi,
         **{name: _process_group(name) for name in ("gloo", "nccl", "ucc")},
     }
 )
 """Name -> factory. `auto` is the best of those that can run here."""
+
+MEET_BY_THEMSELVES = frozenset({"mpi"})
+"""Backends whose ranks find each other without a meeting point."""

@@ -3,8 +3,8 @@
     the launcher holds a store            no store
     ------------------------------        -----------------------------------------
     rank 0 listens on a free port,        rank 0 listens at MASTER_ADDR:MASTER_PORT,
-    publishes address and token;          where the others know to find it
-    the others wait for them
+    publishes address and token;          where the others know to find it; under
+    the others wait for them              mpirun, without a port, MPI is the store
 
 Keys carry the job and its restart, so that nobody meets a rank of a dead generation, and how many
 times this rank has met before, so that a script may leave a world and enter a new one.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.backends.tcp.address import listen_at
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.launch.address import address_toward
+from phalanx.launch.address import ELSEWHERE, address_toward
 from phalanx.launch.factories import MeetingPoint
 from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, Store, connect_store
 from phalanx.wire.address import Endpoint
@@ -39,6 +39,8 @@ def find_meeting_point(world: World, *, timeout: float) -> MeetingPoint:
     """
     if world.world_size == 1:
         return MeetingPoint(world.rank, world.world_size)
+    if not world.agent_store and not world.master_port:
+        return _meet_over_mpi(world, timeout)
     if not world.agent_store:
         return MeetingPoint(
             world.rank,
@@ -60,22 +62,53 @@ def find_meeting_point(world: World, *, timeout: float) -> MeetingPoint:
 
 
 def _publish(store: Store, key: str, world: World) -> MeetingPoint:
+    address, shared, listener = _listen(world, world.master_addr, world.master_port)
+    store.set(key, f"{address} {shared}")
+    return _point(world, address, shared or os.environ.get("PHALANX_TOKEN", ""), listener)
+
+
+def _listen(world: World, toward: str, port: int) -> tuple[str, str, socket.socket]:
+    """For rank 0: where it listens, a token for those who were given none, and the listener."""
     try:
-        host = address_toward(world.master_addr, world.master_port, one_host=world.one_host)
+        host = address_toward(toward, port, one_host=world.one_host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = listen_at(family, (host, 0))
     except OSError as error:
         raise BackendUnavailableError(
             f"rank 0 found no address at which other ranks reach it by way of "
-            f"{world.master_addr!r} ({error}): is the name right, and the network up?",
+            f"{toward!r} ({error}): is the name right, and the network up?",
             rank=0,
         ) from error
     address = str(Endpoint(host, listener.getsockname()[1]))
     # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
     given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
-    shared = "" if given else secrets.token_hex(32)
-    store.set(key, f"{address} {shared}")
-    return _point(world, address, shared or os.environ.get("PHALANX_TOKEN", ""), listener)
+    return address, "" if given else secrets.token_hex(32), listener
+
+
+def _meet_over_mpi(world: World, timeout: float) -> MeetingPoint:
+    """The launcher is an MPI's, and nobody has said where to meet."""
+    listener = None
+    word = ""
+    if world.rank == 0:
+        toward = (world.master_addr, 0) if world.master_addr else ELSEWHERE
+        address, shared, listener = _listen(world, *toward)
+        word = f"{address} {shared}"
+    try:
+        from phalanx.launch.mpi_word import word_of_rank_0  # noqa: PLC0415 - it imports torch
+
+        address, _, token = word_of_rank_0(word, timeout=timeout).partition(" ")
+    except BaseException as error:
+        if listener is not None:
+            listener.close()
+        if isinstance(error, BackendUnavailableError):
+            raise BackendUnavailableError(
+                f"MASTER_PORT is not set, and the {world.world_size} ranks of mpirun cannot meet "
+                f"through MPI instead: {error}; or set MASTER_ADDR to the host of rank 0 and "
+                "MASTER_PORT to a free port of it, the same for every rank",
+                rank=world.rank,
+            ) from error
+        raise
+    return _point(world, address, token or os.environ.get("PHALANX_TOKEN", ""), listener)
 
 
 def _point(

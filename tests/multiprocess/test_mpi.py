@@ -1,0 +1,69 @@
+"""Ranks that a real mpirun starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from mpi_jobs import TESTS, needs_mpi, run_under_mpi
+from test_training import alone
+
+HERE = Path(__file__).parent
+
+
+@needs_mpi
+def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
+    files = [str(path) for path in sorted((TESTS / "backends").glob("test_conformance_*.py"))]
+    files.append(str(TESTS / "collectives" / "test_collectives_every_cluster.py"))
+    ended = run_under_mpi(4, str(TESTS / "mpi_ranks.py"), "-q", "--color=no", *files, seconds=240)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    summary = re.search(r"(\d+) passed, (\d+) skipped", said)
+    assert summary is not None, said
+    passed, skipped = map(int, summary.groups())
+    assert passed >= 1, said
+    assert skipped <= 1, said
+
+
+@needs_mpi
+def test_a_script_under_mpirun_finds_its_ranks_and_trains_like_one_process() -> None:
+    ended = run_under_mpi(2, str(HERE / "mpi_training.py"), PYTHONPATH=_path(HERE, TESTS))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = json.loads(ended.stdout)
+    kinds = [kind for kind, _, _ in told["made"]]
+    assert kinds[1:] == ["TcpBackend", "MpiBackend"]
+    assert all(size == 2 and total == [2.0, 1.0] for _, size, total in told["made"])
+    losses, weights = alone()
+    assert told["trained"][0] == told["trained"][1], "bit for bit"
+    for their_losses, their_weights in told["trained"]:
+        torch.testing.assert_close(torch.tensor(their_losses), torch.tensor(losses))
+        torch.testing.assert_close(torch.tensor(their_weights), torch.tensor(weights))
+
+
+@needs_mpi
+def test_when_a_rank_is_killed_mpirun_ends_the_job() -> None:
+    ended = run_under_mpi(2, str(HERE / "mpi_death.py"))
+    assert ended.returncode not in (0, 124), ended.stdout + ended.stderr
+    assert "signal 9" in ended.stdout + ended.stderr
+
+
+@needs_mpi
+def test_a_process_that_mpirun_has_not_started_is_a_world_of_one() -> None:
+    script = """if True:
+        import torch
+        from phalanx import MpiBackend, all_reduce
+        with MpiBackend() as backend:
+            print(backend.rank, backend.world_size, all_reduce(torch.ones(2), backend).tolist())
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "0 1 [1.0, 1.0]\n"), ended.stderr
+
+
+def _path(*folders: Path) -> str:
+    return ":".join([*map(str, folders), *sys.path])
