@@ -22,12 +22,13 @@ from typing_extensions import override
 from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
 from phalanx.backends.library.courier import Courier
 from phalanx.backends.library.library import Library
-from phalanx.backends.library.natives import CallTicket, Natives
+from phalanx.backends.library.natives import Begun, CallTicket, Natives
 from phalanx.backends.native import Call, Native
 from phalanx.errors import PeerLostError, UnsupportedOperationError
 from phalanx.wire.frame import Kind
 from phalanx.wire.messages import Answer, Ask, encode
 
+SOON = 0.003  # seconds that a collective is waited for before an operation is made of it
 SLICE = 0.02  # seconds that a collective is waited for before messages are looked after again
 LOOK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds between questions, if it does not call back
@@ -46,6 +47,7 @@ class LibraryEngine(Engine):
         self._background: set[Operation] = set()
         self._thread: threading.Thread | None = None
         self._pause = SHORTEST_PAUSE
+        self._look_at = 0.0  # when a call that may end without waiting looks after all else
         self.natives = Natives(self, collectives)
         self.courier: Courier | None = None
         self._calls_back = messages is not None and messages.can.calls_back
@@ -72,7 +74,7 @@ class LibraryEngine(Engine):
 
     def _check_native(self, operation: Operation) -> None:
         first = operation.first_step()
-        if first is not None and type(first) is not Call:
+        if first is not None and type(first) not in (Call, Begun):
             raise UnsupportedOperationError(
                 f"rank {operation.group.rank}: {operation.describe()} needs messages, and this "
                 "library moves none between CPU memories; use a backend that does for it",
@@ -93,7 +95,19 @@ class LibraryEngine(Engine):
     def post(self, operation: Operation, step: Step) -> Ticket:
         if type(step) is Call:
             return self.natives.begin(operation, step)
+        if type(step) is Begun:
+            return self.natives.go_on(operation, step)
         return super().post(operation, step)
+
+    @override
+    def glance(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + SLICE
+            self.look_after_all()
+
+    @override
+    def begin_call(self, group: Group, call: Call, seconds: float) -> Step | None:
+        return self.natives.begin_at_once(group, call, min(seconds, SOON))
 
     @override
     def run_ready(self) -> None:

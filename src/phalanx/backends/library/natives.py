@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
-from phalanx.backends.engine import WORLD_ID, Failure, Group, Operation, Ticket
+from phalanx.backends.engine import WORLD_ID, Failure, Group, Operation, Step, Ticket
 from phalanx.backends.library.courier import first_line
 from phalanx.backends.library.library import Handle, Library
 from phalanx.backends.native import Call, Native
@@ -45,6 +45,14 @@ class CallTicket(Ticket):
     def outstanding_peers(self) -> list[int]:
         group = self.operation.group
         return [rank for rank in range(group.size) if rank != group.rank]
+
+
+class Begun(NamedTuple):
+    """A collective that was begun without an operation, as the step of one that goes on with it."""
+
+    call: Call
+    handle: Handle | None
+    error: BaseException | None = None  # what came of it, if that was not its end
 
 
 class GroupNative(Native):
@@ -90,6 +98,33 @@ class Natives:
         if group.size == 1:
             return None
         return GroupNative(self._world, barriers=self._engine.courier is None)
+
+    def begin_at_once(self, group: Group, call: Call, seconds: float) -> Step | None:
+        """See `Engine.begin_call`."""
+        library = self._groups.get(group.id)
+        if library is None:
+            return call
+        handle = None
+        try:
+            handle = library.collective(call)
+            over = handle.wait(seconds)
+        except BaseException as error:
+            return Begun(call, handle, error)
+        return None if over else Begun(call, handle)
+
+    def go_on(self, operation: Operation, begun: Begun) -> CallTicket:
+        """See to the end of a collective that was begun at once."""
+        if begun.handle is None:
+            assert begun.error is not None
+            raise begun.error
+        ticket = operation.ticket = CallTicket(operation, begun.call)
+        ticket.handle = begun.handle
+        self._flying[ticket] = None
+        if isinstance(begun.error, Exception):
+            self.failed(ticket, begun.error)
+        elif begun.error is not None:
+            raise begun.error
+        return ticket
 
     def begin(self, operation: Operation, call: Call) -> CallTicket:
         """Start a collective, or have it started when its group is formed."""
