@@ -10,7 +10,7 @@ import torch
 from clusters import Maker, Threads
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_library import Loop, LoopLibrary
+from loop_library import Loop, LoopLibrary, Part
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, PeerLostError, UnsupportedOperationError
@@ -138,6 +138,33 @@ def test_the_one_that_left_is_named_rather_than_what_the_library_says() -> None:
         assert info.value.peer == 1
 
     cluster.run(run, 2)
+
+
+@pytest.mark.parametrize("waits_before", [0, 1])
+def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
+    monkeypatch: pytest.MonkeyPatch, waits_before: int
+) -> None:
+    """In the call itself, or (1) in the operation that goes on with what is not over soon."""
+    waits = iter(range(waits_before))
+
+    def interrupted(part: Part, seconds: float) -> bool:
+        if next(waits, None) is None:
+            raise KeyboardInterrupt
+        return False
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 1:
+            with pytest.raises(phalanx.MisuseError, match="interrupted by KeyboardInterrupt"):
+                backend.recv(bytearray(1), 0)
+            return
+        with monkeypatch.context() as patched:
+            patched.setattr(Part, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                phalanx.all_reduce(torch.ones(1), backend)
+        with pytest.raises(phalanx.MisuseError, match=r"the group is broken: .*was given up"):
+            backend.barrier()
+
+    Looped().run(run, 2)
 
 
 def test_closing_ends_the_librarys_groups() -> None:
