@@ -27,13 +27,16 @@ class Looped(Threads):
 
     name = "loop"
 
-    def __init__(self, can: Abilities | None = None, *, messages: bool = True) -> None:
+    def __init__(
+        self, can: Abilities | None = None, *, messages: bool = True, slowness: int = 0
+    ) -> None:
+        self.slowness = slowness
         self.can, self.messages = can or Abilities(), messages
         self.collectives: list[LoopLibrary] = []
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         self.collectives = Loop(size, self.can).libraries()
-        messages = Loop(size, Abilities()).libraries()
+        messages = Loop(size, Abilities(), slowness=self.slowness).libraries()
 
         def maker(rank: int) -> Maker:
             return lambda: LibraryBackend(
@@ -165,6 +168,22 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
             backend.barrier()
 
     Looped().run(run, 2)
+
+
+def test_a_large_message_is_not_lost_though_its_sender_leaves_before_it_is_here() -> None:
+    """That it leaves is a word, which may overtake the message."""
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 1:
+            backend.send(LARGE, 0)
+            backend.close()
+            return
+        backend.recv(into := bytearray(len(LARGE)), 1)
+        assert into == LARGE
+        with pytest.raises(PeerLostError, match="rank 1 left"):
+            backend.recv(into, 1)
+
+    Looped(slowness=20).run(run, 2)
 
 
 def test_closing_ends_the_librarys_groups() -> None:
