@@ -208,3 +208,20 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
         late.begin(1, 0)
         assert late.absent() == [0]
         assert not late.spin()
+
+
+def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_there_are() -> None:
+    """Neighbours attach a rank's first segment when they meet: there is where windows have to be."""
+    with neighbours(2) as commons:
+        for ident in range(1, 41):
+            for window in windows_of(commons, ident):
+                window.make_stage()
+        last = windows_of(commons, 50)
+        last[0].make_stage()
+        last[0].mine.slot(1, 1, torch.int64).fill_(42)
+        for window in last:
+            Meet(window, first=True).begin(1, 0)
+        commons[0].arena.close()  # as when its process ends
+        assert last[1].spin(1)
+        assert last[1].pane(0).slot(1, 1, torch.int64).item() == 42
+        assert last[1].pane(0).stage_address

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 from clusters import SharedMemory
 from torch import Tensor
 

@@ -28,7 +28,10 @@ _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a ledger
-ROOM = 64 << 20  # bytes behind it and the lanes; they cost nothing until they are written
+ROOM = (
+    1 << 30
+)  # bytes behind it and the lanes, which cost nothing until they are written: windows of
+# a hundred groups and their staging memory, so that they are found when this rank has ended
 
 
 def make_fence() -> Callable[[], object]:

@@ -13,8 +13,8 @@ class Meet:
     """A step: come to a meeting of a window, and wait for the others.
 
     first    whether a collective begins with it
-    last     whether it ends one in which members' own tensors were read: one that has given up at
-             this meeting, and may have written them meanwhile, has not come, though its flag says so
+    last     whether it ends one in which members' own tensors were read: one that has given up
+             here, and may have written them meanwhile, has not come, though its flag says so
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 

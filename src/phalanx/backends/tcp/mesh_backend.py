@@ -75,8 +75,9 @@ class MeshBackend(Backend):
         try:
             if world_size > 1:
                 sharing = self.sharing.relaxed() if fall_back else self.sharing
-                commons = mesh.commons = sharing.offer(rank, world_size, fall_back=fall_back)
-                attach = partial(sharing.attach, commons, rank) if sharing.shares else None
+                commons, why_not = sharing.offer(rank, world_size)
+                mesh.commons = commons
+                attach = partial(sharing.attach, commons, why_not, rank) if sharing.shares else None
                 if rank == 0:
                     mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:
