@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 _FOLDED = 1.125
 
 # Where processors are scarce, a rank alone with a whole tensor leaves one of them idle at times.
-_ALONE = 1.03
+_ALONE = 1.02
 
 
 def _log(p: int) -> int:
