@@ -306,6 +306,16 @@ def test_words_come_out_as_they_went_in(
     assert again._replace(payload=bytes(again.payload)) == word
 
 
+def test_what_is_in_a_word_lies_as_torch_needs_it_to_compute_with_it() -> None:
+    for dtype in (torch.complex128, torch.float64, torch.bfloat16):
+        size = dtype.itemsize * 16
+        word = Word(Verb.MESSAGE, Channel(0, Kind.COLLECTIVE, 0), 0, 0, size, bytes(size))
+        block = memoryview(bytearray(pack(word)))
+        whole = torch.frombuffer(block, dtype=torch.uint8)
+        payload = torch.frombuffer(unpack(block).payload, dtype=torch.uint8)
+        assert (payload.data_ptr() - whole.data_ptr()) % 16 == 0
+
+
 @given(st.binary(min_size=WORD, max_size=WORD))
 def test_no_block_is_read_as_more_than_a_word(block: bytes) -> None:
     try:
