@@ -88,6 +88,7 @@ class Commons:
         self.stalled: dict[Lane, Callable[[], None]] = {}  # full lanes, and what to do when not
         self.watched: dict[Ticket, Meet] = {}
         self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
         self._rank = rank
         self._retired: list[Window] = []
         self._disputed: set[Ticket] = set()
@@ -140,6 +141,11 @@ class Commons:
             ticket.arm(meeting=True)
             self.watched[ticket] = meet
         return ticket
+
+    def stall(self, lane: Lane, go_on: Callable[[], None]) -> None:
+        """A lane is full: when it is not, go on."""
+        self.stalled[lane] = go_on
+        self.begins_to_wait()
 
     @property
     def waits(self) -> bool:
@@ -206,3 +212,7 @@ class Commons:
         self.arena.close()
         os.close(self.bell)
         os.close(self._rope)
+
+
+def _nothing() -> None:
+    pass

@@ -57,6 +57,7 @@ class TcpEngine(Engine):
         """From now on, groups have windows on the memory of the ranks of this host."""
         self.commons = commons
         self.reactor.watch(commons.bell, commons.heard_bell, read=True)
+        commons.begins_to_wait = self.watch_memory
         for peer, link in self.mesh.links.items():
             link.lane = commons.lanes.get(peer)
 

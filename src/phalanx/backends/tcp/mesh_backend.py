@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import weakref
@@ -68,6 +69,7 @@ class MeshBackend(Backend):
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._engine = engine
         self.topology = (0,) * world_size
+        self.links = self.links._replace(processors=os.cpu_count() or math.inf)
         mesh = engine.mesh
         mesh.host = host
         try:
