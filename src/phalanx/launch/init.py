@@ -23,10 +23,10 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     bounds the wait for the other ranks here, and is the default of every later call.
 
     `backend` is "tcp"; "shm", shared memory, for ranks on one host; "hybrid", shared memory inside
-    a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto", which is shm on one host and hybrid on several, and falls
-    back to TCP where memory cannot be shared. Another name raises `BackendUnavailableError`, as
-    does a store of the launcher that cannot be reached. An environment that makes no sense raises
-    what `read_environment` says.
+    a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto",
+    which is shm on one host and hybrid on several, and falls back to TCP where memory cannot be
+    shared. Another name raises `BackendUnavailableError`, as does a store of the launcher that
+    cannot be reached. An environment that makes no sense raises what `read_environment` says.
     """
     factory = factory_named(backend)
     world = read_environment(os.environ)

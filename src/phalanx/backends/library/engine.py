@@ -317,12 +317,6 @@ class LibraryEngine(Engine):
         if self.courier is None:
             return
         self.courier.send_control_to_all(Kind.LEAVE)
-        self.wait_until_said(seconds)
-
-    def wait_until_said(self, seconds: float) -> None:
-        """See to it that words leave this process, for so many seconds at most. Lock held."""
-        if self.courier is None:
-            return
         deadline = monotonic() + seconds
         # A peer whose library calls back lets go at once, whatever it is doing.
         while not self.courier.may_go(let_go=self._calls_back) and monotonic() < deadline:

@@ -62,9 +62,7 @@ def meet(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float
         _gather(rank, members, expected, deadline, timeout)
     else:
         others = members[1:]
-        expected = {
-            peer: comm.Irecv([bytearray(1), 1, mpi.BYTE], peer, tag) for peer in others
-        }
+        expected = {peer: comm.Irecv([bytearray(1), 1, mpi.BYTE], peer, tag) for peer in others}
         _gather(rank, members, expected, deadline, timeout)
         sent = [comm.Isend(word, peer, tag) for peer in others]
     wait_until(lambda: mpi.Request.Testall(sent), deadline - monotonic())

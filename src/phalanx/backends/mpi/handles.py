@@ -18,9 +18,7 @@ class MpiHandle(Handle):
 
     __slots__ = ("_is_receive", "_pending", "_request", "_steps")
 
-    def __init__(
-        self, steps: Steps, pending: set[MpiHandle], *, is_receive: bool = False
-    ) -> None:
+    def __init__(self, steps: Steps, pending: set[MpiHandle], *, is_receive: bool = False) -> None:
         self._steps = steps
         self._is_receive = is_receive
         self._request: Request = next(steps, None)
