@@ -3,7 +3,7 @@
 #   make demo    set up, then train a small language model on two ranks
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
-#   make bench   all_reduce beside Gloo
+#   make bench   all_reduce beside Gloo, MPI, and what else is installed
 #
 # Long forms of what the tests do in short, each of which prints N of N:
 #
@@ -12,6 +12,7 @@
 #   make bad-days  the launcher killed, interrupted and restarted
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
+#   make two-hosts algorithms side by side between two hosts; needs root
 #   make agreement what it costs that ranks compare what they do
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
@@ -25,7 +26,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench stress blame bad-days fuzz flood agreement clean
+.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts agreement clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -43,7 +44,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 bench: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/all_reduce.py $(ARGS)
+	$(BIN)/phalanx bench $(ARGS)
 
 stress: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/run.py $(ARGS)
@@ -60,6 +61,9 @@ fuzz: $(READY)
 
 flood: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/door_flood.py $(ARGS)
+
+two-hosts: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)

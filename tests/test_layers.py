@@ -17,7 +17,7 @@ LAYERS = [
     {"backends"},
     {"collectives"},
     {"parallel"},
-    {"launch", "cli"},
+    {"launch", "bench", "cli"},
     {"__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

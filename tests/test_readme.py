@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import phalanx
+from phalanx.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -70,6 +72,13 @@ def test_the_launcher_understands_the_commands_in_the_readme(command: str, tmp_p
     assert ended.returncode != 0
     assert "train.py" in ended.stderr
     assert "No such option" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("phalanx bench")])
+def test_the_benchmarks_in_the_readme_are_understood(command: str) -> None:
+    """Each is asked for too few ranks: it is read to the end, and nothing is started."""
+    result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--ranks", "1"])
+    assert isinstance(result.exception, phalanx.InvalidWorldSizeError), result.output
 
 
 def test_make_demo_and_make_test_are_the_two_commands() -> None:

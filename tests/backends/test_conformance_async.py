@@ -164,6 +164,11 @@ def test_the_bits_are_those_of_a_simulated_run(cluster: Cluster, algorithm: str)
         mine = torch.randn(count, generator=generator)
         return phalanx.all_reduce(mine, backend, ReduceOp.MEAN, algorithm=algorithm)
 
-    expected = phalanx.simulate(reduce, 3)[0]
+    def reduce_on_such_hosts(backend: Backend) -> torch.Tensor:
+        backend.topology = hosts  # by which two_level goes
+        return reduce(backend)
+
+    hosts = cluster.run(lambda backend: backend.topology, 3)[0]
+    expected = phalanx.simulate(reduce_on_such_hosts, 3)[0]
     for result in cluster.run(reduce, 3):
         assert torch.equal(result, expected)

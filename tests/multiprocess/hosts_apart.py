@@ -15,7 +15,7 @@ from networks import Network
 from ranks import Job
 
 import phalanx
-from phalanx import Backend
+from phalanx import Backend, TcpBackend
 from phalanx.collectives.cost import Choice, choose
 
 
@@ -108,10 +108,15 @@ def bytes_out() -> int:
 
 
 def measure(
-    network: SharedHosts, count: int, algorithms: list[str], rounds: int, megabits: int | None
+    network: SharedHosts,
+    count: int,
+    algorithms: list[str],
+    rounds: int,
+    megabits: int | None,
+    kind: type[Backend] = TcpBackend,
 ) -> list[Report]:
     """Run that on every rank of a network; for each what it returned."""
-    with Job(network.world_size, network=network, timeout=50.0) as job:
+    with Job(network.world_size, network=network, timeout=50.0, kind=kind) as job:
         outcomes = [
             job.start(rank, all_reduces, count, algorithms, rounds, megabits)
             for rank in range(network.world_size)

@@ -33,6 +33,7 @@ class Place(NamedTuple):
     host: str
     timeout: float
     heartbeat: float | None
+    kind: type[Backend]
 
 
 class Job:
@@ -40,6 +41,7 @@ class Job:
 
     timeout, heartbeat   those of the backends
     network              each rank is on a host of its own there
+    kind                 of backend: one whose ranks meet over TCP
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class Job:
         timeout: float = 20.0,
         heartbeat: float | None = None,
         network: Network | None = None,
+        kind: type[Backend] = TcpBackend,
     ) -> None:
         self._world_size = world_size
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._network = network
+        self._kind = kind
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -89,7 +93,15 @@ class Job:
             address = f"{self._network.address(0)}:{PORT}"
             held, host = None, self._network.host(rank)
         return Place(
-            rank, self._world_size, address, token, held, host, self._timeout, self._heartbeat
+            rank,
+            self._world_size,
+            address,
+            token,
+            held,
+            host,
+            self._timeout,
+            self._heartbeat,
+            self._kind,
         )
 
     def __enter__(self) -> Job:
@@ -126,7 +138,7 @@ def _rank(pipe: Connection, fn: Callable[..., Any], place: Place, args: tuple[An
     try:
         if place.host:
             enter(place.host)
-        backend = TcpBackend(
+        backend = place.kind(  # type: ignore[call-arg]  # as those are made that meet over TCP
             place.rank,
             place.world_size,
             place.address,

@@ -6,6 +6,8 @@ import pytest
 from hosts_apart import SharedHosts, measure
 from networks import why_not
 
+from phalanx import Backend, HybridBackend, TcpBackend
+
 COUNT = 2 << 20  # bytes
 
 
@@ -15,9 +17,10 @@ def _networks_are_allowed() -> None:
         pytest.skip(why_not())
 
 
-def test_each_host_sends_its_data_once() -> None:
+@pytest.mark.parametrize("kind", [TcpBackend, HybridBackend])
+def test_each_host_sends_its_data_once(kind: type[Backend]) -> None:
     with SharedHosts(2, 2) as network:
-        reports = measure(network, COUNT, ["two_level", "direct"], 1, None)
+        reports = measure(network, COUNT, ["two_level", "direct"], 1, None, kind)
     for topology, figures, _ in reports:
         assert topology[0] == topology[1] != topology[2] == topology[3]
         # What else crosses: headers, acknowledgements, two barriers.

@@ -1,7 +1,7 @@
 """Algorithms side by side between hosts: `python tests/scripts/two_hosts.py --help`. Needs root.
 
-Hosts are network namespaces on this machine, with some ranks each over TCP, and what each host
-sends is held to a rate. Of each all_reduce: the median time of the slowest rank, and the bytes that
+Hosts are network namespaces on this machine, with some ranks each, and what each host sends is held
+to a rate. Of each all_reduce: the median time of the slowest rank, and the bytes that
 left the host that sent most, as the kernel counts them, over the tensor's. `due` is what the
 schedule sends; headers, acknowledgements and two barriers come on top. `auto` is told the rate.
 """
@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "multiprocess"))
 from hosts_apart import SharedHosts, measure
 from networks import why_not
 
+from phalanx import HybridBackend, TcpBackend
 from phalanx.collectives.schedules import Send, row_for, schedule
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
+KINDS = {"tcp": TcpBackend, "hybrid": HybridBackend}
 ALGORITHMS = ["ring", "direct", "tree", "halving_doubling", "star", "two_level"]
 
 
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on each host")
+    parser.add_argument("--backend", choices=KINDS, default="hybrid")
     parser.add_argument("--megabits", type=int, default=1000, help="a second; 0: not held back")
     parser.add_argument("--sizes", default="64K,256K,1M,4M,16M", help="bytes, such as 64K,16M")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
@@ -58,18 +61,17 @@ def main() -> None:
         raise SystemExit(why_not())
     megabits = options.megabits or None
     names = [*options.algorithms.split(","), "auto"]
-    console = Console(width=110)
+    console, kind = Console(width=110), KINDS[options.backend]
     rate = f"{megabits} Mbit/s" if megabits else "any rate"
-    title = (
-        f"all_reduce, float32: {options.hosts} hosts of {options.ranks} ranks, {rate} out of each"
-    )
+    where = f"{options.hosts} hosts of {options.ranks} ranks, {rate} out of each"
+    title = f"all_reduce over {options.backend}, float32: {where}"
     table = Table(title=title)
     for heading in ("bytes", "algorithm", "ms", "estimated ms", "left a host / bytes", "due"):
         table.add_column(heading, justify="right")
     for text in options.sizes.split(","):
         count = parse_size(text)
         with SharedHosts(options.hosts, options.ranks, megabits=megabits) as network:
-            reports = measure(network, count, names, options.rounds, megabits)
+            reports = measure(network, count, names, options.rounds, megabits, kind)
         hosts, _, choice = reports[0]
         for name in names:
             figures = [report[1][name] for report in reports]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from clusters import CLUSTERS, Cluster
 from ranks import run_ranks
@@ -46,7 +48,10 @@ def run_on(
     """
     reference = Reference(program)
 
+    hosts = hosts_of(program)
+
     def be_a_rank(backend: Backend) -> None:
+        backend.topology = hosts
         performer = Performer(
             program, backend, reference, threads=cluster.keeps_time, observe=observe
         )
@@ -56,6 +61,12 @@ def run_on(
         cluster.run(be_a_rank, program.size, timeout=timeout)
     else:
         phalanx.simulate(be_a_rank, program.size, seed=program.seed)
+
+
+def hosts_of(program: Program) -> tuple[int, ...]:
+    """Where the ranks take themselves to be: on up to three hosts, in whatever order."""
+    chance = Random(program.seed)
+    return tuple(chance.randrange(1 + program.seed % 3) for _ in range(program.size))
 
 
 def run_in_processes(programs: list[Program]) -> None:

@@ -47,6 +47,14 @@ class Collector:
             self.messages.append((header, bytearray()))
         return _Sink(self.messages[-1][1], self.window)
 
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        if self._left:
+            self._left -= 1
+            return False
+        self._left = self.refuse
+        self.messages.append((header, bytearray(payload)))
+        return True
+
     def control(self, header: Header, payload: bytes) -> None:
         self.controls.append((header, payload))
 

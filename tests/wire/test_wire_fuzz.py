@@ -31,6 +31,9 @@ class _Never:
     def message(self, header: Header) -> None:
         return None
 
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        raise AssertionError("nothing whole has come")
+
     def control(self, header: Header, payload: bytes) -> None:
         raise AssertionError("nothing whole has come")
 

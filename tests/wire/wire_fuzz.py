@@ -175,6 +175,14 @@ class Receiver:
         self.found.append((header, content))
         return Sink(content, self._room)
 
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        assert header.offset == 0, header
+        assert len(payload) == header.length == header.total <= MAX_PAYLOAD, header
+        if self._refusals and self._rng.random() < self._refusals:
+            return False
+        self.found.append((header, bytearray(payload)))
+        return True
+
     def control(self, header: Header, payload: bytes) -> None:
         assert len(payload) == header.length <= MAX_CONTROL, header
         self.found.append((header, bytearray(payload)))

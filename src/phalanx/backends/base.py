@@ -19,9 +19,9 @@ from phalanx.backends.engine import (
     Step,
     ring_barrier,
 )
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
+from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, Links
 from phalanx.backends.native import Call, Native
-from phalanx.backends.shm.window import Meet
+from phalanx.backends.shm.meeting import Meet
 from phalanx.errors import DistributedError, PeerLostError
 
 if TYPE_CHECKING:
@@ -59,11 +59,6 @@ class Backend(Calls):
         self.native = None if self._strict else engine.native_for(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
-
-    @property
-    def link_cost(self) -> LinkCost:
-        """What messages cost in this group, as estimated for all of its links."""
-        return self.links.inside if len(set(self.topology)) == 1 else self.links.between
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"

@@ -17,7 +17,7 @@ from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
-    from phalanx.backends.shm.window import Meet
+    from phalanx.backends.shm.meeting import Meet
 
 
 class Calls(Messages):

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.bench import bench_command
 from phalanx.cli.doctor import doctor_command
 from phalanx.cli.run import run_command
 from phalanx.cli.trace import trace_command
@@ -53,4 +54,5 @@ def _options(
 # Everything after the script is the script's, whatever it looks like.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 app.command("trace")(trace_command)
+app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)

@@ -23,6 +23,7 @@ from phalanx.backends.base import Backend
 from phalanx.backends.links import LinkCost
 from phalanx.collectives.memo import remembered
 from phalanx.collectives.schedules import COLLECTIVES, row_for
+from phalanx.collectives.tuning import measured
 from phalanx.collectives.walk import Pace, walk
 
 
@@ -43,11 +44,13 @@ class Choice(NamedTuple):
 
     algorithm: str
     estimates: Mapping[str, float]
+    tuning: str = ""  # the hash of the file that says what was measured, if one does
 
     def __str__(self) -> str:
         ordered = sorted(self.estimates.items(), key=lambda item: item[1])
         listed = ", ".join(f"{name} {seconds * 1e6:,.0f} us" for name, seconds in ordered)
-        return f"{self.algorithm}: estimated {listed}"
+        how = f"measured (tuning {self.tuning})" if self.tuning else "estimated"
+        return f"{self.algorithm}: {how} {listed}"
 
 
 # Contributions of one round are held aside and folded afterwards, at about this cost.
@@ -171,6 +174,10 @@ def choose(collective: str, count: int, backend: Backend) -> Choice:
     """
 
     def estimate() -> Choice:
+        known = measured(collective, count, backend)
+        if known is not None:
+            times = known.seconds
+            return Choice(min(times, key=times.__getitem__), times, known.tuning)
         if len(set(backend.topology)) == 1:
             estimates = {
                 name: seconds(formula(backend.world_size, count), backend.links.inside)

@@ -23,6 +23,7 @@ from phalanx.collectives.object_decoder import decode
 from phalanx.collectives.object_encoder import encode
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.schedules import ROOTED, for_root, row_for
+from phalanx.collectives.tuning import tuning_of
 from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
 
 CONTENT = 1  # the buffer after WORK, in which the lengths are
@@ -92,6 +93,8 @@ def move(
         ]
 
     signature = f"root {root}" if collective in ROOTED else ""
+    if tuning := tuning_of(backend):
+        signature += f"{', ' if signature else ''}tuning {tuning}"
     operation = backend.start(
         name,
         program(),

@@ -65,6 +65,7 @@ class Key(NamedTuple):
     op: ReduceOp | None = None
     root: int = 0
     hosts: tuple[int, ...] | None = None  # of the ranks, where the algorithm goes by them
+    tuning: str = ""  # the file by which the algorithm was picked, if one was
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def _signature(key: Key) -> str:
     what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
     op = f", {key.op.value}" if key.op is not None else ""
     root = f", root {key.root}" if key.collective in ROOTED else ""
-    return f"{what}{op}{root}, {key.algorithm}{_where(key.hosts)}"
+    tuning = f", tuning {key.tuning}" if key.tuning else ""
+    return f"{what}{op}{root}, {key.algorithm}{_where(key.hosts)}{tuning}"
 
 
 def _where(hosts: tuple[int, ...] | None) -> str:

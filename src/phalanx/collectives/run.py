@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Generic, NamedTuple, TypeVar, cast
 
-import torch
 from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.base import Backend
@@ -27,6 +26,7 @@ from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.plan import Key, Plan, make_plan
 from phalanx.collectives.reduce_op import reduction_for
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
+from phalanx.collectives.stage import borrow_stage, then_return
 from phalanx.collectives.task import Task
 from phalanx.collectives.work import work_for
 from phalanx.errors import UnsupportedOperationError
@@ -61,12 +61,14 @@ def chosen(
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
         window = backend.group.window
         together = window is not None and window.size == backend.world_size
-        if name == "auto" and together:
-            name = FLAT[collective]
-        elif name == "auto":
-            name = choose(collective, prod(shape) * dtype.itemsize, backend).algorithm
+        tuning = ""
+        if name == "auto":
+            picked = choose(collective, prod(shape) * dtype.itemsize, backend)
+            name, tuning = picked.algorithm, picked.tuning
+            if together and not tuning:
+                name = FLAT[collective]
         hosts = backend.topology if COLLECTIVES[collective][name].placed else None
-        key = Key(collective, name, shape, dtype, op, root, hosts)
+        key = Key(collective, name, shape, dtype, op, root, hosts, tuning)
         plan = make_plan(key, backend.rank, backend.world_size)
         if window is not None and together and plan.program and name == FLAT[collective]:
             return Choice(plan, Flat(plan, window))
@@ -208,10 +210,13 @@ def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
         return _Way(cast("tuple[Round, ...]", plan.program), result, buffers)
     stage = None
     if plan.stage_size:
-        stage = torch.empty(plan.stage_size, dtype=torch.uint8)
+        stage = borrow_stage(backend, plan.stage_size)
         buffers += (tensor_bytes(stage),)
     arithmetic = Arithmetic(plan, work, stage, backend.world_size)
-    return _Way(arithmetic.carry_out(plan.program), result, buffers, arithmetic.combine)
+    steps = arithmetic.carry_out(plan.program)
+    if stage is not None:
+        steps = then_return(steps, backend, stage)
+    return _Way(steps, result, buffers, arithmetic.combine)
 
 
 def _why_not_native(backend: Backend) -> str:

@@ -33,9 +33,11 @@ VERSION = 1
 MAX_PAYLOAD = 4 << 20
 MAX_CONTROL = 1 << 20
 STAGING = 64 << 10
+ALIGNED = 16  # bytes: elements of every dtype that lie there can be computed with
 
 _HEADER = struct.Struct("<4sBBHIQqQQQ")
 HEADER_SIZE = _HEADER.size
+_FIRST = -HEADER_SIZE % ALIGNED  # where a header is staged, so that its payload is aligned
 
 
 class FrameError(Exception):
@@ -57,6 +59,7 @@ class Kind(enum.IntEnum):
     ANSWER = 10  # what I wait for
     BEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
+    PIECE = 13  # a part of a message lies in memory that you have attached
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -148,6 +151,10 @@ class FrameReceiver(Protocol):
         """A frame of a message begins: where to put it, or None to be asked again by `resume`."""
         ...
 
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        """A message came in one piece, in memory for now; False to be asked again by `resume`."""
+        ...
+
     def control(self, header: Header, payload: bytes) -> None:
         """A whole control frame came."""
         ...
@@ -180,16 +187,16 @@ class FrameDecoder:
 
     def space(self) -> memoryview:
         """Where to write the next bytes. Empty only while `paused`."""
-        if self._left and self._sink is not None and self._begin == self._end:
-            self._direct = True
-            return self._sink.space()[: self._left]
-        self._direct = False
         if self._begin == self._end:
-            self._begin = self._end = 0
+            if self._left and self._sink is not None:
+                self._direct = True
+                return self._sink.space()[: self._left]
+            self._begin = self._end = _FIRST
         elif self._end == STAGING:
             kept = self._staging[self._begin : self._end]
             self._begin, self._end = 0, len(kept)
             self._view[: len(kept)] = kept
+        self._direct = False
         return self._view[self._end :]
 
     def received(self, count: int) -> None:
@@ -229,10 +236,17 @@ class FrameDecoder:
             if not header.length:
                 self._finish_control()
             return True
+        first = self._begin + HEADER_SIZE
+        stop = first + header.length
+        if header.length == header.total and stop <= self._end and first % ALIGNED == 0:
+            if not self._receiver.whole(header, self._view[first:stop]):
+                return False
+            self._begin = stop
+            return True
         sink = self._receiver.message(header)
         if sink is None:
             return False
-        self._begin += HEADER_SIZE
+        self._begin = first
         self._sink = sink
         self._left = header.length
         return True

@@ -50,7 +50,7 @@ class Arrival:
         self.posted: PostedReceive | None = None
         self.kept = False  # nobody has asked for it yet
         self.order = 0  # among the messages that are kept
-        self._chunks: list[bytearray] = []
+        self._chunks: list[memoryview] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
         self._block: memoryview | None = None  # where bytes wait to be combined,
         self._staged = 0  # and how many do
@@ -61,12 +61,11 @@ class Arrival:
         """Room for the bytes that come next."""
         posted = self.posted
         left = self.total - self.filled
-        if self.kept or self._chunks:
+        if self.kept:
             if not self._chunk_left:
-                self._add_chunk(bytearray(min(left, BLOCK)))
+                self._add_chunk(self.mailbox.borrow_chunk(left))
                 self._chunk_left = len(self._chunks[-1])
-            chunk = self._chunks[-1]
-            return memoryview(chunk)[len(chunk) - self._chunk_left :]
+            return self._chunks[-1][-self._chunk_left :]
         if posted is None:
             return self.mailbox.waste[:left]
         if posted.combine:
@@ -79,7 +78,7 @@ class Arrival:
         """`count` more bytes are in `space()`."""
         self.filled += count
         posted = self.posted
-        if self.kept or self._chunks:
+        if self.kept:
             self._chunk_left -= count
         elif posted is not None and posted.combine:
             assert self._block is not None
@@ -91,27 +90,43 @@ class Arrival:
         if self.filled == self.total:
             self.mailbox.arrived(self)
 
+    def take(self, piece: memoryview) -> None:
+        """More bytes are here, in memory that may be read now but not later."""
+        posted = self.posted
+        if posted is not None and posted.combine and not self._staged:
+            self.filled += len(piece)
+            combine_into(posted, posted.start + self.filled - len(piece), piece)
+            if self.filled == self.total:
+                self.mailbox.arrived(self)
+            return
+        while piece:
+            space = self.space()[: len(piece)]
+            space[:] = piece[: len(space)]
+            piece = piece[len(space) :]
+            self.advance(len(space))
+
     # For the mailbox ----------------------------------------------------------------------
 
     def keep_whole(self, message: memoryview) -> None:
         """Copy a message that is here, but for which nobody has asked."""
-        self._add_chunk(bytearray(message))
+        self._add_chunk(memoryview(bytearray(message)))
         self.filled = self.total
 
     def hand_over(self, posted: PostedReceive) -> None:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
         self.kept = False
-        if posted.combine and self.filled < self.total:
-            return  # combined when it is whole
+        if posted.combine and self._chunk_left:
+            # Half an element cannot be combined: what is in the last chunk waits for its rest.
+            self._block = self._chunks.pop()
+            self._staged = len(self._block) - self._chunk_left
+            self.mailbox.early_bytes[self.peer] -= len(self._block)
         self._empty_chunks(posted)
 
     def whole(self) -> None:
         """The last byte is here."""
-        posted = self.posted
-        if posted is not None:
-            self._empty_chunks(posted)
-            posted.complete()
+        if self.posted is not None:
+            self.posted.complete()
         self._return_block()
 
     def forget(self) -> None:
@@ -129,13 +144,13 @@ class Arrival:
         self.posted = None
         self.kept = True
         if self.filled:
-            self._add_chunk(bytearray(posted.view[: self.filled]))
+            self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
         """Put what is in the chunks where it belongs."""
         start = 0
         for chunk in self._chunks:
-            part = memoryview(chunk)[: self.filled - start]
+            part = chunk[: self.filled - self._staged - start]
             if posted.combine:
                 combine_into(posted, posted.start + start, part)
             else:
@@ -143,12 +158,14 @@ class Arrival:
             start += len(part)
         self._drop_chunks()
 
-    def _add_chunk(self, chunk: bytearray) -> None:
+    def _add_chunk(self, chunk: memoryview) -> None:
         self._chunks.append(chunk)
         self.mailbox.early_bytes[self.peer] += len(chunk)
 
     def _drop_chunks(self) -> None:
-        self.mailbox.early_bytes[self.peer] -= sum(map(len, self._chunks))
+        for chunk in self._chunks:
+            self.mailbox.early_bytes[self.peer] -= len(chunk)
+            self.mailbox.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0
 

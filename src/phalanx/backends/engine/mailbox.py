@@ -25,6 +25,7 @@ from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
+BLOCKS_KEPT = 64  # that are not in use; 16 MiB
 
 
 def is_full(kept: int) -> bool:
@@ -185,9 +186,14 @@ class Mailbox:
         """A block to collect bytes in before they are combined."""
         return self._blocks.pop() if self._blocks else memoryview(bytearray(BLOCK))
 
+    def borrow_chunk(self, left: int) -> memoryview:
+        """Memory for a message that nobody has asked for, of which `left` bytes are to come."""
+        return self.borrow_block() if left >= BLOCK else memoryview(bytearray(left))
+
     def return_block(self, block: memoryview) -> None:
-        """The block is free again."""
-        self._blocks.append(block)
+        """The block, or chunk, is free again: new memory costs more than to fill it."""
+        if len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
+            self._blocks.append(block)
 
     def withdraw(self, posted: PostedReceive) -> None:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""

@@ -53,7 +53,9 @@ class PostedReceive:
         if not self.done:
             self.done = True
             self.view = NOTHING
-            self.ticket.part_done()
+            ticket = self.ticket
+            del self.ticket  # which lists this: the garbage collector would have to come
+            ticket.part_done()
 
 
 class PostedSend:
@@ -72,7 +74,9 @@ class PostedSend:
         if not self.done:
             self.done = True
             self.view = NOTHING
-            self.ticket.part_done()
+            ticket = self.ticket
+            del self.ticket  # which lists this: the garbage collector would have to come
+            ticket.part_done()
 
 
 class Meeting(Protocol):

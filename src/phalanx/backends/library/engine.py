@@ -11,6 +11,7 @@ a thread that does so in the background.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from phalanx.wire.messages import Answer, Ask, encode
 
 SLICE = 0.02  # seconds that a collective is waited for before messages are looked after again
 LOOK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
+LOOKS = 200  # at what may be over, one after the other, before the first pause
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds between questions, if it does not call back
 
 
@@ -223,26 +225,38 @@ class LibraryEngine(Engine):
     def look_after_all(self) -> bool:
         """See to everything that is over; whether anything was."""
         any_over = self.natives.poll()
+        self.run_ready()  # before it is heard that somebody has left: what is complete is complete
         while self.courier is not None and self.courier.poll():
             any_over = True
         self.run_ready()
         return any_over
 
-    def _rest(self, until: Operation, seconds: float, *, streams: bool = True) -> None:
+    def _rest(self, until: Operation, seconds: float, *, in_background: bool = False) -> None:
         """Sleep until something may have happened, or for so long. Lock held, but let go."""
         if seconds <= 0:
             return
-        ticket = self.natives.waited_for(until, streams=streams)
+        ticket = self.natives.waited_for(until, streams=not in_background)
         if ticket is not None:
             self._wait_for(ticket, min(seconds, SLICE))
         elif self._calls_back:
             # Other operations' collectives do not call back.
             self._condition.wait(min(seconds, SLICE if self.natives.busy else LOOK))
-        elif self.look_after_all():
+        elif self._comes_soon(until, 0 if in_background else LOOKS):
             self._pause = SHORTEST_PAUSE
         else:
             self._condition.wait(min(seconds, self._pause))
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _comes_soon(self, until: Operation, looks: int) -> bool:
+        """Whether anything is over within so many looks: a sleep is longer than most waits."""
+        while not self.look_after_all():
+            if looks == 0 or until.done or self.closed:
+                return False
+            looks -= 1
+            self.lock.release()
+            os.sched_yield()
+            self.lock.acquire()
+        return True
 
     def _wait_for(self, ticket: CallTicket, seconds: float) -> None:
         handle, over, failure = ticket.handle, False, None
@@ -303,7 +317,7 @@ class LibraryEngine(Engine):
                 soon = min(soon, max(0.0, operation.group.attend(operation)))
             self.run_ready()
             if self._background and not self.closed:
-                self._rest(next(iter(self._background)), soon, streams=False)
+                self._rest(next(iter(self._background)), soon, in_background=True)
 
     @override
     def operation_done(self, operation: Operation) -> None:

@@ -39,7 +39,7 @@ class CallTicket(Ticket):
 
     @override
     def needs(self, rank: int) -> bool:
-        return rank in self.operation.group.to_local
+        return not self.done and rank in self.operation.group.to_local
 
     @override
     def outstanding_peers(self) -> list[int]:
@@ -173,7 +173,7 @@ class Natives:
 
         streams   whether that may be one that only makes this thread's stream wait
         """
-        ticket = operation.group.head_of_queue(operation).ticket
+        ticket = operation.ticket or operation.group.head_of_queue(operation).ticket
         if type(ticket) is not CallTicket or ticket not in self._flying or ticket.busy:
             return None
         assert ticket.handle is not None

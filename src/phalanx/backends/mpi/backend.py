@@ -27,9 +27,10 @@ class MpiBackend(LibraryBackend):
 
     It works on duplicates of `comm`, so that nothing mixes with what else is sent there; the last
     to close frees them, the others keep theirs until MPI ends. MPI has no deadline: a collective
-    that times out breaks its group, and the memory that it was given is kept until MPI ends. When
-    a rank dies, `mpirun` ends the whole job, this rank included; an exception ends one rank only,
-    and the others are told when it closes its backend (a `with` statement does).
+    that times out breaks its group, and the memory that it was given is kept until MPI ends. When a
+    rank dies, `mpirun` ends the whole job, this rank included; an exception ends one rank only, and
+    the others wait for it until their timeout, unless the script is started with
+    `python -m mpi4py`, which then ends the job.
 
     Raises `BackendUnavailableError` without mpi4py or an MPI library, and if MPI was started for
     fewer threads than `MPI.THREAD_MULTIPLE`; `CollectiveTimeoutError` if ranks do not come.
@@ -41,10 +42,9 @@ class MpiBackend(LibraryBackend):
         given = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(given, mpi.Intracomm):
             raise TypeError(f"comm must be an intra-communicator of mpi4py, not {given!r}")
-        ours = [duplicate(given, timeout) for _ in ("collectives", "messages")]
-        collectives, messages = (MpiLibrary(mpi, each) for each in ours)
-        self._libraries = collectives, messages
-        super().__init__(collectives, messages, hosts(mpi, ours[0]), timeout=timeout)
+        own, messages = (duplicate(given, timeout) for _ in ("collectives", "messages"))
+        self._libraries = MpiLibrary(mpi, own), MpiLibrary(mpi, messages)
+        super().__init__(*self._libraries, hosts(mpi, own), timeout=timeout)
 
     @override
     def abort(self) -> None:

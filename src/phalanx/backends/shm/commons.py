@@ -3,6 +3,7 @@
     ledger        where this rank says what memory it shows
     arena         that memory
     neighbours    the other ranks of the host: their ledgers, and the bells that wake them
+    lanes         for each of them, what large messages go through
     windows       for each group, what its members show each other
 
 A rank that waits for a flag looks at it for a short while, and then sleeps until a neighbour rings
@@ -16,7 +17,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.ticket import Ticket
+from phalanx.backends.shm import lane
 from phalanx.backends.shm.arena import Arena
+from phalanx.backends.shm.lane import Lane
 from phalanx.backends.shm.ledger import (
     ASLEEP,
     SIZE,
@@ -25,10 +28,14 @@ from phalanx.backends.shm.ledger import (
     keeps_order,
     make_fence,
 )
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.pane import Pane
 from phalanx.backends.shm.segment import open_of
-from phalanx.backends.shm.window import Meet, Pane, Window
+from phalanx.backends.shm.window import Window
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.backends.engine import Group, Operation
 
 
@@ -40,6 +47,11 @@ class Neighbour:
         self.is_here = process == os.getpid()  # a thread of this process
         self.ledger = LedgerOfPeer(process, memory)
         self._bell = open_of(process, bell, os.O_WRONLY | os.O_NONBLOCK)
+
+    def wake(self) -> None:
+        """Ring, if it sleeps."""
+        if self.ledger.words[ASLEEP]:
+            self.ring()
 
     def ring(self) -> None:
         """Wake it."""
@@ -65,14 +77,18 @@ class Neighbour:
 class Commons:
     """One rank's. All methods are called with the engine's lock held."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.weak_order = not keeps_order()
         self.fence = make_fence()
-        self.ledger = Ledger()
-        self.arena = Arena(self.ledger.segment, SIZE, self.ledger.add_segment)
+        lanes = world_size * lane.SIZE
+        self.ledger = Ledger(lanes)
+        self.arena = Arena(self.ledger.segment, SIZE + lanes, self.ledger.add_segment)
         self.neighbours: dict[int, Neighbour] = {}
+        self.lanes: dict[int, Lane] = {}
+        self.stalled: dict[Lane, Callable[[], None]] = {}  # full lanes, and what to do when not
         self.watched: dict[Ticket, Meet] = {}
         self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._rank = rank
         self._retired: list[Window] = []
         self._disputed: set[Ticket] = set()
 
@@ -88,7 +104,9 @@ class Commons:
 
     def meet(self, rank: int, process: int, memory: int, bell: int) -> None:
         """Another rank of this host. Raises OSError if its memory cannot be had."""
-        self.neighbours[rank] = Neighbour(rank, process, memory, bell)
+        neighbour = Neighbour(rank, process, memory, bell)
+        self.neighbours[rank] = neighbour
+        self.lanes[rank] = Lane(self, self._rank, neighbour, SIZE)
 
     def window(self, group: Group) -> Window | None:
         """A window for those members of a group that are on this host, if there are others."""
@@ -123,8 +141,19 @@ class Commons:
             self.watched[ticket] = meet
         return ticket
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is to come of which only memory tells."""
+        return bool(self.watched or self.stalled)
+
     def look(self) -> None:
-        """See which meetings everybody has come to; their operations are ready to go on."""
+        """See which meetings everybody has come to, so that their operations are ready to go on;
+        and which lanes have room again.
+        """
+        for lane_, go_on in list(self.stalled.items()):
+            if not lane_.is_full:
+                del self.stalled[lane_]
+                go_on()
         for ticket, meet in list(self.watched.items()):
             if self._is_complete(ticket, meet):
                 self.forget(ticket)

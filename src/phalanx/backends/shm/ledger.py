@@ -28,7 +28,7 @@ _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a ledger
-FIRST = 64 << 20  # bytes of the segment in which it lies; they cost nothing until they are written
+ROOM = 64 << 20  # bytes behind it and the lanes; they cost nothing until they are written
 
 
 def make_fence() -> Callable[[], object]:
@@ -65,10 +65,10 @@ def keeps_order() -> bool:
 
 
 class Ledger:
-    """This rank's own."""
+    """This rank's own, at the beginning of a segment; behind it come `lanes` bytes for these."""
 
-    def __init__(self) -> None:
-        self.segment = Segment.create(FIRST)
+    def __init__(self, lanes: int = 0) -> None:
+        self.segment = Segment.create(SIZE + lanes + ROOM)
         self.words = self.segment.words
         self._entries: dict[int, int] = {}  # group -> its entry's first word
 
@@ -110,7 +110,7 @@ class LedgerOfPeer:
 
     def __init__(self, process: int, fd: int) -> None:
         self._process = process
-        first = Segment.attach(process, fd, FIRST)
+        first = Segment.attach(process, fd)
         self.words = first.words
         self._segments = {0: first}
         self._windows: dict[int, tuple[int, int]] = {}
@@ -121,7 +121,9 @@ class LedgerOfPeer:
         segment = self._segments.get(number)
         if segment is None:
             entry = _FIRST_SEGMENT + number * _SEGMENT
-            segment = Segment.attach(self._process, self.words[entry], self.words[entry + 1])
+            segment = Segment.attach(self._process, self.words[entry])
+            if segment.size != self.words[entry + 1]:
+                raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
             self._segments[number] = segment
         return segment
 

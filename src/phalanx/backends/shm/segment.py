@@ -45,13 +45,11 @@ class Segment:
             raise
 
     @classmethod
-    def attach(cls, process: int, fd: int, size: int) -> Segment:
+    def attach(cls, process: int, fd: int) -> Segment:
         """Map what another process has created. Raises OSError if that cannot be, or may not."""
         here = open_of(process, fd, os.O_RDWR)
         try:
-            if os.fstat(here).st_size < size:
-                raise OSError(f"file {fd} of process {process} is not the memory it should be")
-            segment = cls(here, size)
+            segment = cls(here, os.fstat(here).st_size)
         finally:
             os.close(here)
         segment.fd = -1

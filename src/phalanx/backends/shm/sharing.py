@@ -39,7 +39,7 @@ class Sharing(enum.Enum):
         """The same, for ranks that need not be on one host."""
         return Sharing.HOSTS if self is Sharing.ALL else self
 
-    def offer(self, rank: int, *, fall_back: bool = False) -> Commons | None:
+    def offer(self, rank: int, world_size: int, *, fall_back: bool = False) -> Commons | None:
         """What this rank shows to others. Raises `BackendUnavailableError` if it cannot.
 
         fall_back   then it is None, and the ranks that have met will see
@@ -47,7 +47,7 @@ class Sharing(enum.Enum):
         if not self.shares:
             return None
         try:
-            return Commons()
+            return Commons(rank, world_size)
         except (OSError, AttributeError) as error:  # of a system that has no memfd_create
             if fall_back:
                 return None

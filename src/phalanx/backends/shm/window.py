@@ -1,12 +1,7 @@
 """A window: what one rank shows to the other members of a group, and what it sees of them.
 
-Each member has one in its own memory, in which only it writes:
-
-    flag        how many meetings of this group it has come to
-    entry       what it is doing: a hash of the collective, and where what it gives lies, if that is
-                shared memory; two, used in turn
-    stage       where its staging memory is, once it has some
-    slots       two pieces of `SLOT` bytes, used in turn, for small collectives
+Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
+small tensors and staging memory for others. How that lies in memory says pane.py.
 
 A *meeting* is where ranks wait for each other: a member shows something, raises its flag, and goes
 on when all others have raised theirs as high. So after the nth meeting everyone may read what
@@ -21,81 +16,29 @@ line of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import sched_yield
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from phalanx.backends.shm.arena import Block
-from phalanx.backends.shm.segment import Segment
+from phalanx.backends.shm.pane import (
+    CLOSED,
+    ENTRIES,
+    ENTRY,
+    FLAG,
+    SIZE,
+    SLOTS,
+    STAGED,
+    Pane,
+    Shown,
+)
 
 if TYPE_CHECKING:
     from phalanx.backends.shm.commons import Commons
 
-FLAG, ENTRIES, STAGED, CLOSED = 0, 8, 24, 32  # words
-ENTRY = 8  # words: check; segment + 1 and offset of what is given; the same of the result
-SLOTS = 4096  # byte at which they begin
-SLOT = 64 << 10  # bytes
-SIZE = SLOTS + 2 * SLOT
-STAGE = 2 << 20  # bytes of staging memory; its pieces have to stay in the cache
-
-_WORD = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicative hashing)
-
+STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 PATIENCE = 200e-6  # seconds that a rank looks before it lies down to sleep
-
-
-class Shown(NamedTuple):
-    """Where memory of this rank lies that others may read: segment and offset."""
-
-    given: tuple[int, int]
-    result: tuple[int, int]
-
-
-class Pane:
-    """One member's window, as this rank sees it."""
-
-    def __init__(self, rank: int, segment: Segment, offset: int, attach: Callable[[int], Segment]):
-        self.rank = rank  # of the whole job
-        self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
-        self._segment = segment
-        self._slots = offset + SLOTS
-        self._attach = attach
-        self._stage = 0
-
-    def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
-        """A small piece of memory that it shows."""
-        return self._segment.tensor(self._slots + turn * SLOT, count, dtype)
-
-    def slot_address(self, turn: int) -> int:
-        """Where that is, in this process."""
-        return self._segment.start + self._slots + turn * SLOT
-
-    @property
-    def stage_address(self) -> int:
-        """Where its staging memory is, in this process."""
-        if not self._stage:
-            words = self.words
-            self._stage = self._attach(words[STAGED] - 1).start + words[STAGED + 1]
-        return self._stage
-
-    def shown(self, turn: int) -> bool:
-        """Whether what it gives lies in shared memory."""
-        return self.words[ENTRIES + turn * ENTRY + 1] != 0
-
-    def given_address(self, turn: int) -> int:
-        """Where that is, in this process."""
-        entry = ENTRIES + turn * ENTRY
-        return self._attach(self.words[entry + 1] - 1).start + self.words[entry + 2]
-
-    def result_address(self, turn: int) -> int:
-        """Where its result is, in this process."""
-        entry = ENTRIES + turn * ENTRY
-        return self._attach(self.words[entry + 3] - 1).start + self.words[entry + 4]
 
 
 class Window:
@@ -155,8 +98,7 @@ class Window:
         words[FLAG] = value
         self._fence()  # between the flag and the look at who sleeps: see Commons.lie_down
         for other in self._others:
-            if other.ledger.words[0]:
-                other.ring()
+            other.wake()
         return value
 
     def enter(self, check: int, shown: Shown | None) -> None:
@@ -262,43 +204,3 @@ class Window:
         for block in (self._block, self._stage):
             if block is not None:
                 self._commons.arena.give_back(block)
-
-
-class Meet:
-    """A step: come to a meeting of a window, and wait for the others.
-
-    first    whether a collective begins with it
-    shown    for the first: where what this rank gives and gets lies, if others can see it there
-    """
-
-    __slots__ = ("_check", "_first", "_shown", "value", "window")
-
-    def __init__(self, window: Window, *, first: bool = False, shown: Shown | None = None) -> None:
-        self.window = window
-        self.value = 0
-        self._first = first
-        self._shown = shown
-        self._check = 0
-
-    def begin(self, fingerprint: int, sequence: int) -> None:
-        """Show what was written, and come. Again: nothing."""
-        if not self.value:
-            if self._first:
-                # Not fingerprints alone: ranks that are out of step may do the same thing now.
-                self._check = (fingerprint ^ (sequence + 1) * _ODD) & _WORD
-                self.window.enter(self._check, self._shown)
-            self.value = self.window.raise_flag()
-
-    def spin(self) -> bool:
-        """Wait a short while; True if all have come, and to do the same."""
-        if not self.window.spin(self.value):
-            return False
-        return not self._first or self.window.stranger(self.value, self._check) is None
-
-    def absent(self) -> list[int]:
-        """The ranks of the job that have not come."""
-        return self.window.absent(self.value)
-
-    def stranger(self) -> int | None:
-        """A rank of the job that has come to do something else."""
-        return self.window.stranger(self.value, self._check) if self._first else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from typing_extensions import override
 
 from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
 from phalanx.backends.engine.engine import LONGEST_WAIT
-from phalanx.backends.shm.window import Meet, Window
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.window import Window
+from phalanx.backends.tcp.awaited import AllSent, Awaited, NothingLeft
 from phalanx.backends.tcp.mesh import Mesh
 from phalanx.backends.tcp.pulse import Pulse
 from phalanx.backends.tcp.reactor import Reactor
@@ -32,15 +34,6 @@ if TYPE_CHECKING:
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
 GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
 FIRST_LOOK = 0.05  # seconds that an operation is waited for before its deadlines are looked at
-
-
-class Awaited(Protocol):
-    """Something that will be done."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it is."""
-        ...
 
 
 class TcpEngine(Engine):
@@ -64,6 +57,8 @@ class TcpEngine(Engine):
         """From now on, groups have windows on the memory of the ranks of this host."""
         self.commons = commons
         self.reactor.watch(commons.bell, commons.heard_bell, read=True)
+        for peer, link in self.mesh.links.items():
+            link.lane = commons.lanes.get(peer)
 
     # What an engine does --------------------------------------------------------------------
 
@@ -86,7 +81,7 @@ class TcpEngine(Engine):
 
     @override
     def run_ready(self) -> None:
-        if self.commons is not None and self.commons.watched:
+        if self.commons is not None and self.commons.waits:
             self.commons.look()
         super().run_ready()
 
@@ -198,7 +193,7 @@ class TcpEngine(Engine):
 
     def _turn(self, seconds: float) -> None:
         commons = self.commons
-        if commons is not None and commons.watched:
+        if commons is not None and commons.waits:
             commons.lie_down()
             if self.ready:
                 seconds = 0.0
@@ -248,7 +243,7 @@ class TcpEngine(Engine):
             elif self._driver is not None:
                 self._condition.wait(soon)
             else:
-                self.drive(_NothingLeft(self._background), monotonic() + soon)
+                self.drive(NothingLeft(self._background), monotonic() + soon)
             self.pulse.attend()
             soon = EXPIRY_CHECK
             for operation in list(self._background):
@@ -268,7 +263,7 @@ class TcpEngine(Engine):
             if not link.given_up:
                 link.send_control(Kind.LEAVE)
         if self._take_over():
-            self.drive(_AllSent(self.mesh), monotonic() + seconds)
+            self.drive(AllSent(self.mesh), monotonic() + seconds)
 
     def _take_over(self) -> bool:
         """Wait until no other thread drives; False if this one does, further up. Lock held."""
@@ -298,25 +293,3 @@ class TcpEngine(Engine):
                 thread.join()
         finally:
             self.lock.acquire()
-
-
-class _NothingLeft:
-    """Until no operation is outstanding in the background."""
-
-    def __init__(self, operations: set[Operation]) -> None:
-        self._operations = operations
-
-    @property
-    def done(self) -> bool:
-        return not self._operations
-
-
-class _AllSent:
-    """Until everything has left this host."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    @property
-    def done(self) -> bool:
-        return self._mesh.all_sent()

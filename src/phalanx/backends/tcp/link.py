@@ -12,8 +12,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.arrival import Arrival
-from phalanx.backends.engine.ticket import PostedSend
-from phalanx.wire.frame import Channel, FrameDecoder, FrameError, Header, Kind, frames, pack_header
+from phalanx.backends.engine.ticket import NOTHING, PostedSend
+from phalanx.backends.shm.lane import LARGE, PIECES, Lane, Part
+from phalanx.wire.frame import (
+    MAX_PAYLOAD,
+    Channel,
+    FrameDecoder,
+    FrameError,
+    Header,
+    Kind,
+    frames,
+    pack_header,
+)
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
@@ -21,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("phalanx")
 
 READS_AT_A_TIME = 8  # then others have their turn
+END: Part = (b"", NOTHING, 0)  # there are no more parts
+SMALL = 16 << 10  # bytes of a message that is copied rather than queued
 
 
 class Outgoing:
@@ -28,11 +40,17 @@ class Outgoing:
 
     __slots__ = ("begun", "frames", "last_begun", "send")
 
-    def __init__(self, send: PostedSend, parts: Iterator[tuple[bytes, memoryview]]) -> None:
+    def __init__(self, send: PostedSend, lane: Lane | None) -> None:
         self.send: PostedSend | None = send  # None once nobody waits for it
-        self.frames = parts
+        self.frames: Iterator[Part | None] = lane.parts(send) if lane is not None else _parts(send)
         self.begun = 0  # bytes in the frames that have begun
         self.last_begun = False  # whether the last one has
+
+
+def _parts(send: PostedSend) -> Iterator[Part]:
+    operation = send.ticket.operation
+    for header, payload in frames(operation.channel, send.view, operation.fingerprint):
+        yield header, payload, len(payload)
 
 
 class Link:
@@ -51,6 +69,8 @@ class Link:
         self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
         self._arrival: Arrival | None = None
+        self.lane: Lane | None = None  # where large messages go, on one host
+        self._owed = 0  # pieces of the peer's lane that it does not know to be taken
         self._outbox: deque[Outgoing] = deque()
         self._control: deque[bytes] = deque()
         self._pieces: list[memoryview] = []  # what is left of the frame that is being written
@@ -61,10 +81,28 @@ class Link:
 
     def send(self, send: PostedSend) -> None:
         """Put a message in the queue, and write what can be written."""
+        size = len(send.view)
+        if size > SMALL or not self.idle or not self._sent_at_once(send):
+            self._outbox.append(Outgoing(send, self.lane if size >= LARGE else None))
+            self.flush()
+
+    def _sent_at_once(self, send: PostedSend) -> bool:
+        """Whether the socket takes a small message, as it nearly always does."""
         operation = send.ticket.operation
-        parts = frames(operation.channel, send.view, operation.fingerprint)
-        self._outbox.append(Outgoing(send, parts))
-        self.flush()
+        size = len(send.view)
+        header = pack_header(
+            operation.channel, fingerprint=operation.fingerprint, length=size, total=size
+        )
+        message = header + send.view
+        try:
+            written = self.sock.send(message)
+        except OSError:  # which `flush` will meet, too
+            return False
+        send.complete()
+        if written < len(message):
+            self._pieces = [memoryview(message)[written:]]
+            self.flush()
+        return True
 
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
         """Put a control frame before the messages that have not begun."""
@@ -154,10 +192,13 @@ class Link:
             return True
         while self._outbox:
             outgoing = self._outbox[0]
-            part = next(outgoing.frames, None)
-            if part is not None:
-                header, payload = part
-                outgoing.begun += len(payload)
+            part = next(outgoing.frames, END)
+            if part is None:
+                self._stall()
+                return False
+            if part is not END:
+                header, payload, count = part
+                outgoing.begun += count
                 assert outgoing.send is not None
                 outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
                 self._pieces = [memoryview(header)]
@@ -168,6 +209,13 @@ class Link:
             if outgoing.send is not None:
                 outgoing.send.complete()
         return False
+
+    def _stall(self) -> None:
+        """The lane is full: go on when it is not, unless something comes to be said first."""
+        commons = self.mesh.commons
+        assert commons is not None
+        assert self.lane is not None
+        commons.stalled[self.lane] = self.flush
 
     def _written(self, count: int) -> None:
         pieces = self._pieces
@@ -210,7 +258,7 @@ class Link:
                     return
                 self.heard = True
                 self._decoder.received(count)
-                if count < len(space):
+                if count < len(space) or not self._is_wanted:
                     return
         except BlockingIOError:
             return
@@ -218,6 +266,16 @@ class Link:
             self.mesh.link_broke(self, str(error))
         except OSError as error:
             self.mesh.link_broke(self, error.strerror or str(error))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody has asked for what comes next.
+
+        Who has got what it waited for asks for something else first, or asks no more: so less
+        comes early, to be copied. What is in the socket is not forgotten there.
+        """
+        arrival = self._arrival
+        return arrival is not None and arrival.filled < arrival.total and not arrival.kept
 
     def take(self, data: bytes) -> None:
         """Bytes that came together with the end of the handshake."""
@@ -232,7 +290,8 @@ class Link:
             self.mesh.link_broke(self, str(error))
 
     def resume(self) -> None:
-        """There may be room now for the message that was refused."""
+        """There may be room now for the message that was refused, or taken all the same."""
+        self._pay(self._arrival)
         if self._decoder.paused:
             self._watch(read=True)
             try:
@@ -249,26 +308,47 @@ class Link:
     def message(self, header: Header) -> Arrival | None:
         """A frame of a message begins (from the decoder)."""
         mailbox = self.mesh.engine.mailbox
-        arrival = self._arrival
         channel = header.channel
         if header.offset == 0:
-            if arrival is not None and arrival.filled < arrival.total:
-                raise FrameError("a message begins inside another one")
-            wanted = mailbox.is_wanted(channel, self.peer)
-            if not wanted and not mailbox.has_room(None, self.peer, header.length):
+            if not self._may_begin(header):
                 return None
-            self._arrival = arrival = mailbox.arriving(
-                channel, self.peer, header.total, header.fingerprint
-            )
-            return arrival
+            self._arrival = mailbox.arriving(channel, self.peer, header.total, header.fingerprint)
+            return self._arrival
+        arrival = self._continued(header)
+        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+
+    def _continued(self, header: Header) -> Arrival:
+        """The message that this frame goes on with."""
+        arrival = self._arrival
         if (
             arrival is None
-            or arrival.channel != channel
+            or arrival.channel != header.channel
             or arrival.filled != header.offset
             or arrival.total != header.total
         ):
             raise FrameError("a frame that continues no message")
-        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+        return arrival
+
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        """A message came in one piece (from the decoder)."""
+        if not self._may_begin(header):
+            return False
+        mailbox = self.mesh.engine.mailbox
+        mailbox.deliver(header.channel, self.peer, payload, header.fingerprint)
+        return True
+
+    def _may_begin(self, header: Header) -> bool:
+        """Whether there is room for the message that begins with this frame."""
+        self._check_last_is_whole()
+        mailbox = self.mesh.engine.mailbox
+        return mailbox.is_wanted(header.channel, self.peer) or mailbox.has_room(
+            None, self.peer, header.length
+        )
+
+    def _check_last_is_whole(self) -> None:
+        arrival = self._arrival
+        if arrival is not None and arrival.filled < arrival.total:
+            raise FrameError("a message begins inside another one")
 
     def control(self, header: Header, payload: bytes) -> None:
         """A control frame came (from the decoder)."""
@@ -276,8 +356,46 @@ class Link:
             arrival, self._arrival = self._arrival, None
             if arrival is not None and arrival.filled < arrival.total:
                 self.mesh.engine.mailbox.cancelled(arrival)
+        elif header.channel.kind is Kind.PIECE:
+            self._piece_came(header, payload)
         else:
             self.mesh.control_came(self, header, payload)
+
+    def _piece_came(self, header: Header, payload: bytes) -> None:
+        """A part of a message lies in the lane.
+
+        It is taken also where there is no room to keep it, a lane full at most; but then the
+        sender is not told so, and waits, until there is room again.
+        """
+        mesh = self.mesh
+        lane = mesh.commons.lanes.get(self.peer) if mesh.commons is not None else None
+        if lane is None:
+            raise FrameError("a piece in memory that was never shared")
+        whole, piece = lane.came(header, payload)
+        mailbox = mesh.engine.mailbox
+        if whole.offset == 0:
+            self._check_last_is_whole()
+            self._arrival = mailbox.arriving(
+                whole.channel, self.peer, whole.total, whole.fingerprint
+            )
+        arrival = self._continued(whole) if whole.offset else self._arrival
+        assert arrival is not None
+        arrival.take(piece)
+        self._owed += 1
+        self._pay(arrival)
+
+    def _pay(self, arrival: Arrival | None) -> None:
+        """Tell the sender which pieces have been taken, if there is room for more."""
+        commons = self.mesh.commons
+        if not self._owed or commons is None:
+            return
+        if self.mesh.engine.mailbox.has_room(arrival, self.peer, MAX_PAYLOAD):
+            owed, self._owed = self._owed, 0
+            commons.lanes[self.peer].taken(owed)
+            if owed == PIECES:
+                self._tell_room()
+        elif self._owed == PIECES:
+            self._tell_room()
 
     # The end --------------------------------------------------------------------------------
 
@@ -285,3 +403,5 @@ class Link:
         """Close the socket; what waited to go out is gone."""
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
+        if self.lane is not None and self.mesh.commons is not None:
+            self.mesh.commons.stalled.pop(self.lane, None)

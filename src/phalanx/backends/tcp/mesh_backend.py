@@ -73,7 +73,7 @@ class MeshBackend(Backend):
         try:
             if world_size > 1:
                 sharing = self.sharing.relaxed() if fall_back else self.sharing
-                commons = mesh.commons = sharing.offer(rank, fall_back=fall_back)
+                commons = mesh.commons = sharing.offer(rank, world_size, fall_back=fall_back)
                 attach = partial(sharing.attach, commons, rank) if sharing.shares else None
                 if rank == 0:
                     mesh.open_door(listener or listen_as_master(endpoint))

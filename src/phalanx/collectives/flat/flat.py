@@ -27,8 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.pane import SLOT, Shown
 from phalanx.backends.shm.segment import tensor_at
-from phalanx.backends.shm.window import SLOT, STAGE, Meet, Shown, Window
+from phalanx.backends.shm.window import STAGE, Window
 from phalanx.collectives.chunks import chunk_ranges
 from phalanx.collectives.flat.folding import Folding
 from phalanx.collectives.flat.forms import FORMS, Who

@@ -23,7 +23,7 @@ def all_gather(
 
     tensor      of the same shape and dtype on every rank; not changed. `[n, ...]` gives
                 `[world_size * n, ...]`; a tensor of no dimensions gives `[world_size]`
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of that shape and the same dtype; else a new tensor
     timeout     seconds that this rank waits at most; by default the backend's
 

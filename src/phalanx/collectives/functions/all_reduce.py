@@ -25,7 +25,7 @@ def all_reduce(
     """The reduction of every rank's `tensor`, bit for bit the same on all of them.
 
     tensor      of the same shape and dtype on every rank; not changed
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of the same shape and dtype; else a new tensor
     timeout     seconds that this rank waits at most; by default the backend's

@@ -33,7 +33,7 @@ def all_reduce_coalesced(
 
     tensors     any number, of any dtypes; equally many on every rank, in the same order, of the
                 same shapes and dtypes; not changed
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order: the same bits as if each had been reduced alone
     timeout     seconds that this rank waits at most; by default the backend's
 

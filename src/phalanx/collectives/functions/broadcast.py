@@ -23,7 +23,7 @@ def broadcast(
     """The tensor of rank `root`, on every rank.
 
     tensor      of the same shape and dtype on every rank; only the root's values matter
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of the same shape and dtype; else a new tensor
     timeout     seconds that this rank waits at most; by default the backend's
 

@@ -28,7 +28,7 @@ def reduce(
 
     tensor      of the same shape and dtype on every rank; not changed
     root        the rank that gets the result; the same on every rank
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where the root puts the result, of the same shape and dtype; else a new tensor. The
                 other ranks need not give it, and leave it alone

@@ -26,7 +26,7 @@ def reduce_scatter(
 
     tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
                 divisible by the world size: `[p * n, ...]` gives `[n, ...]`
-    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor
     timeout     seconds that this rank waits at most; by default the backend's

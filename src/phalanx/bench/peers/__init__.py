@@ -1,0 +1,1 @@
+"""Who is measured: a row for each library, in `table.py`."""

@@ -1,0 +1,166 @@
+"""What is asked of a benchmark, what its ranks say while it runs, and what it found."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import msgspec
+
+from phalanx.bench.sizes import show_size
+
+__all__ = ["Ask", "Contender", "LeftOut", "Line", "Made", "Message", "Progress", "Report"]
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    operations  names of `OPERATIONS`
+    backends    names of `PEERS`, each once
+    sizes       bytes of a message, ascending
+    rounds      that count
+    seconds     that a round of small messages should take, for each contender
+    memories    names of `MEMORIES`, for peers that have them
+    algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
+    threads     of torch in each rank
+    timeout     seconds that a rank waits for another
+    baseline    the name of the peer that the others are compared with
+    """
+
+    operations: tuple[str, ...]
+    backends: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rounds: int = 11
+    seconds: float = 0.02
+    memories: tuple[str, ...] = ("ordinary",)
+    algorithms: tuple[str, ...] = ("auto",)
+    threads: int = 1
+    timeout: float = 240.0
+    baseline: str = "gloo"
+
+
+class Contender(msgspec.Struct, frozen=True):
+    """A peer, with a kind of memory, and an algorithm if one was asked for by name."""
+
+    peer: str
+    memory: str = "ordinary"
+    algorithm: str = "auto"
+
+    def __str__(self) -> str:
+        words = [self.peer]
+        if self.algorithm != "auto":
+            words.append(self.algorithm)
+        if self.memory != "ordinary":
+            words.append(self.memory)
+        return " ".join(words)
+
+
+class Line(msgspec.Struct, kw_only=True, tag="line"):
+    """One contender's figures for one size of message.
+
+    bytes    of the larger of what a rank gives and gets; may be a little more than was asked for
+    calls    in a round, one after the other
+    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls
+    bus      the factor of the bus bandwidth
+    wrong    elements, on all ranks and in all rounds, that were not what they had to be
+    """
+
+    operation: str
+    ranks: int
+    bytes: int
+    contender: Contender
+    calls: int
+    seconds: list[float]
+    bus: float
+    wrong: int = 0
+
+    @property
+    def median(self) -> float:
+        """The median round's seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between these lies half of the rounds."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.bytes / self.median
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second, comparable with what one link can carry."""
+        return self.algorithm_bandwidth * self.bus
+
+    def where(self) -> str:
+        """Which line it is."""
+        return f"{self.operation} {show_size(self.bytes)} x {self.ranks} ranks, {self.contender}"
+
+
+class LeftOut(msgspec.Struct, tag="left out", frozen=True):
+    """A peer that was asked for and is not measured."""
+
+    peer: str
+    ranks: int
+    reason: str
+    operation: str = ""
+    """The one that it is left out of; empty: of all."""
+
+
+class Made(msgspec.Struct, tag="made", frozen=True):
+    """One of Phalanx's own backends takes part: which class it is, and each rank's host."""
+
+    peer: str
+    backend: str
+    hosts: tuple[int, ...]
+
+
+class Progress(msgspec.Struct, tag="progress", frozen=True):
+    """What is being done now."""
+
+    text: str
+
+
+Message = Line | LeftOut | Made | Progress
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What was found, and on what machine."""
+
+    ask: Ask
+    ranks: list[int]
+    machine: dict[str, Any]
+    lines: list[Line] = []
+    left_out: list[LeftOut] = []
+    made: list[Made] = []
+
+    def add(self, message: Message) -> None:
+        """Keep it, unless it is mere progress."""
+        if isinstance(message, Line):
+            self.lines.append(message)
+        elif isinstance(message, LeftOut):
+            self.left_out.append(message)
+        elif isinstance(message, Made):
+            self.made.append(message)
+
+    @property
+    def wrong(self) -> list[Line]:
+        """The lines with wrong results."""
+        return [line for line in self.lines if line.wrong]
+
+    def beside(self, line: Line, peer: str) -> Line | None:
+        """The same as measured with `peer`: with the same kind of memory, or else its own."""
+        there = {
+            other.contender.memory: other
+            for other in self.lines
+            if (other.operation, other.ranks, other.bytes)
+            == (line.operation, line.ranks, line.bytes)
+            and other.contender.peer == peer
+            and other.contender.algorithm == "auto"
+        }
+        return there.get(line.contender.memory) or there.get("ordinary")

@@ -1,0 +1,175 @@
+"""A benchmark's figures as tables to read, and as JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.peers.table import PEERS
+from phalanx.bench.records import LeftOut, Line, Report
+from phalanx.bench.sizes import show_size
+
+__all__ = ["as_json", "notes", "tables"]
+
+ALONE = "alone"
+
+_BUSY = 0.25
+"""Processes for each core, beyond which figures are doubtful."""
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each operation and number of ranks."""
+    key = lambda line: (line.operation, line.ranks)  # noqa: E731
+    for (operation, ranks), lines in itertools.groupby(report.lines, key):
+        yield _table(report, operation, ranks, list(lines))
+
+
+def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Table:
+    timed = not OPERATIONS[operation].elements(OPERATIONS[operation].source, 1, 1)
+    table = Table(title=f"{operation}, {ranks} ranks", title_justify="left")
+    rates = [f"of {ALONE}"] if operation == "ddp" else ["alg GB/s", "bus GB/s"]
+    times = ["us", "lowest", "quartiles"]
+    headings = ["bytes", "", *times, *rates, f"x {report.ask.baseline}", "wrong"]
+    for heading in headings:
+        side: Any = "left" if heading == "" else "right"
+        table.add_column(heading, justify=side, no_wrap=True)
+    for size, group in itertools.groupby(lines, lambda line: line.bytes):
+        table.add_section()
+        for number, line in enumerate(group):
+            low, high = line.quartiles
+            rates = [
+                "" if timed else f"{rate / 1e9:.3f}"
+                for rate in (line.algorithm_bandwidth, line.bus_bandwidth)
+            ]
+            if operation == "ddp":
+                alone = report.beside(line, ALONE)
+                rates = [f"{line.median / alone.median:.2f}" if alone is not None else ""]
+            table.add_row(
+                "" if number or timed else show_size(size),
+                str(line.contender),
+                _us(line.median),
+                _us(min(line.seconds)),
+                f"{_us(low)} - {_us(high)}",
+                *rates,
+                _ratio(report, line),
+                f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
+                style="dim" if PEERS[line.contender.peer].machine else "",
+            )
+    return table
+
+
+def _us(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _ratio(report: Report, line: Line) -> str:
+    base = report.beside(line, report.ask.baseline)
+    if base is None or base is line or PEERS[line.contender.peer].machine:
+        return ""
+    return f"{base.median / line.median:.2f}"
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What has to be said besides: who was left out, what is wrong, whether `auto` is right."""
+    reasons: dict[tuple[str, str], list[LeftOut]] = {}
+    for left in report.left_out:
+        reasons.setdefault((left.peer, left.reason), []).append(left)
+    for (peer, reason), all_left in reasons.items():
+        ranks = [left.ranks for left in all_left]
+        where = "" if set(ranks) == set(report.ranks) else f" with {_join(ranks)} ranks"
+        what = _join(left.operation for left in all_left if left.operation)
+        yield f"{peer} is left out{' of ' + what if what else ''}{where}: {reason}"
+    load, cores = report.machine.get("load"), report.machine.get("cores")
+    if load and cores and load > _BUSY * cores:
+        yield (
+            f"before it began {load:g} processes were running here, on {cores} cores: what others "
+            "do takes time from those that only spin, most of all"
+        )
+    yield from _about_auto(report.lines)
+    for line in report.wrong:
+        yield f"WRONG: {line.where()}: {line.wrong} elements were not what they had to be"
+    if report.lines and not report.wrong:
+        rounds = len(report.lines[0].seconds)
+        yield (
+            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
+        )
+
+
+def _join(things: Iterable[object]) -> str:
+    return ", ".join(str(thing) for thing in dict.fromkeys(things))
+
+
+def _about_auto(lines: list[Line]) -> Iterator[str]:
+    """How far `auto` is from the best algorithm asked for by name, where both were measured."""
+
+    def key(line: Line) -> tuple[str, int, str, str]:
+        return (line.operation, line.ranks, line.contender.peer, line.contender.memory)
+
+    for (operation, ranks, peer, memory), group in itertools.groupby(sorted(lines, key=key), key):
+        worst, where = 0.0, ""
+        for size, same in itertools.groupby(
+            sorted(group, key=lambda line: line.bytes), lambda line: line.bytes
+        ):
+            by_name = {line.contender.algorithm: line.median for line in same}
+            auto = by_name.pop("auto", None)
+            if auto is None or not by_name:
+                continue
+            best = min(by_name, key=by_name.__getitem__)
+            if where == "" or auto / by_name[best] > worst:
+                worst, where = auto / by_name[best], f"at {show_size(size)}, beside {best}"
+        if where:
+            what = peer if memory == "ordinary" else f"{peer} {memory}"
+            yield (
+                f"{operation}, {ranks} ranks, {what}: auto takes {worst:.2f} of the best "
+                f"algorithm's time at most ({where})"
+            )
+
+
+def as_json(report: Report) -> bytes:
+    """For programs: what was asked, the machine, and for each line its figures and all rounds."""
+    lines = []
+    for line in report.lines:
+        low, high = line.quartiles
+        base = report.beside(line, report.ask.baseline)
+        lines.append(
+            {
+                "operation": line.operation,
+                "ranks": line.ranks,
+                "bytes": line.bytes,
+                "contender": str(line.contender),
+                "peer": line.contender.peer,
+                "memory": line.contender.memory,
+                "algorithm": line.contender.algorithm,
+                "calls": line.calls,
+                "median_us": line.median * 1e6,
+                "quartiles_us": [low * 1e6, high * 1e6],
+                "lowest_us": min(line.seconds) * 1e6,
+                "highest_us": max(line.seconds) * 1e6,
+                "algorithm_GBps": line.algorithm_bandwidth / 1e9,
+                "bus_GBps": line.bus_bandwidth / 1e9,
+                f"times_{report.ask.baseline}": base.median / line.median if base else None,
+                "wrong": line.wrong,
+                "rounds_us": [seconds * 1e6 for seconds in line.seconds],
+            }
+        )
+    whole = {
+        "ask": msgspec.to_builtins(report.ask),
+        "machine": report.machine,
+        "left_out": [
+            {
+                "peer": left.peer,
+                "ranks": left.ranks,
+                "operation": left.operation,
+                "reason": left.reason,
+            }
+            for left in report.left_out
+        ],
+        "lines": lines,
+    }
+    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"

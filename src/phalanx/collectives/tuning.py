@@ -1,0 +1,177 @@
+"""What algorithms took on a user's own cluster, instead of estimates: `PHALANX_TUNING=FILE`.
+
+`phalanx bench --tune FILE` measures every algorithm of every collective and writes the file; with
+its path in the environment, `auto` picks by what was measured. Between two sizes that were
+measured, times are interpolated on logarithmic scales; below the smallest they stay, above the
+largest they grow with the bytes. Backends, hosts and collectives that the file does not know go by
+the estimates of `cost.py`.
+
+Every rank has to have the same file, or ranks pick different algorithms. So what was picked from a
+file carries the file's hash in its signature: ranks whose files differ get a `DesyncError` that
+shows both.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_hexdigest
+
+from phalanx.backends.base import Backend
+from phalanx.backends.sub import SubBackend
+from phalanx.collectives.memo import remembered
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.errors import MisuseError
+
+__all__ = [
+    "FORMAT",
+    "VARIABLE",
+    "Measured",
+    "Table",
+    "Tuning",
+    "measured",
+    "read_tuning",
+    "root_of",
+    "tuning_of",
+]
+
+VARIABLE = "PHALANX_TUNING"
+FORMAT = "phalanx tuning 1"
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective on one kind of cluster.
+
+    backend   the class of the backend, such as `TcpBackend`
+    hosts     for each rank the number of its host, as in `Backend.topology`
+    sizes     bytes of the whole message (as `cost.choose` counts them), ascending
+    seconds   algorithm -> what it took at each of the sizes
+    """
+
+    backend: str
+    hosts: tuple[int, ...]
+    collective: str
+    sizes: tuple[int, ...]
+    seconds: dict[str, tuple[float, ...]]
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file."""
+
+    format: str
+    tables: tuple[Table, ...]
+
+
+class Measured(NamedTuple):
+    """What each algorithm takes, in seconds, and the hash of the file that says so."""
+
+    seconds: Mapping[str, float]
+    tuning: str
+
+
+class _Known(NamedTuple):
+    tuning: str
+    tables: Mapping[tuple[str, tuple[int, ...], str], Table]
+
+
+_NOTHING = _Known("", MappingProxyType({}))
+
+
+def root_of(backend: Backend) -> Backend:
+    """The backend that a group is part of, or itself."""
+    while isinstance(backend, SubBackend):
+        backend = backend.parent
+    return backend
+
+
+def measured(collective: str, count: int, backend: Backend) -> Measured | None:
+    """What was measured for a message of `count` bytes in such a group, if anything was.
+
+    `MisuseError` if PHALANX_TUNING names no file of this kind.
+    """
+    known = remembered(backend, "tuning", _load)
+    kind = type(root_of(backend)).__name__
+    table = known.tables.get((kind, _renumbered(backend.topology), collective))
+    if table is None:
+        return None
+    at = partial(_at, table.sizes, count)
+    return Measured({name: at(seconds) for name, seconds in table.seconds.items()}, known.tuning)
+
+
+def tuning_of(backend: Backend) -> str:
+    """The hash of this rank's file; empty without one."""
+    return remembered(backend, "tuning", _load).tuning
+
+
+def _load() -> _Known:
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return _NOTHING
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise MisuseError(
+            f"{VARIABLE}={path} cannot be read ({error}): unset it, or write the file with "
+            "`phalanx bench --tune FILE` and put it on every host"
+        ) from None
+    tables = {
+        (table.backend, _renumbered(table.hosts), table.collective): table
+        for table in read_tuning(content, path).tables
+    }
+    return _Known(xxh3_64_hexdigest(content)[:8], MappingProxyType(tables))
+
+
+def read_tuning(content: bytes, path: str) -> Tuning:
+    """The file, checked. `MisuseError` says what is wrong with it."""
+    try:
+        tuning = msgspec.json.decode(content, type=Tuning)
+        _check(tuning)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise MisuseError(
+            f"{path} is no table of what algorithms took ({error}): write it again with `phalanx "
+            "bench --tune FILE`"
+        ) from None
+    return tuning
+
+
+def _check(tuning: Tuning) -> None:
+    if tuning.format != FORMAT:
+        raise ValueError(f"its format is {tuning.format!r}, not {FORMAT!r}")
+    for table in tuning.tables:
+        where = f"{table.backend}, {len(table.hosts)} ranks, {table.collective}"
+        sizes = table.sizes
+        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"{where}: sizes are not positive and ascending")
+        if not table.seconds:
+            raise ValueError(f"{where}: no algorithm")
+        for name, seconds in table.seconds.items():
+            if name not in COLLECTIVES.get(table.collective, {}):
+                raise ValueError(f"{where}: there is no algorithm {name!r}")
+            if len(seconds) != len(sizes) or not all(0 < s < math.inf for s in seconds):
+                raise ValueError(f"{where}, {name}: it takes one positive time for each size")
+
+
+def _renumbered(hosts: tuple[int, ...]) -> tuple[int, ...]:
+    """Hosts numbered in the order in which they come."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+
+
+def _at(sizes: tuple[int, ...], count: int, seconds: tuple[float, ...]) -> float:
+    """The time for `count` bytes."""
+    place = bisect.bisect_left(sizes, count)
+    if place == 0:
+        return seconds[0]
+    if place == len(sizes):
+        return seconds[-1] * count / sizes[-1]
+    low, high = sizes[place - 1], sizes[place]
+    part = math.log(count / low) / math.log(high / low)
+    return float(seconds[place - 1] ** (1 - part) * seconds[place] ** part)

@@ -1,0 +1,102 @@
+"""What the words of `phalanx bench` mean, and which of them mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.bench.asking import make_ask, make_tuning_ask, parse_ranks
+from phalanx.bench.sizes import parse_sizes, show_size
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.errors import InvalidWorldSizeError, MisuseError
+
+
+@pytest.mark.parametrize(
+    ("text", "factor", "sizes"),
+    [
+        ("8", 8, [8]),
+        ("16M,8,64K,8", 8, [8, 1 << 16, 1 << 24]),
+        ("8..4K", 8, [8, 64, 512, 4096]),
+        ("8..5K", 8, [8, 64, 512, 4096, 5120]),
+        ("1M..16M", 4, [1 << 20, 1 << 22, 1 << 24]),
+        ("8..64,1G", 2, [8, 16, 32, 64, 1 << 30]),
+        ("64KiB", 8, [1 << 16]),
+        ("8..8", 8, [8]),
+    ],
+)
+def test_sizes_are_lists_and_ranges(text: str, factor: int, sizes: list[int]) -> None:
+    assert parse_sizes(text, factor) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-8", "8..", "..8", "64..8", "8,,9", "1.5K", "8T", "K"])
+def test_what_is_no_size_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(MisuseError, match=r"no size|falls"):
+        parse_sizes(text)
+
+
+def test_the_sizes_of_a_range_grow() -> None:
+    with pytest.raises(MisuseError, match="--factor 1"):
+        parse_sizes("8..64", 1)
+
+
+def test_sizes_are_shown_as_they_are_asked_for() -> None:
+    shown = ["0", "8", "1000", "1K", "64K", "1M", "256M", "1G"]
+    assert [
+        show_size(parse_sizes(text)[0]) if text != "0" else show_size(0) for text in shown
+    ] == shown
+
+
+def test_p2p_is_a_ping_pong_and_a_stream() -> None:
+    ask = make_ask(["p2p", "stream"], backends="tcp", sizes="8")
+    assert ask.operations == ("ping_pong", "stream")
+
+
+def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
+    ask = make_ask(["all_reduce"], backends="gloo,tcp,gloo", sizes="8")
+    assert ask.backends == ("gloo", "tcp", "socket", "copy", "alone")
+    ask = make_ask(["all_reduce"], backends="gloo", sizes="8", machine=False)
+    assert ask.backends == ("gloo",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"operations": ["all_redcue"]}, "no operation 'all_redcue'; there are: all_reduce"),
+        ({"backends": "tcp,glue"}, "no backend 'glue'; there are: shm"),
+        ({"memory": "virtual"}, "no kind of memory 'virtual'"),
+        ({"algorithms": "ring,rang"}, "no algorithm 'rang'; there are: auto"),
+        ({"backends": ","}, "names nothing"),
+        ({"rounds": 0}, "--rounds 0"),
+        ({"seconds": 0.0}, "--seconds 0"),
+        ({"threads": 0}, "--threads 0"),
+    ],
+)
+def test_a_word_that_means_nothing_is_named_with_those_that_do(
+    options: dict[str, object], words: str
+) -> None:
+    asked: dict[str, object] = {"operations": ["all_reduce"], "backends": "tcp", "sizes": "8"}
+    asked |= options
+    with pytest.raises(MisuseError, match=words):
+        make_ask(asked.pop("operations"), **asked)  # type: ignore[arg-type]
+
+
+def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> None:
+    ask = make_tuning_ask([], backends="tcp,gloo,mpi,hybrid", sizes="8")
+    assert ask.operations == tuple(COLLECTIVES)
+    assert (ask.backends, ask.algorithms, ask.memories) == (
+        ("tcp", "hybrid"),
+        ("fixed",),
+        ("ordinary",),
+    )
+
+
+@pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,mpi")])
+def test_what_has_no_algorithms_cannot_be_tuned(operations: list[str], backends: str) -> None:
+    with pytest.raises(MisuseError, match="--tune compares the algorithms"):
+        make_tuning_ask(operations, backends=backends, sizes="8")
+
+
+def test_ranks_are_numbers_above_one() -> None:
+    assert parse_ranks("2, 4,2") == [2, 4]
+    for text in ("1", "0", "two", "2,-3", "2.5"):
+        with pytest.raises(InvalidWorldSizeError, match="--ranks"):
+            parse_ranks(text)

@@ -1,0 +1,198 @@
+"""What is measured is checked: on simulated ranks, where a wrong result can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import phalanx
+from phalanx import Backend
+from phalanx.bench.control import Control
+from phalanx.bench.exchange import Exchange
+from phalanx.bench.memory import MEMORIES, Memory, kinds_for
+from phalanx.bench.operations import OPERATIONS, Segment, longest_stretch
+from phalanx.bench.peers.backends import Ours
+from phalanx.bench.peers.machine import Copy
+from phalanx.bench.peers.peer import Place
+from phalanx.bench.rounds import Timing, time_rounds
+from phalanx.bench.values import count_wrong, fill, poison
+from phalanx.collectives.schedules import COLLECTIVES
+
+MEASURED = [name for name in OPERATIONS if name not in ("copy", "ddp")]
+Results = dict[str, Timing]
+
+
+def on_ranks(size: int, exchanges: Callable[[Ours, Place], dict[str, Exchange]]) -> list[Results]:
+    """Each rank's timings of two rounds."""
+
+    def rank(backend: Backend) -> Results:
+        place = Place(Control(backend), "", 20.0)
+        peer = Ours(backend.subgroup(range(size)), place)
+        timings, failures = time_rounds(
+            exchanges(peer, place), place.control, rounds=2, seconds=1e-6
+        )
+        assert failures == {}
+        return timings
+
+    return phalanx.simulate(rank, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", MEASURED)
+def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: int) -> None:
+    operation = OPERATIONS[name]
+
+    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+        return {
+            f"{kind} {count}": peer.exchange(operation, count, kind, "auto", Memory())
+            for kind in kinds_for(operation, list(MEMORIES))
+            for count in (8, 1000)
+        }
+
+    for timings in on_ranks(size, exchanges):
+        assert timings
+        for timing in timings.values():
+            assert timing.wrong == 0
+            assert len(timing.seconds) == 2
+            assert min(timing.seconds) > 0
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_algorithm_is_offered_by_name(name: str) -> None:
+    operation = OPERATIONS[name]
+
+    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+        rows = COLLECTIVES[name]
+        on_one_host = [algorithm for algorithm in rows if not rows[algorithm].placed]
+        assert peer.algorithms(operation) == ("auto", *on_one_host)
+        peer.backend.topology = (0, 1, 1)
+        assert peer.algorithms(operation) == ("auto", *rows)
+        return {
+            algorithm: peer.exchange(operation, 100, "ordinary", algorithm, Memory())
+            for algorithm in peer.algorithms(operation)
+        }
+
+    for timings in on_ranks(3, exchanges):
+        assert all(timing.wrong == 0 for timing in timings.values())
+
+
+def test_ranks_agree_on_the_slowest_time_and_the_number_of_calls() -> None:
+    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+        return {"it": peer.exchange(OPERATIONS["all_reduce"], 8, "ordinary", "auto", Memory())}
+
+    first, *others = on_ranks(3, exchanges)
+    assert all(timings == first for timings in others)
+
+
+def test_one_wrong_call_among_many_shows() -> None:
+    """Rank 1 spoils the result of a call in the middle of a stretch: later sums are made of it."""
+    operation = replace(OPERATIONS["all_reduce"], least=6)
+    called = 0
+
+    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+        exchange = peer.exchange(operation, 400, "ordinary", "auto", Memory())
+        inner = exchange.call
+
+        def spoiled() -> None:
+            nonlocal called
+            inner()
+            called += 1
+            if called == 4:
+                exchange.out[7] += 1  # type: ignore[index]
+
+        if place.rank == 1:
+            exchange.call = spoiled
+        return {"spoiled": exchange}
+
+    for timings in on_ranks(2, exchanges):
+        assert timings["spoiled"].wrong > 0
+
+
+@pytest.mark.parametrize("name", [n for n in MEASURED if n not in ("barrier", "all_reduce")])
+def test_a_call_that_does_nothing_shows(name: str) -> None:
+    operation = OPERATIONS[name]
+
+    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+        exchange = peer.exchange(operation, 400, "ordinary", "auto", Memory())
+        exchange.call, exchange.finish = (lambda: None), None
+        return {"idle": exchange}
+
+    for timings in on_ranks(2, exchanges):
+        assert timings["idle"].wrong > 0
+
+
+def test_who_cannot_do_it_is_left_out_on_every_rank_and_the_others_go_on() -> None:
+    def rank(backend: Backend) -> tuple[list[str], dict[str, str]]:
+        place = Place(Control(backend), "", 20.0)
+
+        def refuse() -> None:
+            if backend.rank == 2:
+                raise ValueError("not here\nand more")
+
+        exchanges = {
+            "refuses": Exchange(OPERATIONS["barrier"], None, None, refuse),
+            "copy": Copy(place).exchange(OPERATIONS["all_reduce"], 64, "ordinary", "", Memory()),
+        }
+        timings, failures = time_rounds(exchanges, place.control, rounds=1, seconds=1e-6)
+        return list(timings), failures
+
+    for timed, failures in phalanx.simulate(rank, 3):
+        assert timed == ["copy"]
+        assert failures == {"refuses": "rank 2: ValueError: not here"}
+
+
+@pytest.mark.parametrize("size", range(2, 40))
+def test_sums_in_place_stay_exact_in_float32_for_a_whole_stretch(size: int) -> None:
+    calls = longest_stretch(OPERATIONS["all_reduce"], size, in_place=True)
+    assert calls >= 3
+    largest = size * 12 + size * (size + 1) // 2  # of a first sum
+    exact = largest * size ** (calls - 1)
+    assert int(torch.tensor(float(exact), dtype=torch.float32)) == exact
+    if size & (size - 1):
+        assert exact < 1 << 24  # or partial sums might be rounded
+
+
+def test_values_are_written_and_compared_to_the_last_element() -> None:
+    tensor = torch.empty(250_000)
+    segments = (Segment(5, 130_000, 1, 2), Segment(0, 120_000, 3, 1))
+    fill(tensor, segments)
+    assert tensor[:3].tolist() == [7, 8, 9]
+    assert tensor[130_000:130_003].tolist() == [1, 4, 7]
+    assert count_wrong(tensor, segments) == 0
+    assert count_wrong(tensor * 4, segments, 4.0) == 0
+    for place in (0, 106_495, 106_496, 129_999, 130_000, 249_999):
+        tensor[place] += 1
+    assert count_wrong(tensor, segments) == 6
+    poison(tensor)
+    assert count_wrong(tensor, segments) == 250_000
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1),
+        ("reduce", 1),
+    ],
+)
+def test_bus_bandwidths_are_those_of_the_nccl_tests(name: str, factor: float) -> None:
+    assert OPERATIONS[name].bus(4) == factor
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_message_has_at_least_the_bytes_asked_for_and_can_be_cut(name: str) -> None:
+    operation = OPERATIONS[name]
+    for size in (2, 3, 7):
+        for count in (1, 8, 100, 4096):
+            elements = operation.fitting(size, count)
+            if operation.source is None:
+                assert elements == 0
+            else:
+                assert count <= 4 * elements < count + 4 * size
+                assert not operation.sliced or elements % size == 0

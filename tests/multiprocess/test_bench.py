@@ -1,0 +1,156 @@
+"""`phalanx bench` on processes: a short run of everything, and what becomes of its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench.asking import make_ask
+from phalanx.bench.peers.table import PEERS
+from phalanx.bench.records import Line, Made, Report
+from phalanx.bench.start import run_ranks
+from phalanx.bench.tune import as_tuning
+from phalanx.collectives.tuning import read_tuning
+from phalanx.errors import InvalidWorldSizeError, PeerLostError
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
+ASKED = "shm,tcp,phalanx-gloo,phalanx-mpi,gloo,mpi"
+
+
+def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS]
+    options = ["--backends", ASKED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
+    files = ["--json", "all.json", "--plot", "all.png"]
+    ended = subprocess.run(
+        [*command, *options, *files],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    print(ended.stdout)  # the ratios, for whoever reads what CI says
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert "every result is right" in ended.stdout
+
+    left_out = {left["peer"]: left["reason"] for left in found["left_out"] if not left["operation"]}
+    here = [name for name in ASKED.split(",") if name not in left_out]
+    assert {"tcp", "gloo"} <= set(here)
+    for name, reason in left_out.items():
+        assert f"{name} is left out: {reason}" in ended.stdout
+    measured = {(line["operation"], line["peer"], line["bytes"]) for line in found["lines"]}
+    for name in here:
+        for operation in (*COLLECTIVES, "barrier"):
+            for size in (64, 4096) if operation != "barrier" else (0,):
+                assert (operation, name, size) in measured
+    for name in ("socket", "copy"):
+        assert ("all_reduce", name, 4096) in measured
+    for line in found["lines"]:
+        assert line["wrong"] == 0
+        assert len(line["rounds_us"]) == 2
+        assert line["operation"] in ended.stdout
+
+
+def test_a_training_step_and_the_algorithms_by_name() -> None:
+    ask = make_ask(
+        ["ddp", "all_reduce"],
+        backends="tcp,gloo",
+        sizes="64",
+        rounds=1,
+        seconds=1e-6,
+        algorithms="all",
+    )
+    messages = list(run_ranks(ask, 2))
+    lines = [message for message in messages if isinstance(message, Line)]
+    assert all(line.wrong == 0 for line in lines)
+    steps = {str(line.contender) for line in lines if line.operation == "ddp"}
+    assert steps == {"tcp", "gloo", "alone"}
+    sums = {line.contender.algorithm for line in lines if line.contender.peer == "tcp"}
+    assert {"auto", "ring", "direct", "tree"} <= sums
+    report = Report(ask=ask, ranks=[2], machine={})
+    for message in messages:
+        report.add(message)
+    (table,) = read_tuning(as_tuning(report), "it").tables
+    assert (table.backend, table.hosts, table.sizes) == ("TcpBackend", (0, 0), (64,))
+
+
+def test_under_a_launcher_its_ranks_are_measured() -> None:
+    launcher = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", "-m", "phalanx.cli"]
+    words = "bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
+    ended = subprocess.run(
+        [*launcher, *words.split()], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "barrier, 2 ranks" in ended.stdout
+    assert "[rank 0]" in ended.stdout
+    assert "[rank 1]" not in ended.stdout
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not waited for."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture
+def started() -> Iterator[set[int]]:
+    """The processes that are there when a test begins; none may be left of it."""
+    before = children()
+    yield before
+    assert children() <= before
+
+
+LONG = make_ask(["barrier"], backends="tcp", sizes="8", rounds=1_000_000, machine=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_who_stops_listening_ends_the_ranks(started: set[int]) -> None:
+    messages = run_ranks(LONG, 2)
+    next(messages)
+    assert len(children() - started) >= 2
+    messages.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_dies_ends_the_others_and_its_last_words_are_shown(started: set[int]) -> None:
+    messages = run_ranks(LONG, 3)
+    for message in messages:
+        if isinstance(message, Made):
+            break
+    workers = [
+        pid
+        for pid in children() - started
+        if b"phalanx.bench.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(workers) == 3
+    os.kill(max(workers), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="exit code -9") as raised:
+        list(messages)
+    assert "PeerLostError" in str(raised.value)  # of those that lost it
+
+
+def test_one_rank_is_too_few() -> None:
+    with pytest.raises(InvalidWorldSizeError, match="two or more"):
+        next(iter(run_ranks(LONG, 1)))
+
+
+def test_every_peer_says_why_it_is_not_here_or_nothing() -> None:
+    for row in PEERS.values():
+        assert isinstance(row.lacks(), str)
