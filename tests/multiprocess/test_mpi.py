@@ -27,7 +27,7 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     summary = re.search(r"(\d+) passed, (\d+) skipped", said)
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
-    assert passed >= 230, said
+    assert passed >= 250, said
     assert skipped <= 34, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 

@@ -34,12 +34,13 @@ class MpiLibrary(Library):
 
     name = "MPI"
 
-    def __init__(self, mpi: Mpi, comm: Any) -> None:
+    def __init__(self, mpi: Mpi, comm: Any, looks: int) -> None:
         super().__init__()
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises
         self._mpi = mpi
         self._comm = comm
         self._bytes = mpi.BYTE
+        self._looks = looks
         self._communicator = Communicator(mpi, comm)
         self._pending: set[MpiHandle] = set()
         self._formed: list[MpiLibrary] = []
@@ -68,17 +69,17 @@ class MpiLibrary(Library):
     def collective(self, call: Call) -> Handle:
         large = call.op is not None and self._is_exchanged(call)
         steps = (EXCHANGED if large else STEPS)[call.collective]
-        return MpiHandle(steps(self._communicator, call), self._pending)
+        return MpiHandle(steps(self._communicator, call), self._pending, self._looks)
 
     @override
     def send(self, view: memoryview, peer: int, tag: int) -> Handle:
         request = self._comm.Isend([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending)
+        return MpiHandle(message(request, view), self._pending, self._looks)
 
     @override
     def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
         request = self._comm.Irecv([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending, is_receive=True)
+        return MpiHandle(message(request, view), self._pending, self._looks, is_receive=True)
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
@@ -87,7 +88,8 @@ class MpiLibrary(Library):
         some = whole.Incl(list(members))
         try:
             tag = meeting_tag(self._mpi, ident)
-            library = MpiLibrary(self._mpi, self._comm.Create_group(some, tag))
+            comm = self._comm.Create_group(some, tag)
+            library = MpiLibrary(self._mpi, comm, self._looks)
         finally:
             some.Free()
             whole.Free()
