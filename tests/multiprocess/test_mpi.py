@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     files = [str(path) for path in sorted((TESTS / "backends").glob("test_conformance_*.py"))]
     files.append(str(TESTS / "collectives" / "test_collectives_every_cluster.py"))
+    files.append(str(TESTS / "mpi_collectives.py"))
     ended = run_under_mpi(
         4, str(TESTS / "mpi_ranks.py"), "-q", "-rs", "--color=no", *files, seconds=240
     )

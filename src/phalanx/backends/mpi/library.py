@@ -19,6 +19,7 @@ from phalanx.backends.native import Call
 from phalanx.errors import DistributedError, PeerLostError, UnsupportedOperationError
 
 _WRONG_CALLS = ("ERR_ARG", "ERR_BUFFER", "ERR_COUNT", "ERR_OP", "ERR_TYPE")
+GRACE = 0.5  # seconds: who waits for a group has a deadline, too, and its error says more
 
 
 class MpiLibrary(Library):
@@ -83,7 +84,7 @@ class MpiLibrary(Library):
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        meet(self._mpi, self._comm, members, ident, timeout)
+        meet(self._mpi, self._comm, members, ident, timeout + GRACE)
         whole = self._comm.Get_group()
         some = whole.Incl(list(members))
         try:
@@ -99,6 +100,8 @@ class MpiLibrary(Library):
     @override
     def kind_of(self, error: Exception) -> type[DistributedError]:
         mpi = self._mpi
+        if isinstance(error, DistributedError):
+            return type(error)
         if isinstance(error, mpi.Exception):
             wrong = [getattr(mpi, name) for name in _WRONG_CALLS]
             if error.Get_error_class() in wrong:
