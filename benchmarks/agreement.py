@@ -36,7 +36,7 @@ from rich.table import Table
 
 import phalanx
 from phalanx import Backend
-from phalanx.backends import base
+from phalanx.backends import calls
 from phalanx.backends.engine import caller, mailbox
 from phalanx.backends.engine.agreement import Agreement
 from phalanx.backends.engine.group import Group
@@ -59,7 +59,7 @@ def without_agreement() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (base, "caller", constant(nowhere)),
+            (calls, "caller", constant(nowhere)),
             (Record, "of", constant(nothing)),
             (History, "add", constant(None)),
             (Agreement, "check", constant(None)),

@@ -10,7 +10,7 @@ import torch
 from clusters import Maker, Threads
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_library import Loop, LoopLibrary
+from loop_library import Loop, LoopLibrary, Part
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, PeerLostError, UnsupportedOperationError
@@ -27,13 +27,16 @@ class Looped(Threads):
 
     name = "loop"
 
-    def __init__(self, can: Abilities | None = None, *, messages: bool = True) -> None:
+    def __init__(
+        self, can: Abilities | None = None, *, messages: bool = True, slowness: int = 0
+    ) -> None:
+        self.slowness = slowness
         self.can, self.messages = can or Abilities(), messages
         self.collectives: list[LoopLibrary] = []
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         self.collectives = Loop(size, self.can).libraries()
-        messages = Loop(size, Abilities()).libraries()
+        messages = Loop(size, Abilities(), slowness=self.slowness).libraries()
 
         def maker(rank: int) -> Maker:
             return lambda: LibraryBackend(
@@ -138,6 +141,49 @@ def test_the_one_that_left_is_named_rather_than_what_the_library_says() -> None:
         assert info.value.peer == 1
 
     cluster.run(run, 2)
+
+
+@pytest.mark.parametrize("waits_before", [0, 1])
+def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
+    monkeypatch: pytest.MonkeyPatch, waits_before: int
+) -> None:
+    """In the call itself, or (1) in the operation that goes on with what is not over soon."""
+    waits = iter(range(waits_before))
+
+    def interrupted(part: Part, seconds: float) -> bool:
+        if next(waits, None) is None:
+            raise KeyboardInterrupt
+        return False
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 1:
+            with pytest.raises(phalanx.MisuseError, match="interrupted by KeyboardInterrupt"):
+                backend.recv(bytearray(1), 0)
+            return
+        with monkeypatch.context() as patched:
+            patched.setattr(Part, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                phalanx.all_reduce(torch.ones(1), backend)
+        with pytest.raises(phalanx.MisuseError, match=r"the group is broken: .*was given up"):
+            backend.barrier()
+
+    Looped().run(run, 2)
+
+
+def test_a_large_message_is_not_lost_though_its_sender_leaves_before_it_is_here() -> None:
+    """That it leaves is a word, which may overtake the message."""
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 1:
+            backend.send(LARGE, 0)
+            backend.close()
+            return
+        backend.recv(into := bytearray(len(LARGE)), 1)
+        assert into == LARGE
+        with pytest.raises(PeerLostError, match="rank 1 left"):
+            backend.recv(into, 1)
+
+    Looped(slowness=20).run(run, 2)
 
 
 def test_closing_ends_the_librarys_groups() -> None:
@@ -258,6 +304,16 @@ def test_words_come_out_as_they_went_in(
     assert len(block) == WORD
     again = unpack(block)
     assert again._replace(payload=bytes(again.payload)) == word
+
+
+def test_what_is_in_a_word_lies_as_torch_needs_it_to_compute_with_it() -> None:
+    for dtype in (torch.complex128, torch.float64, torch.bfloat16):
+        size = dtype.itemsize * 16
+        word = Word(Verb.MESSAGE, Channel(0, Kind.COLLECTIVE, 0), 0, 0, size, bytes(size))
+        block = memoryview(bytearray(pack(word)))
+        whole = torch.frombuffer(block, dtype=torch.uint8)
+        payload = torch.frombuffer(unpack(block).payload, dtype=torch.uint8)
+        assert (payload.data_ptr() - whole.data_ptr()) % 16 == 0
 
 
 @given(st.binary(min_size=WORD, max_size=WORD))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from clusters import Tcp
 
 import phalanx
-from phalanx import Backend, SimulatedBackend
+from phalanx import Backend, ReduceOp, SimulatedBackend
+from phalanx.backends.engine import Round
+from phalanx.collectives import plan
+from phalanx.collectives.binder import Fold
+from phalanx.collectives.layout import STAGE
+from phalanx.collectives.plan import STAGE_LIMIT, Key, make_plan
 from phalanx.collectives.stage import LARGEST_KEPT, borrow_stage, return_stage
 
 
@@ -57,3 +63,46 @@ def test_one_call_after_another_has_the_same_stage() -> None:
         assert kept[0].nbytes == 2 * 100 * 4
 
     Tcp().run(run, 3)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "star"])
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_a_large_tensor_is_folded_piece_by_piece_and_every_byte_once(
+    algorithm: str, size: int
+) -> None:
+    count = 100_000_003
+    key = Key("all_reduce", algorithm, (count,), torch.float32, ReduceOp.SUM)
+    plans = [make_plan(key, rank, size) for rank in range(size)]
+    assert max(p.stage_size for p in plans) > STAGE_LIMIT // 2
+    assert max(p.stage_size for p in plans) <= STAGE_LIMIT < LARGEST_KEPT
+    folded = sorted((s.start, s.stop) for p in plans for s in p.program if isinstance(s, Fold))
+    assert [start for start, _ in folded] == [0, *(stop for _, stop in folded[:-1])]
+    assert folded[-1][1] == count
+    rounds = [[step for step in p.program if isinstance(step, Round)] for p in plans]
+    for sender in range(size):
+        for receiver in range(size):
+            sent = [s for r in rounds[sender] for s in r.sends if s.peer == receiver]
+            got = [s for r in rounds[receiver] for s in r.receives if s.peer == sender]
+            assert [s.stop - s.start for s in sent] == [s.stop - s.start for s in got]
+            for out, into in zip(sent, got, strict=True):
+                assert into.buffer == STAGE or out.start == into.start
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "star"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32])
+def test_pieces_give_the_same_bits_as_the_whole(
+    algorithm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(backend: Backend) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(backend.rank)
+        tensor = (torch.randn(30_011, generator=generator) * 100).to(dtype)
+        return [
+            phalanx.all_reduce(tensor, backend, op, algorithm=algorithm)
+            for op in (ReduceOp.SUM, ReduceOp.MEAN)
+        ]
+
+    whole = Tcp().run(run, 3)
+    monkeypatch.setattr(plan, "STAGE_LIMIT", 8192)
+    pieces = Tcp().run(run, 3)
+    for expected, found in zip(whole, pieces, strict=True):
+        assert all(map(torch.equal, expected, found))

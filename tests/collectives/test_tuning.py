@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from clusters import Cluster
 
 import phalanx
-from phalanx import Backend, DesyncError, MisuseError, SimulatedBackend
+from phalanx import (
+    Backend,
+    DesyncError,
+    GlooBackend,
+    HybridBackend,
+    MisuseError,
+    SharedMemoryBackend,
+    SimulatedBackend,
+    TcpBackend,
+)
 from phalanx.collectives.cost import choose
+from phalanx.collectives.run import Choice
 from phalanx.collectives.tuning import FORMAT, VARIABLE, measured
 
 Write = Callable[..., Path]
@@ -112,6 +123,34 @@ def test_results_are_the_same_with_a_file(write: Write, monkeypatch: pytest.Monk
     for summed, objects in phalanx.simulate(rank, 3):
         assert torch.equal(summed, torch.full((100,), 6.0))
         assert objects == [0, 1, 2]
+
+
+def test_every_backend_goes_by_what_was_measured_on_its_kind(
+    cluster: Cluster, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory, too, which has a way of its own where nothing was measured."""
+    kinds = (SimulatedBackend, TcpBackend, SharedMemoryBackend, HybridBackend, GlooBackend)
+    places = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2))
+    seconds = {"ring": [1e-6] * 3, "star": [1e-3] * 3}
+    whole = json.loads(write(seconds=seconds).read_text())
+    whole["tables"] = [
+        whole["tables"][0] | {"backend": kind.__name__, "hosts": hosts}
+        for kind in kinds
+        for hosts in places
+    ]
+    path = write("all.json")
+    path.write_text(json.dumps(whole))
+    monkeypatch.setenv(VARIABLE, str(path))
+
+    def rank(backend: Backend) -> tuple[list[str], torch.Tensor]:
+        mine = torch.full((100,), float(backend.rank + 1))
+        total = phalanx.all_reduce(mine, backend)
+        made = [made for made in backend.plans.values() if isinstance(made, Choice)]
+        return [choice.plan.key.algorithm for choice in made], total
+
+    for algorithms, total in cluster.run(rank, 3):
+        assert algorithms == ["ring"]
+        assert torch.equal(total, torch.full((100,), 6.0))
 
 
 @pytest.mark.parametrize(

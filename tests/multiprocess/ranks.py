@@ -6,20 +6,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from networks import Network, enter
 
-from phalanx import Backend, TcpBackend
+from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend
 
 PATIENCE = 60.0  # seconds for a rank to report before the test fails
 PRELOADED = ["phalanx.backends", "phalanx.parallel"]  # torch, too, is imported once, not n times
 PORT = 29500  # of rank 0 on a network of its own, where every port is free
+
+KINDS: Mapping[str, type[Backend]] = MappingProxyType(
+    {"tcp": TcpBackend, "shm": SharedMemoryBackend, "hybrid": HybridBackend}
+)
+VARIABLE = "PHALANX_TESTS_BACKEND"  # of the environment: the backend of jobs that ask for none
 
 
 class Place(NamedTuple):
@@ -41,7 +48,7 @@ class Job:
 
     timeout, heartbeat   those of the backends
     network              each rank is on a host of its own there
-    kind                 of backend: one whose ranks meet over TCP
+    kind                 of backend: one whose ranks meet over TCP; else that which `VARIABLE` names
     """
 
     def __init__(
@@ -51,13 +58,13 @@ class Job:
         timeout: float = 20.0,
         heartbeat: float | None = None,
         network: Network | None = None,
-        kind: type[Backend] = TcpBackend,
+        kind: type[Backend] | None = None,
     ) -> None:
         self._world_size = world_size
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._network = network
-        self._kind = kind
+        self._kind = kind or KINDS[os.environ.get(VARIABLE, "tcp")]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -115,9 +122,11 @@ class Job:
             pipe.close()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[tuple[str, Any]]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, kind: type[Backend] | None = None
+) -> list[tuple[str, Any]]:
     """Run `fn(backend, *args)` on all ranks of a job; their outcomes."""
-    with Job(world_size) as job:
+    with Job(world_size, kind=kind) as job:
         outcomes = [job.start(rank, fn, *args) for rank in range(world_size)]
         return [outcome() for outcome in outcomes]
 

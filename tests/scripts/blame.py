@@ -16,6 +16,7 @@ code is 0 if always.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,6 +35,7 @@ import blame_stops as stops
 from blame_cast import Verdict
 from blame_traffic import TRAFFIC
 from networks import Network, why_not
+from ranks import KINDS, VARIABLE
 
 
 class Row(NamedTuple):
@@ -179,9 +181,11 @@ def main() -> int:
     parser.add_argument("scenario", nargs="*", help=f"some of {', '.join(tables)}; default all")
     parser.add_argument("--times", type=int, default=100, help="tries; each row takes its share")
     parser.add_argument("--seed", type=int, default=0, help="of the first try")
+    parser.add_argument("--backend", choices=KINDS, default="tcp", help="of the ranks")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--minutes", type=float, default=5.0, help="of the soak")
     options = parser.parse_args()
+    os.environ[VARIABLE] = options.backend
     unknown = set(options.scenario) - set(tables)
     if unknown:
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
@@ -190,8 +194,9 @@ def main() -> int:
         for row in tables[name]():
             if options.only not in row.name:
                 continue
-            if row.needs_network and why_not():
-                print(f"{row.name:55} skipped: {why_not()}")
+            reason = why_not() or ("one host only" if options.backend == "shm" else "")
+            if row.needs_network and reason:
+                print(f"{row.name:55} skipped: {reason}")
                 continue
             well.append(repeat(row, max(1, round(options.times * row.share)), options.seed))
     print(f"{sum(well)} of {len(well)} rows, {monotonic() - began:.0f} s")

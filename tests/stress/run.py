@@ -66,7 +66,7 @@ def _all_right(place: str, seeds: range) -> bool:
 
 def _outcomes(place: str, seeds: range) -> Iterator[tuple[int, Program, BaseException | None]]:
     """(how many programs, the last of them, what went wrong) for one program or batch at a time."""
-    if place != PROCESSES or len(seeds) == 1:
+    if place not in PROCESSES or len(seeds) == 1:
         for seed in seeds:
             program = generate(seed)
             yield 1, program, _error_of(lambda program=program: run(program, place))
@@ -76,13 +76,13 @@ def _outcomes(place: str, seeds: range) -> Iterator[tuple[int, Program, BaseExce
         many = list(programs)
         for start in range(0, len(many), BATCH):
             batch = many[start : start + BATCH]
-            failed = _error_of(lambda batch=batch: run_in_processes(batch))
+            failed = _error_of(lambda batch=batch: run_in_processes(batch, place))
             if failed is None:
                 yield len(batch), batch[-1], None
                 continue
             errors = []
             for program in batch:  # each alone, to know which
-                errors.append(_error_of(lambda program=program: run_in_processes([program])))
+                errors.append(_error_of(lambda program=program: run_in_processes([program], place)))
                 yield 1, program, errors[-1]
             if not any(errors):
                 yield -len(batch), batch[-1], failed  # right alone, but not one after the other

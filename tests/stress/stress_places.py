@@ -1,8 +1,10 @@
-"""Where random programs are run: the six clusters of the tests, and real processes over TCP."""
+"""Where random programs are run: the six clusters of the tests, and real processes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 
 import torch
 from clusters import CLUSTERS, Cluster
@@ -11,11 +13,17 @@ from stress_perform import Observer, Performer, Reference
 from stress_program import Program
 
 import phalanx
-from phalanx import Backend
+from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend
 
 TIMEOUT = 20.0  # seconds, of the backends
-PROCESSES = "processes"
-PLACES = [*(cluster.name.replace(" ", "_") for cluster in CLUSTERS), PROCESSES]
+PROCESSES: Mapping[str, type[Backend]] = MappingProxyType(
+    {
+        "processes": TcpBackend,
+        "processes_shm": SharedMemoryBackend,
+        "processes_hybrid": HybridBackend,
+    }
+)
+PLACES = [*(cluster.name.replace(" ", "_") for cluster in CLUSTERS), *PROCESSES]
 
 
 def nobody(action: object) -> None:
@@ -24,8 +32,8 @@ def nobody(action: object) -> None:
 
 def run(program: Program, place: str, *, timeout: float = TIMEOUT) -> None:
     """Run a program on one kind of backend. Raises what the first rank that failed raised."""
-    if place == PROCESSES:
-        run_in_processes([program])
+    if place in PROCESSES:
+        run_in_processes([program], place)
     else:
         run_on(cluster_named(place), program, timeout=timeout)
 
@@ -69,9 +77,9 @@ def hosts_of(program: Program) -> tuple[int, ...]:
     return tuple(chance.randrange(1 + program.seed % 3) for _ in range(program.size))
 
 
-def run_in_processes(programs: list[Program]) -> None:
+def run_in_processes(programs: list[Program], place: str = "processes") -> None:
     """Run programs of the same number of ranks in processes, one after the other."""
-    outcomes = run_ranks(be_a_process, programs[0].size, programs)
+    outcomes = run_ranks(be_a_process, programs[0].size, programs, kind=PROCESSES[place])
     failed = [what for how, what in outcomes if how != "returned"]
     first = next((what for what in failed if "PeerLostError" not in str(what)), None)
     if failed:

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.backends.engine import Combine, Engine, Failure, Group, Operation, Step, caller
 from phalanx.backends.engine.history import Record
 from phalanx.backends.messages import Messages, check_timeout
+from phalanx.backends.native import Call
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
 
@@ -118,6 +119,57 @@ class Calls(Messages):
                 fingerprint=fingerprint,
                 site=site,
                 timeout=self._timeout(timeout),
+            )
+            try:
+                engine.issue(operation)
+            except Exception:
+                raise
+            except BaseException as interruption:
+                group.abandon(operation, f"interrupted by {type(interruption).__name__}")
+                raise
+        self.wait(operation)
+
+    def call(
+        self,
+        call: Call,
+        *,
+        signature: str = "",
+        fingerprint: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Do a collective that is the library's own (`Backend.native`). Blocks until it is done.
+
+        The same as `start` and `wait`, but that no operation is made where it is over soon.
+        """
+        group, engine = self.group, self.engine
+        name, site, seconds = call.collective, caller(), self._timeout(timeout)
+        with engine.lock:
+            sequence = group.next_sequence()
+            began = monotonic()
+            engine.glance(began)
+            step: Step | None = call
+            if group.is_free():
+                step = engine.begin_call(group, call, seconds)
+                if step is None:
+                    ended = monotonic()
+                    self.seconds_waiting += ended - began
+                    group.was_done(
+                        Record(
+                            *(name, sequence, signature, group.suffix, site),
+                            *(fingerprint, began, ended, False),
+                        )
+                    )
+                    return
+            operation = Operation(
+                group,
+                name,
+                Channel(group.id, Kind.COLLECTIVE, sequence),
+                sequence,
+                (step,),
+                signature=signature,
+                fingerprint=fingerprint,
+                site=site,
+                timeout=seconds,
             )
             try:
                 engine.issue(operation)

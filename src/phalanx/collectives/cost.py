@@ -17,6 +17,7 @@ Every rank computes the same choice, from numbers that are the same on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import NamedTuple
 
 from phalanx.backends.base import Backend
@@ -34,6 +35,7 @@ class Work(NamedTuple):
     messages: float  # in one direction
     bytes: float  # in one direction
     both_ways: bool = True  # ranks send and receive in the same round
+    total: float = 0.0  # of a one-way algorithm, the bytes that all ranks send, if that is more
 
 
 Formula = Callable[[int, float], Work]
@@ -53,8 +55,12 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: {how} {listed}"
 
 
-# Contributions of one round are held aside and folded afterwards, at about this cost.
+# The root of a star folds whole tensors that were held aside, at about this cost. Where each rank
+# folds a part, as in `direct`, it is made up for: contributions come in whatever order they come.
 _FOLDED = 1.125
+
+# Where processors are scarce, a rank alone with a whole tensor leaves one of them idle at times.
+_ALONE = 1.02
 
 
 def _log(p: int) -> int:
@@ -88,15 +94,17 @@ def _doubling(p: int, n: float) -> Work:
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: Work(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
-        "tree": lambda p, n: Work(2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "tree": lambda p, n: Work(
+            2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False, total=2 * n * (p - 1)
+        ),
         "halving_doubling": _halving_doubling,
         "star": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False),
         "two_level": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
     },
     "reduce_scatter": {
         "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1) / p),
+        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
         "tree": lambda p, n: Work(
             2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
         ),
@@ -117,7 +125,9 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "broadcast": {
         "ring": lambda p, n: Work(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
         "direct": lambda p, n: Work(2, 2 * p - 2, n * 2 * (p - 1) / p),
-        "tree": lambda p, n: Work(_log(p), _log(p), n * _log(p), both_ways=False),
+        "tree": lambda p, n: Work(
+            _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
+        ),
         "halving_doubling": lambda p, n: Work(
             _log(p) + _doubling(p, n).rounds,
             _log(p) + _doubling(p, n).messages,
@@ -128,8 +138,10 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     },
     "reduce": {
         "ring": lambda p, n: Work(p, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
-        "tree": lambda p, n: Work(_log(p), _log(p), n * _log(p), both_ways=False),
+        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "tree": lambda p, n: Work(
+            _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
+        ),
         "halving_doubling": lambda p, n: Work(
             _halving(p, n).rounds + _log(p),
             _halving(p, n).messages + _log(p),
@@ -153,18 +165,26 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
 }
 
 
-def seconds(work: Work, link: LinkCost) -> float:
-    """How long that takes on such links."""
+def seconds(work: Work, link: LinkCost, ranks: int = 1, processors: float = inf) -> float:
+    """How long that takes on such links, if so many ranks share so many processors.
+
+    With a processor for each rank what counts is the critical path. With fewer, ranks that all
+    have something to do at the same time wait for each other, and are woken in every round; those
+    on a tree are idle most of the time, and leave the processors to the others.
+    """
+    crowd = ranks / processors
     if not work.both_ways:
-        return (
-            work.rounds * link.latency + work.messages * link.overhead + work.bytes / link.bandwidth
-        )
+        moved = max(work.bytes, 2 * work.total / processors)  # either side takes a processor
+        if crowd > 1:
+            moved *= _ALONE
+        return work.rounds * link.latency + work.messages * link.overhead + moved / link.bandwidth
+    moved = work.bytes if link.duplex else 2 * work.bytes
+    busy = 2 * work.messages * link.overhead + moved / link.bandwidth
+    if crowd > 1:
+        return crowd * (work.rounds * link.latency + busy)
     # Who sends while its peer does, too, finds what came when it looks: half the time it need
     # not be woken.
-    moved = work.bytes if link.duplex else 2 * work.bytes
-    return (
-        work.rounds * link.latency / 2 + 2 * work.messages * link.overhead + moved / link.bandwidth
-    )
+    return work.rounds * link.latency / 2 + busy
 
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
@@ -179,8 +199,9 @@ def choose(collective: str, count: int, backend: Backend) -> Choice:
             times = known.seconds
             return Choice(min(times, key=times.__getitem__), times, known.tuning)
         if len(set(backend.topology)) == 1:
+            size, links = backend.world_size, backend.links
             estimates = {
-                name: seconds(formula(backend.world_size, count), backend.links.inside)
+                name: seconds(formula(size, count), links.inside, size, links.processors)
                 for name, formula in FORMULAS[collective].items()
             }
         else:

@@ -31,6 +31,9 @@ from phalanx.collectives.reduce_op import (
 )
 from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
 
+PAGE = 4096  # bytes, a multiple of every itemsize
+STAGE_LIMIT = 48 << 20  # bytes of contributions that are held aside at a time
+
 
 class Mean(enum.Enum):
     """How a sum becomes a mean. Where it can be, it is divided before it is rounded."""
@@ -106,7 +109,8 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
                 scale = 1 << (size - 1).bit_length()
                 program.append(Scale(scale))
                 divisor = size / scale
-            program += binder.bind(for_root(key.collective, row.reduce, key.root)(rank, size))
+            reduce = for_root(key.collective, row.reduce, key.root)(rank, size)
+            program += binder.bind(reduce, _piece(row, size))
             if mean in (Mean.SUMMED, Mean.SCALED):
                 program += binder.finish(row.owned((rank - key.root) % size, size))
         if row.spread is not None:
@@ -123,6 +127,13 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
         signature,
         xxhash.xxh3_64_intdigest(f"{key.collective} {signature}".encode()),
     )
+
+
+def _piece(row: Algorithm, size: int) -> int | None:
+    """Of how many bytes a message is at most: where p-1 of them are held aside, not too many."""
+    if size == 2 or not row.at_once(size):
+        return None
+    return max(1, STAGE_LIMIT // (size - 1) // PAGE) * PAGE
 
 
 def _way_to_a_mean(key: Key, row: Algorithm, size: int) -> Mean | None:

@@ -120,7 +120,11 @@ def run(
     plan, flat = choice
     if flat is None:
         freely = algorithm == "auto" and not reproducible
-        return _start(task, choice, backend, freely=freely, timeout=timeout).wait()
+        call = _native_call(task, plan, backend) if freely else None
+        if call is None:
+            return _start(task, choice, backend, freely=False, timeout=timeout).wait()
+        backend.call(call, signature=plan.signature, fingerprint=plan.fingerprint, timeout=timeout)
+        return task.result()
     backend.carry_out(
         task.collective,
         flat.steps(task),
@@ -176,13 +180,20 @@ def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _W
     plan, flat = choice
     if flat is not None:
         return _Way(flat.steps(task), task.result)
-    native = backend.native
-    if native is not None and freely and plan.program:
-        op = task.op.value if task.op is not None else None
-        call = Call(task.collective, task.source, task.out, op, task.root)
-        if native.has(call):
-            return _Way((call,), task.result)
+    call = _native_call(task, plan, backend) if freely else None
+    if call is not None:
+        return _Way((call,), task.result)
     return _by_messages(task, plan, backend)
+
+
+def _native_call(task: Task[T], plan: Plan, backend: Backend) -> Call | None:
+    """The task as a collective of the backend's library, if that has it."""
+    native = backend.native
+    if native is None or not plan.program:
+        return None
+    op = task.op.value if task.op is not None else None
+    call = Call(task.collective, task.source, task.out, op, task.root)
+    return call if native.has(call) else None
 
 
 def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:

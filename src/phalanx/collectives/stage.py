@@ -1,7 +1,8 @@
 """The stage: memory beside a tensor, where contributions wait to be folded in rank order.
 
 Fresh memory costs about as much as what is done with it, since the kernel clears every page at its
-first touch. So a backend keeps the stage of one collective for the next.
+first touch. So a backend keeps the stage of one collective for the next. None is larger than a
+plan's `STAGE_LIMIT`.
 """
 
 from __future__ import annotations

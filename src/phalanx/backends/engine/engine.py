@@ -31,7 +31,7 @@ from phalanx.backends.engine.operation import Operation
 from phalanx.backends.engine.rounds import ANY, Round, Step
 from phalanx.backends.engine.ticket import NOTHING, PostedReceive, PostedSend, Ticket
 from phalanx.backends.engine.trace import Trace
-from phalanx.backends.native import Native
+from phalanx.backends.native import Call, Native
 from phalanx.errors import PeerLostError
 from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.messages import Answer, Ask, shortened
@@ -135,6 +135,14 @@ class Engine(ABC):
     def native_for(self, group: Group) -> Native | None:
         """What a library under this engine can carry out whole for a group."""
         return None
+
+    def begin_call(self, group: Group, call: Call, seconds: float) -> Step | None:
+        """Begin what a library can carry out whole, in a group in which nothing is in the way.
+
+        None if it has ended within so many seconds, or soon; else the step with which an operation
+        sees it to its end. Lock held.
+        """
+        return call
 
     # What is the same for all -------------------------------------------------------------
 

@@ -191,6 +191,7 @@ class Group:
             operation.describe(),
             operation.sequence,
         )
+        self._give_up()
         operation.fail(error)
         self.fail(failure)
 
@@ -244,6 +245,7 @@ class Group:
 
     def break_alone(self, operation: Operation, error: DistributedError) -> None:
         """End an operation and break the group without telling: the others know it, too."""
+        self._give_up()
         operation.fail(error)
         culprit = self.ranks[error.peer or 0]
         self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
@@ -272,6 +274,7 @@ class Group:
         if self.failure is not None:
             return
         self.failure = failure
+        self._give_up()
         self._untold = not self.under_way()
         for operation in self.under_way():
             operation.fail(error_for(failure, operation))
@@ -299,12 +302,18 @@ class Group:
         self._tell_at_last()
         for child in self._made:
             child.close()
+        self._give_up()
         for operation in self.under_way():
             operation.fail(closed_error(operation))
         self.engine.mailbox.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
         if self.window is not None:
             self.window.close()
+
+    def _give_up(self) -> None:
+        """Before the caller has its memory back, those who may still read it know."""
+        if self.window is not None and self._queue:
+            self.window.give_up()
 
     def _tell_at_last(self) -> None:
         """A rank that makes no call any more hears of a disagreement here, in the log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ class LibraryBackend(Backend):
         self.topology = topology
         self.devices = collectives.can.devices | self.devices
         self._at_exit = _CloseAtExit(self)
+        os.register_at_fork(after_in_child=_CloseInChild(self))
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
@@ -82,3 +84,15 @@ class _CloseAtExit:
     def cancel(self) -> None:
         """There is nothing to close any more."""
         atexit.unregister(self)
+
+
+class _CloseInChild:
+    """Ends a backend in a child process that was forked, which has none of its threads."""
+
+    def __init__(self, backend: LibraryBackend) -> None:
+        self._backend = weakref.ref(backend)
+
+    def __call__(self) -> None:
+        backend = self._backend()
+        if backend is not None:
+            backend.group.closed = backend.engine.closed = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.backends.engine import PostedSend
 from phalanx.backends.engine.arrival import Arrival, combine_into
 from phalanx.backends.library.flights import Flight
+from phalanx.backends.library.library import Library
 from phalanx.backends.library.words import INLINE, WORD, Verb, Word, pack, unpack
 from phalanx.wire.frame import Channel, FrameError, Kind
 
@@ -30,7 +31,8 @@ class Correspondent:
     for which there is no room holds up those behind it, until there is.
     """
 
-    def __init__(self, courier: Courier, peer: int) -> None:
+    def __init__(self, courier: Courier, library: Library, peer: int) -> None:
+        self.library = library
         self.peer = peer
         self.let_go = False  # it has heard that this rank leaves, and needs nothing of it
         self.words_out = 0  # words that the library has not sent yet
@@ -45,6 +47,8 @@ class Correspondent:
         self._coming_bytes = 0
         self._scratch = memoryview(b"")  # kept for the next message: fresh memory is slow
         self._control = bytearray()  # of a control message, the words so far
+        self._landing = 0  # messages whose contents are on their way
+        self._farewells: list[tuple[Channel, bytes]] = []  # to be heeded when they are here
 
     # Out ------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Correspondent:
         """Start to send; None if the library would not, and the peer is lost."""
         courier = self._courier
         try:
-            handle = courier.library.send(view, self.peer, tag)
+            handle = self.library.send(view, self.peer, tag)
         except Exception as error:  # whatever the library raises
             courier.failed(self, error)
             return None
@@ -174,7 +178,19 @@ class Correspondent:
             self._control += word.payload
             if len(self._control) >= word.total:
                 payload, self._control = bytes(self._control), bytearray()
-                self._courier.control_came(self, word.channel, payload)
+                self._control_came(word.channel, payload)
+
+    def _control_came(self, channel: Channel, payload: bytes) -> None:
+        if self._landing and channel.kind in (Kind.LEAVE, Kind.LEAVE_GROUP):
+            self._farewells.append((channel, payload))  # words overtake contents
+        else:
+            self._courier.control_came(self, channel, payload)
+
+    def heed_farewells(self) -> None:
+        """Nothing is on its way any more: what the peer said last counts."""
+        farewells, self._farewells = self._farewells, []
+        for channel, payload in farewells:
+            self._courier.control_came(self, channel, payload)
 
     def _has_room(self, word: Word) -> bool:
         mailbox = self._mailbox
@@ -196,6 +212,7 @@ class Correspondent:
         # The library would write them also where a receive that is given up wanted them: so they
         # come into memory of our own.
         total = self._arrival_of(ident).total
+        self._landing += 1
         memory, self._scratch = self._scratch, memoryview(b"")
         if not total <= len(memory) <= 4 * total:
             memory = memoryview(bytearray(total))
@@ -209,6 +226,10 @@ class Correspondent:
         self._coming_bytes -= arrival.total
         self._scratch = memory
         fill(arrival, memory[: arrival.total])
+        self._landing -= 1
+        if not self._landing and self._farewells:
+            self._courier.engine.run_ready()
+            self.heed_farewells()
 
     def _arrival_of(self, ident: int) -> Arrival:
         arrival = self._coming.get(ident)
@@ -219,7 +240,7 @@ class Correspondent:
     def _receive(self, view: memoryview, tag: int, then: Callable[[], None]) -> None:
         courier = self._courier
         try:
-            handle = courier.library.recv(view, self.peer, tag)
+            handle = self.library.recv(view, self.peer, tag)
         except Exception as error:  # whatever the library raises
             courier.failed(self, error)
             return

@@ -18,20 +18,25 @@ if TYPE_CHECKING:
 
 
 class Courier:
-    """Sends and receives for one rank. All methods are called with the engine's lock held."""
+    """Sends and receives for one rank. All methods are called with the engine's lock held.
 
-    def __init__(self, engine: LibraryEngine, library: Library) -> None:
+    library   None: nobody is there to send to
+    """
+
+    def __init__(self, engine: LibraryEngine, library: Library | None) -> None:
         self.engine = engine
         self.library = library
+        self.calls_back = library is not None and library.can.calls_back
         self.left: set[int] = set()  # peers that have closed in good order
         self._flights = Flights()
         self._peers: dict[int, Correspondent] = {}
 
     def begin(self) -> None:
         """Listen to every peer."""
-        for rank in range(self.library.size):
-            if rank != self.library.rank:
-                self._peers[rank] = Correspondent(self, rank)
+        for rank in range(self.engine.world_size):
+            if rank != self.engine.rank:
+                assert self.library is not None
+                self._peers[rank] = Correspondent(self, self.library, rank)
                 self._peers[rank].listen()
 
     def poll(self) -> bool:
@@ -46,7 +51,8 @@ class Courier:
     def close(self) -> None:
         """Nothing that comes from now on is for anybody."""
         self._flights.clear()
-        self.library.close()
+        if self.library is not None:
+            self.library.close()
 
     # For the engine -------------------------------------------------------------------------
 
@@ -93,7 +99,8 @@ class Courier:
 
     def failed(self, peer: Correspondent, error: Exception) -> None:
         """The library moves nothing to or from a peer any more."""
-        self.lose(peer.peer, f"{self.library.name} says: {first_line(error)}")
+        peer.heed_farewells()
+        self.lose(peer.peer, f"{peer.library.name} says: {first_line(error)}")
 
     def lose(self, rank: int, reason: str) -> None:
         """A peer counts as lost, unless it has left."""

@@ -21,16 +21,18 @@ from time import monotonic
 from typing_extensions import override
 
 from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
+from phalanx.backends.library.background import LOOK, Background
+from phalanx.backends.library.call_ticket import Begun, CallTicket
 from phalanx.backends.library.courier import Courier
 from phalanx.backends.library.library import Library
-from phalanx.backends.library.natives import CallTicket, Natives
+from phalanx.backends.library.natives import Natives
 from phalanx.backends.native import Call, Native
 from phalanx.errors import PeerLostError, UnsupportedOperationError
 from phalanx.wire.frame import Kind
 from phalanx.wire.messages import Answer, Ask, encode
 
+SOON = 0.003  # seconds that a collective is waited for before an operation is made of it
 SLICE = 0.02  # seconds that a collective is waited for before messages are looked after again
-LOOK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
 LOOKS = 200  # at what may be over, one after the other, before the first pause
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds between questions, if it does not call back
 
@@ -45,16 +47,14 @@ class LibraryEngine(Engine):
     def __init__(self, collectives: Library, messages: Library | None) -> None:
         super().__init__(collectives.rank, collectives.size)
         self._condition = threading.Condition(self.lock)
-        self._background: set[Operation] = set()
-        self._thread: threading.Thread | None = None
+        self._background = Background(self, self._condition)
         self._pause = SHORTEST_PAUSE
+        self._look_at = 0.0  # when a call that may end without waiting looks after all else
         self.natives = Natives(self, collectives)
-        self.courier: Courier | None = None
-        self._calls_back = messages is not None and messages.can.calls_back
+        self.courier = Courier(self, messages)
         if messages is not None:
             messages.news = self.news
             with self.lock:
-                self.courier = Courier(self, messages)
                 self.courier.begin()
 
     @override
@@ -65,7 +65,7 @@ class LibraryEngine(Engine):
 
     @override
     def issue(self, operation: Operation) -> None:
-        if self.courier is None:
+        if self.courier.library is None:
             self._check_native(operation)
         super().issue(operation)
         if self.natives.can.ordered and operation.is_collective:
@@ -74,7 +74,7 @@ class LibraryEngine(Engine):
 
     def _check_native(self, operation: Operation) -> None:
         first = operation.first_step()
-        if first is not None and type(first) is not Call:
+        if first is not None and type(first) not in (Call, Begun):
             raise UnsupportedOperationError(
                 f"rank {operation.group.rank}: {operation.describe()} needs messages, and this "
                 "library moves none between CPU memories; use a backend that does for it",
@@ -95,7 +95,19 @@ class LibraryEngine(Engine):
     def post(self, operation: Operation, step: Step) -> Ticket:
         if type(step) is Call:
             return self.natives.begin(operation, step)
+        if type(step) is Begun:
+            return self.natives.go_on(operation, step)
         return super().post(operation, step)
+
+    @override
+    def glance(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + SLICE
+            self.look_after_all()
+
+    @override
+    def begin_call(self, group: Group, call: Call, seconds: float) -> Step | None:
+        return self.natives.begin_at_once(group, call, min(seconds, SOON))
 
     @override
     def run_ready(self) -> None:
@@ -117,22 +129,19 @@ class LibraryEngine(Engine):
 
     @override
     def transmit(self, send: PostedSend) -> None:
-        assert self.courier is not None
         self.courier.send(send)
 
     @override
     def reach(self, peer: int) -> None:
-        if self.courier is not None:
-            self.courier.resume(peer)
+        self.courier.resume(peer)
 
     @override
     def retract(self, send: PostedSend) -> None:
-        if self.courier is not None:
-            self.courier.retract(send)
+        self.courier.retract(send)
 
     @override
     def settle(self, send: PostedSend) -> bool:
-        return self.courier is not None and self.courier.settle(send)
+        return self.courier.settle(send)
 
     @override
     def tell(self, group: Group, failure: Failure) -> None:
@@ -144,23 +153,20 @@ class LibraryEngine(Engine):
         self._send_to_members(group, Kind.LEAVE_GROUP)
 
     def _send_to_members(self, group: Group, kind: Kind, payload: bytes = b"") -> None:
-        if self.courier is not None:
-            for rank in group.ranks:
-                self.courier.send_control(rank, kind, payload, group.id)
+        for rank in group.ranks:
+            self.courier.send_control(rank, kind, payload, group.id)
 
     @override
     def ask(self, peer: int, group: int, ask: Ask) -> None:
-        if self.courier is not None:
-            self.courier.send_control(peer, Kind.ASK, encode(ask), group)
+        self.courier.send_control(peer, Kind.ASK, encode(ask), group)
 
     @override
     def answer(self, peer: int, answer: Answer) -> None:
-        if self.courier is not None:
-            self.courier.send_control(peer, Kind.ANSWER, encode(answer))
+        self.courier.send_control(peer, Kind.ANSWER, encode(answer))
 
     @override
     def has_left(self, peer: int) -> bool:
-        return self.courier is not None and peer in self.courier.left
+        return peer in self.courier.left
 
     # What the courier hears -----------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class LibraryEngine(Engine):
         """The library says that a message is over. Called by any thread, which sees to it."""
         with self.lock:
             if not self.closed:
-                self._guarded(self.look_after_all)
+                self.guarded(self.look_after_all)
                 self._condition.notify_all()
 
     @override
@@ -208,7 +214,7 @@ class LibraryEngine(Engine):
             # Most collectives are over before anything is due.
             left = min(until.deadline - monotonic(), SLICE)
             while not until.done:
-                self._rest(until, left)
+                self.rest(until, left)
                 if not until.done:
                     self.look_after_all()
                     left = 0.0 if until.done else until.group.attend(until)
@@ -226,22 +232,22 @@ class LibraryEngine(Engine):
         """See to everything that is over; whether anything was."""
         any_over = self.natives.poll()
         self.run_ready()  # before it is heard that somebody has left: what is complete is complete
-        while self.courier is not None and self.courier.poll():
+        while self.courier.poll():
             any_over = True
         self.run_ready()
         return any_over
 
-    def _rest(self, until: Operation, seconds: float, *, in_background: bool = False) -> None:
+    def rest(self, until: Operation, seconds: float, *, streams: bool = True) -> None:
         """Sleep until something may have happened, or for so long. Lock held, but let go."""
         if seconds <= 0:
             return
-        ticket = self.natives.waited_for(until, streams=not in_background)
+        ticket = self.natives.waited_for(until, streams=streams)
         if ticket is not None:
             self._wait_for(ticket, min(seconds, SLICE))
-        elif self._calls_back:
+        elif self.courier.calls_back:
             # Other operations' collectives do not call back.
             self._condition.wait(min(seconds, SLICE if self.natives.busy else LOOK))
-        elif self._comes_soon(until, 0 if in_background else LOOKS):
+        elif self._comes_soon(until, LOOKS if streams else 0):
             self._pause = SHORTEST_PAUSE
         else:
             self._condition.wait(min(seconds, self._pause))
@@ -279,23 +285,11 @@ class LibraryEngine(Engine):
     @override
     def in_background(self, operation: Operation) -> None:
         with self.lock:
-            if operation.done:
-                return
-            if self.natives.can.ordered and type(operation.ticket) is CallTicket:
-                return  # it goes on by itself, and only the caller's stream can wait for it
-            self._background.add(operation)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run_background, name=f"phalanx rank {self.rank}", daemon=True
-                )
-                self._thread.start()
-            self._condition.notify_all()
+            if not operation.done and not self.natives.goes_on_by_itself(operation):
+                self._background.add(operation)
+                self._condition.notify_all()
 
-    def _run_background(self) -> None:
-        with self.lock:
-            self._guarded(self._keep_moving)
-
-    def _guarded(self, task: Callable[[], object]) -> None:
+    def guarded(self, task: Callable[[], object]) -> None:
         """In a thread of ours: whoever waits must hear of a fault that ends it. Lock held."""
         try:
             task()
@@ -306,19 +300,6 @@ class LibraryEngine(Engine):
             self.run_ready()
             raise
 
-    def _keep_moving(self) -> None:
-        while not self.closed:
-            if not self._background:
-                self._condition.wait()
-                continue
-            self.look_after_all()
-            soon = LOOK
-            for operation in list(self._background):
-                soon = min(soon, max(0.0, operation.group.attend(operation)))
-            self.run_ready()
-            if self._background and not self.closed:
-                self._rest(next(iter(self._background)), soon, in_background=True)
-
     @override
     def operation_done(self, operation: Operation) -> None:
         self._background.discard(operation)
@@ -328,12 +309,14 @@ class LibraryEngine(Engine):
 
     def say_goodbye(self, seconds: float) -> None:
         """Tell every peer, and see to it that nobody needs anything of this rank. Lock held."""
-        if self.courier is None:
-            return
         self.courier.send_control_to_all(Kind.LEAVE)
+        self.wait_until_said(seconds)
+
+    def wait_until_said(self, seconds: float) -> None:
+        """See to it that words leave this process, for so many seconds at most. Lock held."""
         deadline = monotonic() + seconds
         # A peer whose library calls back lets go at once, whatever it is doing.
-        while not self.courier.may_go(let_go=self._calls_back) and monotonic() < deadline:
+        while not self.courier.may_go(let_go=self.courier.calls_back) and monotonic() < deadline:
             self.look_after_all()
             self._condition.wait(LONGEST_PAUSE)
 
@@ -343,13 +326,10 @@ class LibraryEngine(Engine):
             return
         self.closed = True
         self._condition.notify_all()
-        thread = self._thread
         self.lock.release()  # which threads of the library's may wait for
         try:
-            if thread is not None and thread is not threading.current_thread():
-                thread.join()
-            if self.courier is not None:
-                self.courier.close()
+            self._background.end()
+            self.courier.close()
             self.natives.close()
         finally:
             self.lock.acquire()

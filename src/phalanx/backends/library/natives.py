@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from phalanx.backends.engine import WORLD_ID, Failure, Group, Operation, Ticket
+from phalanx.backends.engine import WORLD_ID, Failure, Group, Operation, Step
+from phalanx.backends.library.call_ticket import Begun, CallTicket
 from phalanx.backends.library.courier import first_line
-from phalanx.backends.library.library import Handle, Library
+from phalanx.backends.library.doubts import Doubts
+from phalanx.backends.library.library import Library
 from phalanx.backends.native import Call, Native
 
 if TYPE_CHECKING:
@@ -24,27 +25,6 @@ if TYPE_CHECKING:
 NOBODY = -1  # as a culprit: the library does not say who
 SAY_WHO_WITHIN = 0.5  # seconds in which the courier may hear who has caused a failed collective
 FINISH_WITHIN = 1.0  # seconds for a collective to end of which a member has left, having ended it
-
-
-class CallTicket(Ticket):
-    """A collective of the library's under way: it needs all members, to the end."""
-
-    __slots__ = ("busy", "call", "handle")
-
-    def __init__(self, operation: Operation, call: Call) -> None:
-        super().__init__(operation)
-        self.call = call
-        self.handle: Handle | None = None  # None: the group is being formed
-        self.busy = False  # a thread waits for the handle
-
-    @override
-    def needs(self, rank: int) -> bool:
-        return not self.done and rank in self.operation.group.to_local
-
-    @override
-    def outstanding_peers(self) -> list[int]:
-        group = self.operation.group
-        return [rank for rank in range(group.size) if rank != group.rank]
 
 
 class GroupNative(Native):
@@ -73,15 +53,14 @@ class Natives:
         self._groups: dict[int, Library] = {WORLD_ID: world}
         self._forming: dict[int, list[CallTicket]] = {}
         self._flying: dict[CallTicket, None] = {}
-        # A collective, what is to be done when it has ended, and by when in any case.
-        self._doubts: list[tuple[CallTicket, float, Callable[[], None]]] = []
+        self._doubts = Doubts(engine)
         self._broken: list[Library] = []
         self._wrecks: list[Call] = []
 
     @property
     def busy(self) -> bool:
         """Whether a collective is under way, in whichever group."""
-        return bool(self._flying or self._doubts)
+        return bool(self._flying) or self._doubts.any
 
     def of(self, group: Group) -> Native | None:
         """What the library can do for a group; None where that is nothing."""
@@ -89,7 +68,34 @@ class Natives:
             return None
         if group.size == 1:
             return None
-        return GroupNative(self._world, barriers=self._engine.courier is None)
+        return GroupNative(self._world, barriers=self._engine.courier.library is None)
+
+    def begin_at_once(self, group: Group, call: Call, seconds: float) -> Step | None:
+        """See `Engine.begin_call`."""
+        library = self._groups.get(group.id)
+        if library is None:
+            return call
+        handle = None
+        try:
+            handle = library.collective(call)
+            over = handle.wait(seconds)
+        except BaseException as error:
+            return Begun(call, handle, error)
+        return None if over else Begun(call, handle)
+
+    def go_on(self, operation: Operation, begun: Begun) -> CallTicket:
+        """See to the end of a collective that was begun at once."""
+        if begun.handle is None:
+            assert begun.error is not None
+            raise begun.error
+        ticket = operation.ticket = CallTicket(operation, begun.call)
+        ticket.handle = begun.handle
+        self._flying[ticket] = None
+        if isinstance(begun.error, Exception):
+            self.failed(ticket, begun.error)
+        elif begun.error is not None:
+            raise begun.error
+        return ticket
 
     def begin(self, operation: Operation, call: Call) -> CallTicket:
         """Start a collective, or have it started when its group is formed."""
@@ -97,6 +103,10 @@ class Natives:
         group = operation.group
         library = self._groups.get(group.id)
         if library is not None:
+            self._start(ticket, library)
+        elif self.can.ordered:  # torch's streams and devices are those of a thread: of this one
+            library = self._world.subgroup(group.ranks, group.id, operation.timeout)
+            self._groups[group.id] = library
             self._start(ticket, library)
         elif group.id in self._forming:
             self._forming[group.id].append(ticket)
@@ -164,9 +174,12 @@ class Natives:
                 if over:
                     self.over(ticket)
                     any_over = True
-        if self._doubts:
-            self._see_to_doubts()
+        self._doubts.attend()
         return any_over
+
+    def goes_on_by_itself(self, operation: Operation) -> bool:
+        """Whether nobody has to look after it; and only the caller's stream can wait for it."""
+        return self.can.ordered and type(operation.ticket) is CallTicket
 
     def waited_for(self, operation: Operation, *, streams: bool) -> CallTicket | None:
         """The collective whose handle a thread may wait for, on behalf of this operation.
@@ -185,8 +198,7 @@ class Natives:
             del self._flying[ticket]
             ticket.done = True
             self._engine.ready.append(ticket.operation)
-            if self._doubts:
-                self._end_doubts(ticket)
+            self._doubts.resolve(ticket)
 
     def failed(self, ticket: CallTicket, error: Exception) -> None:
         """A collective has not ended well. Somebody may say within a moment who is to blame."""
@@ -204,30 +216,16 @@ class Natives:
             operation.describe(),
             operation.sequence,
         )
-        self._end_doubts(ticket)  # of a member that has left, perhaps
-        self._doubts.append((ticket, monotonic() + SAY_WHO_WITHIN, lambda: group.fail(failure)))
+        self._doubts.resolve(ticket)  # of a member that has left, perhaps
+        self._doubts.add(ticket, SAY_WHO_WITHIN, lambda: group.fail(failure))
 
     def when_over(self, group: Group, then: Callable[[], None]) -> None:
         """Do this when the group's collective that is under way has ended, if it does so soon."""
         tickets = [ticket for ticket in self._flying if ticket.operation.group is group]
         tickets += self._forming.get(group.id, [])
         if tickets:
-            self._doubts.append((tickets[0], monotonic() + FINISH_WITHIN, then))
+            self._doubts.add(tickets[0], FINISH_WITHIN, then)
         else:
-            then()
-
-    def _see_to_doubts(self) -> None:
-        now = monotonic()
-        for doubt in [doubt for doubt in self._doubts if now >= doubt[1]]:
-            if doubt in self._doubts:
-                self._doubts.remove(doubt)
-                doubt[2]()
-
-    def _end_doubts(self, ticket: CallTicket) -> None:
-        mine = [doubt for doubt in self._doubts if doubt[0] is ticket]
-        self._doubts = [doubt for doubt in self._doubts if doubt[0] is not ticket]
-        for _, _, then in mine:
-            self._engine.run_ready()  # what is complete has not failed
             then()
 
     def give_up(self, ticket: CallTicket) -> None:
@@ -235,7 +233,7 @@ class Natives:
         if ticket.done:
             return
         self._flying.pop(ticket, None)
-        self._doubts = [doubt for doubt in self._doubts if doubt[0] is not ticket]
+        self._doubts.drop(ticket)
         if ticket.handle is not None:
             self._wrecks.append(ticket.call)  # the library may still have its memory
             library = self._groups.pop(ticket.operation.group.id, None)

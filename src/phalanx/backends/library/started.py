@@ -123,9 +123,9 @@ def _in_place(call: Call) -> Tensor:
 def _bits(tensor: Tensor | None) -> Tensor:
     """The tensor as bytes, of which every group can move any number."""
     assert tensor is not None
-    if tensor.dtype is torch.float32:
-        return tensor.view(-1)
-    return tensor.view(-1).view(torch.uint8)
+    # Of one element, also a tensor with another stride is contiguous.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat if tensor.dtype is torch.float32 else flat.view(torch.uint8)
 
 
 def _rows(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:

@@ -15,10 +15,10 @@ not been given up meanwhile.
 
        | -- CONTROL FAILURE, LEAVE, ASK, ... -------> |  what TCP has control frames for
 
-    0      1      2   4        8       12      20       28            36      44
-    +------+------+---+--------+-------+-------+--------+-------------+-------+------------------
-    | word | kind | 0 | length | ident | group | number | fingerprint | total | payload, padding
-    +------+------+---+--------+-------+-------+--------+-------------+-------+------------------
+    0      1      2   4        8       12      20       28            36      44   64
+    +------+------+---+--------+-------+-------+--------+-------------+-------+---+-----------------
+    | verb | kind | 0 | length | ident | group | number | fingerprint | total | 0 | payload, padding
+    +------+------+---+--------+-------+-------+--------+-------------+-------+---+-----------------
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 from phalanx.wire.frame import MAX_CONTROL, Channel, FrameError, Kind
 
-_HEADER = struct.Struct("<BBHIIQqQQ")
+# The payload begins at a multiple of 16: torch computes with it where it lies.
+_HEADER = struct.Struct("<BBHIIQqQQ20x")
 _PADDING = bytes(2048)
 WORD = 2048  # bytes; under the size from which libraries send nothing before they are asked
 INLINE = WORD - _HEADER.size  # bytes of payload that a word has room for

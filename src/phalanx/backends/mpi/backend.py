@@ -65,8 +65,6 @@ class MpiBackend(LibraryBackend):
     @override
     def _leave(self, *, farewell: float) -> None:
         super()._leave(farewell=farewell)
-        courier = self._engine.courier
-        assert courier is not None
-        if len(courier.left) == self.world_size - 1:
+        if len(self._engine.courier.left) == self.world_size - 1:
             for library in self._libraries:
                 library.free()

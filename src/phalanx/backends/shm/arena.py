@@ -54,15 +54,22 @@ class Arena:
         Raises OSError if the system has no memory for it.
         """
         self._collect()
-        size = _rounded(max(size, 1))
+        size = max(size, 1)
+        unit = PAGE if size >= PAGE else LINE
+        size = _up_to(unit, size)
         for place, free in enumerate(self._free):
-            if free.size >= size and free.segment > after:
-                self._free_bytes = max(0, self._free_bytes - size)
-                if free.size == size:
-                    del self._free[place]
-                else:
-                    self._free[place] = Block(free.segment, free.offset + size, free.size - size)
-                return Block(free.segment, free.offset, size)
+            if free.size < size or free.segment <= after:
+                continue
+            start = _up_to(unit, free.offset)
+            rest = free.offset + free.size - start - size
+            if rest < 0:
+                continue
+            self._free_bytes = max(0, self._free_bytes - size)
+            left = [Block(free.segment, start + size, rest)] if rest else []
+            if start > free.offset:
+                left.insert(0, Block(free.segment, free.offset, start - free.offset))
+            self._free[place : place + 1] = left
+            return Block(free.segment, start, size)
         self._grow(size)
         return self.take(size, after=after)
 
@@ -96,7 +103,11 @@ class Arena:
     def _grow(self, size: int) -> None:
         segment = Segment.create(max(SMALLEST, -(-size // SMALLEST) * SMALLEST))
         number = len(self.segments)
-        self._publish(number, segment)
+        try:
+            self._publish(number, segment)
+        except BaseException:
+            segment.close()
+            raise
         self.segments.append(segment)
         self._free.append(Block(number, 0, segment.size))
 
@@ -138,9 +149,8 @@ class _Lease:
         self._returned.append(self._block)
 
 
-def _rounded(size: int) -> int:
-    unit = PAGE if size >= PAGE else LINE
-    return -(-size // unit) * unit
+def _up_to(unit: int, number: int) -> int:
+    return -(-number // unit) * unit
 
 
 def _touch(first: Block, second: Block) -> bool:
@@ -148,7 +158,7 @@ def _touch(first: Block, second: Block) -> bool:
 
 
 def _give_pages_back(segment: Segment, block: Block) -> None:
-    start = -(-block.offset // PAGE) * PAGE
+    start = _up_to(PAGE, block.offset)
     stop = (block.offset + block.size) // PAGE * PAGE
     if stop > start:
         segment.map.madvise(mmap.MADV_REMOVE, start, stop - start)

@@ -88,6 +88,7 @@ class Commons:
         self.stalled: dict[Lane, Callable[[], None]] = {}  # full lanes, and what to do when not
         self.watched: dict[Ticket, Meet] = {}
         self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
         self._rank = rank
         self._retired: list[Window] = []
         self._disputed: set[Ticket] = set()
@@ -141,6 +142,11 @@ class Commons:
             self.watched[ticket] = meet
         return ticket
 
+    def stall(self, lane: Lane, go_on: Callable[[], None]) -> None:
+        """A lane is full: when it is not, go on."""
+        self.stalled[lane] = go_on
+        self.begins_to_wait()
+
     @property
     def waits(self) -> bool:
         """Whether something is to come of which only memory tells."""
@@ -184,6 +190,11 @@ class Commons:
         self.fence()
         self.look()
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether this rank has said that it sleeps."""
+        return self.ledger.words[ASLEEP] != 0
+
     def get_up(self) -> None:
         """This rank is awake: it looks for itself."""
         self.ledger.words[ASLEEP] = 0
@@ -201,3 +212,7 @@ class Commons:
         self.arena.close()
         os.close(self.bell)
         os.close(self._rope)
+
+
+def _nothing() -> None:
+    pass

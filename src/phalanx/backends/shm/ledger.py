@@ -28,7 +28,10 @@ _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a ledger
-ROOM = 64 << 20  # bytes behind it and the lanes; they cost nothing until they are written
+ROOM = (
+    1 << 30
+)  # bytes behind it and the lanes, which cost nothing until they are written: windows of
+# a hundred groups and their staging memory, so that they are found when this rank has ended
 
 
 def make_fence() -> Callable[[], object]:
@@ -138,5 +141,6 @@ class LedgerOfPeer:
         words = self.words
         for number in range(words[USED]):
             entry = _FIRST_WINDOW + number * _WINDOW
-            if words[entry + 1]:
-                yield words[entry], (words[entry + 1] - 1, words[entry + 2])
+            segment = words[entry + 1]  # once: its owner may take it out between two looks
+            if segment:
+                yield words[entry], (segment - 1, words[entry + 2])

@@ -13,15 +13,25 @@ class Meet:
     """A step: come to a meeting of a window, and wait for the others.
 
     first    whether a collective begins with it
+    last     whether it ends one in which members' own tensors were read: one that has given up
+             here, and may have written them meanwhile, has not come, though its flag says so
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 
-    __slots__ = ("_check", "_first", "_shown", "value", "window")
+    __slots__ = ("_check", "_first", "_last", "_shown", "value", "window")
 
-    def __init__(self, window: Window, *, first: bool = False, shown: Shown | None = None) -> None:
+    def __init__(
+        self,
+        window: Window,
+        *,
+        first: bool = False,
+        last: bool = False,
+        shown: Shown | None = None,
+    ) -> None:
         self.window = window
         self.value = 0
         self._first = first
+        self._last = last
         self._shown = shown
         self._check = 0
 
@@ -38,11 +48,14 @@ class Meet:
         """Wait a short while; True if all have come, and to do the same."""
         if not self.window.spin(self.value):
             return False
+        if self._last and self.window.broken(self.value):
+            return False
         return not self._first or self.window.stranger(self.value, self._check) is None
 
     def absent(self) -> list[int]:
         """The ranks of the job that have not come."""
-        return self.window.absent(self.value)
+        absent = self.window.absent(self.value)
+        return sorted({*absent, *self.window.broken(self.value)}) if self._last else absent
 
     def stranger(self) -> int | None:
         """A rank of the job that has come to do something else."""

@@ -6,6 +6,7 @@ entries        two, used in turn: a hash of the collective; segment + 1 (0: it i
                of what it gives; the same of its result
 staged         segment + 1 and offset of its staging memory, once it has some
 closed         1 when it has closed the group
+broken         the meeting that it had come to when it gave up what was under way; 0: it has not
 slots          two, used in turn, for small collectives
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from phalanx.backends.shm.segment import Segment
 
-FLAG, ENTRIES, STAGED, CLOSED = 0, 8, 24, 32  # words
+FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
 ENTRY = 8  # words of an entry
 SLOTS = 4096  # byte at which they begin
 SLOT = 64 << 10  # bytes of a slot

@@ -39,28 +39,24 @@ class Sharing(enum.Enum):
         """The same, for ranks that need not be on one host."""
         return Sharing.HOSTS if self is Sharing.ALL else self
 
-    def offer(self, rank: int, world_size: int, *, fall_back: bool = False) -> Commons | None:
-        """What this rank shows to others. Raises `BackendUnavailableError` if it cannot.
+    def offer(self, rank: int, world_size: int) -> tuple[Commons | None, str]:
+        """What this rank shows to others; or None, and why it cannot.
 
-        fall_back   then it is None, and the ranks that have met will see
+        It meets the others all the same, so that they hear of it, too.
         """
         if not self.shares:
-            return None
+            return None, ""
         try:
-            return Commons(rank, world_size)
+            return Commons(rank, world_size), ""
         except (OSError, AttributeError) as error:  # of a system that has no memfd_create
-            if fall_back:
-                return None
-            raise BackendUnavailableError(
-                f"rank {rank}: no shared memory can be made here ({error}): it needs Linux (memfd, "
-                "/proc); use backend='tcp'",
-                rank=rank,
-            ) from error
+            return None, str(error)
 
-    def attach(self, commons: Commons | None, rank: int, addresses: list[Address]) -> str:
+    def attach(
+        self, commons: Commons | None, why_not: str, rank: int, addresses: list[Address]
+    ) -> str:
         """Attach the memory of the ranks of this one's host; what keeps it from that, or ""."""
         if commons is None:
-            return "it has no memory to share: that needs Linux (memfd, /proc)"
+            return f"it has no memory to share ({why_not}): that needs Linux (memfd, /proc)"
         here = addresses[rank].host_id
         for peer, address in enumerate(addresses):
             if peer == rank:
@@ -69,6 +65,8 @@ class Sharing(enum.Enum):
                 if self is Sharing.ALL:
                     return f"rank {peer} is on another host"
                 continue
+            if address.memory < 0:
+                continue  # it has none, and says so itself
             try:
                 commons.meet(peer, address.process, address.memory, address.bell)
             except OSError as error:

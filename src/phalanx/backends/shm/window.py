@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.backends.shm.arena import Block
 from phalanx.backends.shm.pane import (
+    BROKEN,
     CLOSED,
     ENTRIES,
     ENTRY,
@@ -184,6 +185,24 @@ class Window:
         return True
 
     # The end --------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """What is under way has failed; the memory that this rank has shown may be written now."""
+        self.words[BROKEN] = max(1, self.words[FLAG])
+        self._fence()
+
+    def broken(self, value: int) -> list[int]:
+        """The members, as ranks of the job, that have given up at a meeting, or before.
+
+        Of none of them that is not among these was anything overwritten that was read before.
+        """
+        if self._commons.weak_order:
+            self._fence()
+        return [
+            pane.rank
+            for place, pane in enumerate(self.panes)
+            if place != self.place and pane is not None and 0 < pane.words[BROKEN] <= value
+        ]
 
     def close(self) -> None:
         """This rank takes part no more. The memory stays until the others are done, too."""

@@ -57,6 +57,7 @@ class TcpEngine(Engine):
         """From now on, groups have windows on the memory of the ranks of this host."""
         self.commons = commons
         self.reactor.watch(commons.bell, commons.heard_bell, read=True)
+        commons.begins_to_wait = self.watch_memory
         for peer, link in self.mesh.links.items():
             link.lane = commons.lanes.get(peer)
 
@@ -71,7 +72,19 @@ class TcpEngine(Engine):
         if not ticket.done:
             for peer in step.absent():
                 self.check_reachable(operation, peer)
+            self.watch_memory()
         return ticket
+
+    def watch_memory(self) -> None:
+        """Something is to come of which only memory tells. Lock held.
+
+        A thread that sleeps already, and has told no neighbour, is woken: it looks, and tells them.
+        """
+        commons, driver = self.commons, self._driver
+        if commons is None or driver is None or driver == threading.get_ident():
+            return
+        if not commons.is_asleep:
+            self.reactor.wake()
 
     @override
     def withdraw(self, ticket: Ticket) -> None:

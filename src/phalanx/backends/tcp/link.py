@@ -215,7 +215,7 @@ class Link:
         commons = self.mesh.commons
         assert commons is not None
         assert self.lane is not None
-        commons.stalled[self.lane] = self.flush
+        commons.stall(self.lane, self.flush)
 
     def _written(self, count: int) -> None:
         pieces = self._pieces

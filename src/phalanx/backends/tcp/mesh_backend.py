@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import weakref
@@ -68,13 +69,15 @@ class MeshBackend(Backend):
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._engine = engine
         self.topology = (0,) * world_size
+        self.links = self.links._replace(processors=os.cpu_count() or math.inf)
         mesh = engine.mesh
         mesh.host = host
         try:
             if world_size > 1:
                 sharing = self.sharing.relaxed() if fall_back else self.sharing
-                commons = mesh.commons = sharing.offer(rank, world_size, fall_back=fall_back)
-                attach = partial(sharing.attach, commons, rank) if sharing.shares else None
+                commons, why_not = sharing.offer(rank, world_size)
+                mesh.commons = commons
+                attach = partial(sharing.attach, commons, why_not, rank) if sharing.shares else None
                 if rank == 0:
                     mesh.open_door(listener or listen_as_master(endpoint))
                 with engine.lock:

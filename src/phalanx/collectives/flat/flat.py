@@ -69,7 +69,8 @@ class Flat:
         ]
         whole = self._slices[-1][1]
         self._given = whole if self.form.sliced or not self.form.joined else self._slices[0][1]
-        self._longest = self._slices[0][1] if self.form.sliced else self._given
+        longest = max(stop - start for start, stop in self._slices)  # not always the first
+        self._longest = longest if self.form.sliced else self._given
         self._givers = [g for g in range(self.size) if self.form.givers.includes(g, self.root)]
         self._gives = self.me in self._givers
         self._takes = self.form.takers.includes(self.me, self.root)
@@ -166,7 +167,7 @@ class Flat:
             for place, (start, stop) in enumerate(self._slices):
                 if place != self.me:
                     copy(out + start, panes[place].result_address(turn) + start, stop - start)
-        yield Meet(window)  # or what others still read would be written
+        yield Meet(window, last=True)  # or what others still read would be written
 
     def _take_whole(self, given: list[int], out: int) -> None:
         """Take what all have given, which lies at these addresses."""

@@ -1,0 +1,89 @@
+"""A rank that sleeps is woken by what comes in memory, whatever else it waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep
+
+import pytest
+import torch
+from clusters import SharedMemory
+
+import phalanx
+from phalanx import Backend
+from phalanx.backends.engine import group as group_module
+from phalanx.backends.engine import operation as operation_module
+from phalanx.backends.tcp import engine as engine_module
+from phalanx.backends.tcp.engine import TcpEngine
+
+SELDOM = 6.0  # seconds between looks that are not asked for
+ROUNDS = 3
+
+
+@pytest.fixture(autouse=True)
+def who_sleeps_is_not_woken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "EXPIRY_CHECK", SELDOM)
+    monkeypatch.setattr(engine_module, "FIRST_LOOK", SELDOM)
+    monkeypatch.setattr(operation_module, "ASK_EVERY", SELDOM)
+    monkeypatch.setattr(group_module, "ASK_EVERY", SELDOM)
+    monkeypatch.setenv("PHALANX_HEARTBEAT", "60")
+
+
+def receive_in_a_thread(backend: Backend, into: torch.Tensor) -> Callable[[], None]:
+    thread = threading.Thread(target=lambda: backend.recv(into, 1, tag=3))
+    thread.start()
+    return thread.join
+
+
+def receive_in_the_background(backend: Backend, into: torch.Tensor) -> Callable[[], None]:
+    pending = phalanx.irecv(into, 1, backend, tag=3)
+    return lambda: pending.wait() and None
+
+
+def sum_(backend: Backend) -> None:
+    assert phalanx.all_reduce(torch.ones(2), backend).tolist() == [2, 2]
+
+
+def sum_later(backend: Backend) -> None:
+    assert phalanx.async_all_reduce(torch.ones(2), backend).wait().tolist() == [2, 2]
+
+
+def large_message(backend: Backend) -> None:
+    """More than a lane holds: who sends has to be woken when there is room."""
+    if backend.rank == 0:
+        backend.send(torch.ones(8 << 20), 1)
+    else:
+        into = torch.zeros(8 << 20)
+        backend.recv(into, 0)
+        assert bool((into == 1).all())
+
+
+@pytest.mark.parametrize("call", [sum_, sum_later, large_message])
+@pytest.mark.parametrize("receive", [receive_in_a_thread, receive_in_the_background])
+def test_a_thread_that_sleeps_for_a_message_hears_of_meetings_too(
+    receive: Callable[[Backend, torch.Tensor], Callable[[], None]],
+    call: Callable[[Backend], None],
+) -> None:
+    """Rank 0's reactor waits for a message when a thread of it comes to a meeting."""
+
+    def run(backend: Backend) -> float:
+        engine = backend.engine
+        assert isinstance(engine, TcpEngine)
+        into = torch.zeros(1)
+        end = receive(backend, into) if backend.rank == 0 else lambda: None
+        while backend.rank == 0 and engine._driver is None:
+            sleep(0.001)
+        slowest = 0.0
+        for _ in range(ROUNDS):
+            if backend.rank == 1:
+                sleep(0.02)  # the other comes first
+            began = monotonic()
+            call(backend)
+            slowest = max(slowest, monotonic() - began)
+        if backend.rank == 1:
+            backend.send(torch.ones(1), 0, tag=3)
+        end()
+        return slowest
+
+    assert max(SharedMemory().run(run, 2)) < SELDOM / 2

@@ -1,0 +1,37 @@
+"""docs/backends.md: the table of what each backend can, and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import phalanx
+from phalanx.backends.library.kinds import KINDS
+from phalanx.launch.factories import BACKENDS
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
+
+
+def test_every_backend_is_in_the_table() -> None:
+    names = {name for name in dir(phalanx) if name.endswith("Backend")}
+    missing = {name for name in names - {"Backend", "SubBackend"} if f"`{name}`" not in DOCUMENT}
+    assert not missing
+
+
+def test_every_name_that_init_takes_is_in_the_table() -> None:
+    (row,) = (line for line in DOCUMENT.splitlines() if line.startswith("| name for `init`"))
+    assert {name for name in BACKENDS if f"`{name}`" not in row} <= {"auto"}
+
+
+def test_what_gloo_computes_is_as_the_document_says() -> None:
+    (row,) = (line for line in DOCUMENT.splitlines() if line.startswith("| Gloo |"))
+    sums, means, rest = row.split("|")[2].split(";")
+    dtypes = KINDS["gloo", "cpu"].dtypes
+    named = {word.strip() for word in sums.split(":")[1].split(",")}
+    assert named == {str(dtype).removeprefix("torch.") for dtype in dtypes["sum"]}
+    assert dtypes["product"] == dtypes["sum"]
+    assert {str(dtype) for dtype in dtypes["sum"] - dtypes["mean"]} == {"torch.float16"}
+    assert "these without float16" in means
+    whole = {dtype for dtype in dtypes["sum"] if not dtype.is_floating_point}
+    for op in ("min", "max", "band", "bor", "bxor"):
+        assert op in rest
+        assert dtypes[op] == whole
