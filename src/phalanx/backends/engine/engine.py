@@ -338,11 +338,11 @@ class Engine(ABC):
         """Raise `PeerLostError` if an operation would wait for a rank that has left."""
         group = operation.group
         if peer == ANY:
-            gone, who = not group.others(), "every other rank"
+            gone = not group.others()
         else:
             gone = self.has_left(peer) or peer in group.left
-            who = f"rank {group.name_of_whole(peer)}"
         if gone:
+            who = "every other rank" if peer == ANY else f"rank {group.name_of_whole(peer)}"
             raise PeerLostError(
                 f"rank {group.rank}: {operation.describe()}: {who} left",
                 rank=group.rank,
