@@ -134,6 +134,10 @@ class Operation:
                 self._finish()
         except Exception as error:
             self.group.operation_failed(self, error)
+        except BaseException as interruption:
+            # It hit a thread that may wait for something else; nobody can take these steps again.
+            self.group.abandon(self, f"interrupted by {type(interruption).__name__}")
+            raise
 
     def fail(self, error: Exception) -> None:
         """End with an error: nothing is written into the operation's memory from now on."""
