@@ -19,7 +19,7 @@ from phalanx.backends.library.library import Abilities
 from phalanx.backends.library.words import INLINE, WORD, Verb, Word, pack, unpack
 from phalanx.wire.frame import Channel, FrameError, Kind
 
-LARGE = bytes(range(256)) * 64  # more than a word
+LARGE = bytes(range(256)) * 8192  # more than is sent before there is room for it
 
 
 class Looped(Threads):
@@ -71,18 +71,34 @@ def test_all_goes_on_while_somebody_waits_or_something_is_outstanding() -> None:
     Looped().run(run, 3)
 
 
+@pytest.mark.parametrize("slowness", [0, 3])
+def test_messages_of_all_sizes_stay_in_order_however_they_are_sent(slowness: int) -> None:
+    sizes = [10, 5000, len(LARGE), 0, 300_000, 1, len(LARGE), 2500, 1 << 20, (1 << 20) + 1] * 3
+
+    def run(backend: Backend) -> None:
+        other = 1 - backend.rank
+        sends = [phalanx.isend(bytes([n]) * size, other, backend) for n, size in enumerate(sizes)]
+        for n, size in enumerate(sizes):
+            backend.recv(into := bytearray(size), other)
+            assert into == bytes([n]) * size
+        for send in sends:
+            send.wait()
+
+    Looped(slowness=slowness).run(run, 2)
+
+
 def test_what_is_given_up_before_it_is_granted_is_never_sent() -> None:
     def run(backend: Backend) -> None:
         if backend.rank == 0:
-            given_up = bytearray(b"x" * 5000)
+            given_up = bytearray(b"x" * len(LARGE))
             with pytest.raises(CollectiveTimeoutError):
                 backend.send(given_up, 1, timeout=0.05)  # its receiver is in no call
             backend.send(b"go", 1, tag=1)
-            backend.send(b"y" * 5000, 1)
+            backend.send(b"y" * len(LARGE), 1)
             return
         go.wait(20)
-        backend.recv(into := bytearray(5000), 0)
-        assert into == b"y" * 5000
+        backend.recv(into := bytearray(len(LARGE)), 0)
+        assert into == b"y" * len(LARGE)
 
     go = threading.Event()
     threading.Timer(0.2, go.set).start()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WORDS, CONTENTS = 0, 1  # the library's tags
 PIECE = 1 << 30  # bytes of a message that the library is given at a time: its counts may be ints
+EAGER = 1 << 20  # bytes of a message that is copied and sent before there is room for it,
+MOST_EAGER = 16 << 20  # and of all of them that the library has not sent
 MOST_WORDS = 512  # that the library has not sent; then who sends waits for it
 SETTLE = 2.0  # seconds that a message whose time is over may take to end, if it has begun
 
@@ -35,7 +37,8 @@ class Correspondent:
         self.library = library
         self.peer = peer
         self.let_go = False  # it has heard that this rank leaves, and needs nothing of it
-        self.words_out = 0  # words that the library has not sent yet
+        self.words_out = 0  # words, and copies, that the library has not sent yet
+        self._eager_out = 0  # bytes of these copies
         self._courier = courier
         self._mailbox = courier.engine.mailbox
         self._idents = itertools.count()
@@ -53,9 +56,17 @@ class Correspondent:
     # Out ------------------------------------------------------------------------------------
 
     def send(self, send: PostedSend) -> None:
-        """Send a message: a small one in a word, which is a copy."""
+        """Send a message: a copy of it, if it is not large."""
         operation, total = send.ticket.operation, len(send.view)
         ident = next(self._idents) & 0xFFFFFFFF
+        if INLINE < total <= EAGER and self._eager_out + total <= MOST_EAGER:
+            copy = memoryview(bytearray(send.view))
+            send.complete()
+            self._say(Word(Verb.EAGER, operation.channel, ident, operation.fingerprint, total))
+            self.words_out += 1
+            self._eager_out += total
+            self._send(copy, CONTENTS, partial(self._eager_sent, total))
+            return
         payload = send.view if total <= INLINE else b""
         if total > INLINE:
             self._announced[ident] = send
@@ -65,6 +76,10 @@ class Correspondent:
             Word(Verb.MESSAGE, operation.channel, ident, operation.fingerprint, total, payload),
             send.complete if total <= INLINE else None,
         )
+
+    def _eager_sent(self, total: int) -> None:
+        self.words_out -= 1
+        self._eager_out -= total
 
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
         """Send a control message, in as many words as it needs."""
@@ -160,7 +175,7 @@ class Correspondent:
             self._courier.tell_room(self.peer)
 
     def _heed(self, word: Word) -> None:
-        if word.verb is Verb.MESSAGE:
+        if word.verb is Verb.MESSAGE or word.verb is Verb.EAGER:
             if self._has_room(word):
                 self._take(word)
             else:  # the block is not listened with until the word is taken
@@ -201,12 +216,15 @@ class Correspondent:
     def _take(self, word: Word) -> None:
         """A message begins to arrive."""
         arrival = self._mailbox.arriving(word.channel, self.peer, word.total, word.fingerprint)
-        if word.total == len(word.payload):
+        if word.total == len(word.payload) and word.verb is Verb.MESSAGE:
             fill(arrival, memoryview(word.payload))
             return
         self._coming[word.ident] = arrival
         self._coming_bytes += word.total
-        self._say(Word(Verb.GRANT, word.channel, word.ident))
+        if word.verb is Verb.EAGER:
+            self._receive_contents(word.ident)
+        else:
+            self._say(Word(Verb.GRANT, word.channel, word.ident))
 
     def _receive_contents(self, ident: int) -> None:
         # The library would write them also where a receive that is given up wanted them: so they

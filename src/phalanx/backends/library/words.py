@@ -2,15 +2,18 @@
 
 A library matches a receive with a message of exactly its size, and tells nothing else about it. So
 every message begins with a word, a block of `WORD` bytes for which a receive is always posted: a
-small message is in it whole, a large one is announced by it, and comes when it is granted and has
-not been given up meanwhile.
+small message is in it whole, a larger one is announced by it. It follows at once, as a copy, or, if
+that would be large, when it is granted and has not been given up meanwhile.
 
     sender                                        receiver
        | -- MESSAGE 7, 40 B, and the bytes ---------> |  where the receive wants them
        |                                              |
-       | -- MESSAGE 8, 3 MB ------------------------> |  has room for it
-       | <------------------------------- GRANT 8 --- |
-       | -- COMING 8 -------------------------------> |
+       | -- EAGER 8, 64 kB -------------------------> |
+       | == 64 kB, a copy ==========================> |  when it has room for it
+       |                                              |
+       | -- MESSAGE 9, 3 MB ------------------------> |  has room for it
+       | <------------------------------- GRANT 9 --- |
+       | -- COMING 9 -------------------------------> |
        | == 3 MB ===================================> |
 
        | -- CONTROL FAILURE, LEAVE, ASK, ... -------> |  what TCP has control frames for
@@ -40,10 +43,11 @@ class Verb(enum.IntEnum):
     """What a word says."""
 
     MESSAGE = 1  # here is a message, or (longer than `INLINE`) there is one: may it come?
-    GRANT = 2  # it may
-    COMING = 3  # it does, now
-    CANCEL = 4  # or it will not, granted or not
-    CONTROL = 5  # about a group, as TCP's control frames; goes on in the next word if it is long
+    EAGER = 2  # there is one, and it is on its way
+    GRANT = 3  # it may come
+    COMING = 4  # it does, now
+    CANCEL = 5  # or it will not, granted or not
+    CONTROL = 6  # about a group, as TCP's control frames; goes on in the next word if it is long
 
 
 class Word(NamedTuple):
