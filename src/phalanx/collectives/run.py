@@ -191,7 +191,7 @@ def _native_call(task: Task[T], plan: Plan, backend: Backend) -> Call | None:
     native = backend.native
     if native is None or not plan.program:
         return None
-    op = task.op.value if task.op is not None else None
+    op = task.op._value_ if task.op is not None else None  # `value` looks it up each time
     call = Call(task.collective, task.source, task.out, op, task.root)
     return call if native.has(call) else None
 
