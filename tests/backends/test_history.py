@@ -174,7 +174,9 @@ def test_nothing_that_has_ended_is_kept_in_memory(cluster: Cluster) -> None:
         backend.sendrecv(tensors[0], other, tensors[1], other)
         phalanx.all_reduce_(tensors[2], backend)
         with pytest.raises(DesyncError):
-            phalanx.all_reduce(tensors[3][: 2 + backend.rank], backend.subgroup([0, 1]))
+            phalanx.all_reduce(
+                tensors[3][: 2 + backend.rank], backend.subgroup([0, 1]), algorithm="ring"
+            )
         backend.barrier()
         arrays.clear()
         tensors.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from phalanx.backends.base import DEFAULT_TIMEOUT
 from phalanx.backends.library.backend import LibraryBackend
 from phalanx.backends.messages import check_timeout
@@ -35,9 +37,10 @@ class TorchBackend(LibraryBackend):
     """
 
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        check_timeout(timeout)
+        check_available()
         from phalanx.backends.library import given  # noqa: PLC0415 - torch may lack what it needs
 
-        check_timeout(timeout)
         super().__init__(*given.over(process_group, timeout), timeout=timeout)
 
 
@@ -66,7 +69,7 @@ class _NamedBackend(LibraryBackend):
                     rank=rank,
                 )
             check_timeout(timeout)
-            check_available(self.kind)
+            check_available(self.kind, "gloo")
             from phalanx.backends.library import groups  # noqa: PLC0415 - as above
 
             prefix = f"phalanx/{job}/{generation}"
@@ -124,12 +127,15 @@ _INSTALL = {
 }
 
 
-def check_available(kind: str) -> None:
-    """Raise `BackendUnavailableError` unless this build of torch has such groups, and Gloo's."""
-    import torch.distributed as dist  # noqa: PLC0415 - some builds of torch lack it
-
-    for name in dict.fromkeys((kind, "gloo")):
-        if not (dist.is_available() and getattr(dist, f"is_{name}_available")()):
+def check_available(*kinds: str) -> None:
+    """Raise `BackendUnavailableError` unless this build of torch has such process groups."""
+    if not torch.distributed.is_available():
+        raise BackendUnavailableError(
+            "this build of torch has no torch.distributed: install one that has it, such as those "
+            "from pytorch.org; or use the backend 'tcp' or 'shm', which do not need it"
+        )
+    for name in dict.fromkeys(kinds):
+        if not getattr(torch.distributed, f"is_{name}_available")():
             raise BackendUnavailableError(
                 f"this build of torch has no {name.upper() if name != 'gloo' else 'Gloo'}: "
                 f"{_INSTALL[name]}; or use the backend 'tcp' or 'shm', which need neither"
