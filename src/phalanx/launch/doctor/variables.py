@@ -78,9 +78,9 @@ def _launcher() -> Finding:
         return fail(str(error), "unset it, or start the ranks with a launcher")
     if world is None:
         return ok("this process has no launcher: phalanx.init() gives a world of one")
+    where = f"at {world.master_addr}:{world.master_port}" if world.master_port else "through MPI"
     return info(
-        f"this is rank {world.rank} of {world.world_size} ({world.source}); they meet at "
-        f"{world.master_addr}:{world.master_port}"
+        f"this is rank {world.rank} of {world.world_size} ({world.source}); they meet {where}"
     )
 
 
