@@ -19,15 +19,9 @@ from typing import TYPE_CHECKING
 from phalanx.backends.engine.ticket import Ticket
 from phalanx.backends.shm import lane
 from phalanx.backends.shm.arena import Arena
+from phalanx.backends.shm.fence import keeps_order, make_fence
 from phalanx.backends.shm.lane import Lane
-from phalanx.backends.shm.ledger import (
-    ASLEEP,
-    SIZE,
-    Ledger,
-    LedgerOfPeer,
-    keeps_order,
-    make_fence,
-)
+from phalanx.backends.shm.ledger import ASLEEP, SIZE, Ledger, LedgerOfPeer
 from phalanx.backends.shm.meeting import Meet
 from phalanx.backends.shm.pane import Pane
 from phalanx.backends.shm.segment import open_of
@@ -209,6 +203,8 @@ class Commons:
         """Nobody can share anything with this rank any more."""
         for neighbour in self.neighbours.values():
             neighbour.close()
+        self.lanes.clear()  # they and this know each other: the memory would stay mapped
+        self.stalled.clear()
         self.arena.close()
         os.close(self.bell)
         os.close(self._rope)

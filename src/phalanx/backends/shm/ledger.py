@@ -9,16 +9,14 @@ has a fixed form; only its owner writes in it:
             8 ...      segments: number of the file, size
             ...        windows: group, segment + 1 (0: nothing here), offset
 
-What is published is written before what says that it is there; x86-64 keeps that order, and
-`fence` does elsewhere.
+What is published is written before what says that it is there (fence.py).
 """
 
 from __future__ import annotations
 
-import platform
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from phalanx.backends.shm.fence import make_order
 from phalanx.backends.shm.segment import Segment
 from phalanx.errors import BackendUnavailableError
 
@@ -28,43 +26,9 @@ _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a ledger
-ROOM = (
-    1 << 30
-)  # bytes behind it and the lanes, which cost nothing until they are written: windows of
-# a hundred groups and their staging memory, so that they are found when this rank has ended
-
-
-def make_fence() -> Callable[[], object]:
-    """A full memory fence: what is written before it is seen before what is read after it.
-
-    Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
-    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
-    what went before in front; so it takes two locks, one after the other, as between the release of
-    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
-    reordered with an earlier store-release).
-    """
-    lock, second = threading.Lock(), threading.Lock()
-
-    def fence() -> None:
-        with lock:
-            pass
-
-    def fence_of_two() -> None:
-        with lock:
-            pass
-        with second:
-            pass
-
-    return fence if keeps_order() else fence_of_two
-
-
-def keeps_order() -> bool:
-    """Whether this processor shows stores to others in the order in which they were made.
-
-    x86-64 does (total store order), and does not reorder loads either: data, then a flag; the flag,
-    then data, needs nothing in between. Only a load may pass an earlier store to another place.
-    """
-    return platform.machine() in ("x86_64", "AMD64")
+# Bytes behind it and the lanes, which cost nothing until they are written: windows of a hundred
+# groups and their staging memory, so that they are found when this rank has ended.
+ROOM = 1 << 30
 
 
 class Ledger:
@@ -74,6 +38,7 @@ class Ledger:
         self.segment = Segment.create(SIZE + lanes + ROOM)
         self.words = self.segment.words
         self._entries: dict[int, int] = {}  # group -> its entry's first word
+        self._order = make_order()
 
     def add_segment(self, number: int, segment: Segment) -> None:
         """Others may attach it from now on."""
@@ -84,6 +49,7 @@ class Ledger:
             )
         entry = _FIRST_SEGMENT + number * _SEGMENT
         self.words[entry], self.words[entry + 1] = segment.fd, segment.size
+        self._order()  # before a tensor in it is shown
 
     def add_window(self, group: int, segment: int, offset: int) -> None:
         """Others may look through it from now on."""
@@ -100,11 +66,13 @@ class Ledger:
         words[entry], words[entry + 2] = group, offset
         words[entry + 1] = segment + 1
         words[USED] = max(words[USED], (entry - _FIRST_WINDOW) // _WINDOW + 1)
+        self._order()
         words[EDITION] += 1
 
     def remove_window(self, group: int) -> None:
         """Nobody looks through it any more."""
         self.words[self._entries.pop(group) + 1] = 0
+        self._order()
         self.words[EDITION] += 1
 
 
@@ -118,6 +86,7 @@ class LedgerOfPeer:
         self._segments = {0: first}
         self._windows: dict[int, tuple[int, int]] = {}
         self._edition = 0
+        self._order = make_order()
 
     def segment(self, number: int) -> Segment:
         """One of its segments. Raises OSError if it cannot be attached."""
@@ -134,6 +103,7 @@ class LedgerOfPeer:
         """Segment and offset of its window for a group, if it has one by now."""
         while self.words[EDITION] != self._edition:
             self._edition = self.words[EDITION]
+            self._order()
             self._windows = dict(self._entries())
         return self._windows.get(group)
 
