@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -99,6 +101,28 @@ def test_traffic_on_the_same_communicator_is_not_mixed_with(cluster: Cluster) ->
         assert theirs == b"abc"
 
     cluster.run(talk, 2)
+
+
+def test_groups_that_every_rank_makes_and_uses_in_another_order_all_complete(
+    cluster: Cluster,
+) -> None:
+    def cross(backend: Backend) -> None:
+        rank, size = backend.rank, backend.world_size
+        everyone = [c for k in range(2, size + 1) for c in itertools.combinations(range(size), k)]
+        mine = [members for members in everyone if rank in members]
+        for number in range(10):
+            random.Random(100 * number + rank).shuffle(mine)
+            groups = {members: backend.subgroup(members) for members in mine}
+            length = 20_000 if number % 2 else 3
+            pending = {
+                members: phalanx.async_all_reduce(torch.full((length,), 1.0 + rank), group)
+                for members, group in groups.items()
+            }
+            for members in reversed(mine):
+                assert pending[members].wait()[0] == sum(1 + member for member in members)
+                groups[members].close()
+
+    cluster.run(cross, 4)
 
 
 def test_backends_come_and_go_while_others_still_close(cluster: Cluster) -> None:
