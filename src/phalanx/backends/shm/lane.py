@@ -17,7 +17,7 @@ ledger; memory is only taken for those that are used.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.ticket import NOTHING, PostedSend
@@ -97,3 +97,11 @@ class Lane:
         self._taken_here[0] += count
         self._commons.fence()
         self._neighbour.wake()
+
+    def when_free(self, go_on: Callable[[], None]) -> None:
+        """It is full: go on when it is not."""
+        self._commons.stall(self, go_on)
+
+    def give_up(self) -> None:
+        """Nothing more is to be sent."""
+        self._commons.stalled.pop(self, None)

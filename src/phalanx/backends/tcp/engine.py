@@ -59,7 +59,7 @@ class TcpEngine(Engine):
         self.reactor.watch(commons.bell, commons.heard_bell, read=True)
         commons.begins_to_wait = self.watch_memory
         for peer, link in self.mesh.links.items():
-            link.lane = commons.lanes.get(peer)
+            link.outbox.lane = commons.lanes.get(peer)
 
     # What an engine does --------------------------------------------------------------------
 

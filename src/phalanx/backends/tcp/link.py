@@ -1,63 +1,27 @@
-"""A link: the open connection to one peer, with the messages that wait to go out on it."""
+"""A link: the open connection to one peer."""
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import socket
-import sys
-import termios
-from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.backends.engine.arrival import Arrival
-from phalanx.backends.engine.ticket import NOTHING, PostedSend
-from phalanx.backends.shm.lane import LARGE, PIECES, Lane, Part
-from phalanx.wire.frame import (
-    MAX_PAYLOAD,
-    Channel,
-    FrameDecoder,
-    FrameError,
-    Header,
-    Kind,
-    frames,
-    pack_header,
-)
+from phalanx.backends.shm.lane import PIECES, Lane
+from phalanx.backends.tcp.outbox import Outbox
+from phalanx.wire.frame import MAX_PAYLOAD, FrameDecoder, FrameError, Header, Kind
 
 if TYPE_CHECKING:
     from phalanx.backends.tcp.mesh import Mesh
 
-log = logging.getLogger("phalanx")
-
 READS_AT_A_TIME = 8  # then others have their turn
-END: Part = (b"", NOTHING, 0)  # there are no more parts
-SMALL = 16 << 10  # bytes of a message that is copied rather than queued
-
-
-class Outgoing:
-    """A message on its way out, cut into frames."""
-
-    __slots__ = ("begun", "frames", "last_begun", "send")
-
-    def __init__(self, send: PostedSend, lane: Lane | None) -> None:
-        self.send: PostedSend | None = send  # None once nobody waits for it
-        self.frames: Iterator[Part | None] = lane.parts(send) if lane is not None else _parts(send)
-        self.begun = 0  # bytes in the frames that have begun
-        self.last_begun = False  # whether the last one has
-
-
-def _parts(send: PostedSend) -> Iterator[Part]:
-    operation = send.ticket.operation
-    for header, payload in frames(operation.channel, send.view, operation.fingerprint):
-        yield header, payload, len(payload)
 
 
 class Link:
     """Frames to and from one peer, over a non-blocking socket.
 
-    Messages go out in the order of `send`; control frames go before them, at the next boundary
-    of a frame. All methods are called with the engine's lock held.
+    outbox   what waits to go out
+
+    All methods are called with the engine's lock held.
     """
 
     def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
@@ -69,161 +33,19 @@ class Link:
         self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
         self._arrival: Arrival | None = None
-        self.lane: Lane | None = None  # where large messages go, on one host
         self._owed = 0  # pieces of the peer's lane that it does not know to be taken
-        self._outbox: deque[Outgoing] = deque()
-        self._control: deque[bytes] = deque()
-        self._pieces: list[memoryview] = []  # what is left of the frame that is being written
         self._watched = (False, False)  # for reading, for writing
+        self.outbox = Outbox(peer, sock, self._wants_room)
         self._watch(read=True)
 
     # Out ------------------------------------------------------------------------------------
 
-    def send(self, send: PostedSend) -> None:
-        """Put a message in the queue, and write what can be written."""
-        size = len(send.view)
-        if size > SMALL or not self.idle or not self._sent_at_once(send):
-            self._outbox.append(Outgoing(send, self.lane if size >= LARGE else None))
-            self.flush()
-
-    def _sent_at_once(self, send: PostedSend) -> bool:
-        """Whether the socket takes a small message, as it nearly always does."""
-        operation = send.ticket.operation
-        size = len(send.view)
-        header = pack_header(
-            operation.channel, fingerprint=operation.fingerprint, length=size, total=size
-        )
-        message = header + send.view
-        try:
-            written = self.sock.send(message)
-        except OSError:  # which `flush` will meet, too
-            return False
-        send.complete()
-        if written < len(message):
-            self._pieces = [memoryview(message)[written:]]
-            self.flush()
-        return True
-
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
         """Put a control frame before the messages that have not begun."""
-        size = len(payload)
-        header = pack_header(Channel(group, kind, 0), length=size, total=size)
-        self._control.append(header + payload)
-        self.flush()
+        self.outbox.send_control(kind, payload, group)
 
-    def retract(self, send: PostedSend) -> None:
-        """Give up a message. If it has begun, finish its frame from a copy and say so."""
-        for place, outgoing in enumerate(self._outbox):
-            if outgoing.send is not send:
-                continue
-            del self._outbox[place]
-            if place == 0 and self._pieces:
-                self._finish_from_copy(outgoing)
-                self._outbox.appendleft(outgoing)
-            if place == 0:
-                self._cancel(send)
-            return
-
-    def settle(self, send: PostedSend) -> bool:
-        """Whether a message that would be given up counts as sent: its last frame has begun.
-
-        The peer gets it whole in any case; what is left of the frame is written from a copy.
-        """
-        if not self._outbox or self._outbox[0].send is not send or not self._outbox[0].last_begun:
-            return False
-        self._finish_from_copy(self._outbox[0])
-        send.complete()
-        return True
-
-    def _finish_from_copy(self, outgoing: Outgoing) -> None:
-        """Nobody waits for this message any more: write its frame to the end, and no other."""
-        self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
-        outgoing.send = None
-        outgoing.frames = iter(())
-
-    def _cancel(self, send: PostedSend) -> None:
-        channel = send.ticket.operation.channel
-        header = pack_header(Channel(channel.group, Kind.CANCEL, channel.number))
-        self._control.append(header)
-        self.flush()
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is read from the peer, since there is no room for what it sends."""
-        return self._decoder.paused
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is left to write."""
-        return not (self._pieces or self._outbox or self._control)
-
-    def all_sent(self) -> bool:
-        """Whether the peer's kernel has acknowledged every byte (where that can be known)."""
-        if not self.idle:
-            return False
-        try:
-            unsent = fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0" * 4)
-        except OSError:
-            return True
-        return int.from_bytes(unsent, sys.byteorder) == 0
-
-    def flush(self) -> None:
-        """Write as much as the socket takes."""
-        try:
-            while self._pieces or self._next_frame():
-                written = self.sock.sendmsg(self._pieces)
-                self._written(written)
-        except BlockingIOError:
-            self._watch(write=True)
-        except OSError as error:
-            # What the peer has sent before is still to be read; that ends the link.
-            log.debug("writing to rank %d failed: %s", self.peer, error)
-            self._outbox.clear()
-            self._control.clear()
-            self._pieces = []
-            self._watch(write=False)
-        else:
-            self._watch(write=False)
-
-    def _next_frame(self) -> bool:
-        """Take the next frame to write; False if there is none."""
-        if self._control:
-            self._pieces = [memoryview(self._control.popleft())]
-            return True
-        while self._outbox:
-            outgoing = self._outbox[0]
-            part = next(outgoing.frames, END)
-            if part is None:
-                self._stall()
-                return False
-            if part is not END:
-                header, payload, count = part
-                outgoing.begun += count
-                assert outgoing.send is not None
-                outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
-                self._pieces = [memoryview(header)]
-                if len(payload):
-                    self._pieces.append(payload)
-                return True
-            self._outbox.popleft()
-            if outgoing.send is not None:
-                outgoing.send.complete()
-        return False
-
-    def _stall(self) -> None:
-        """The lane is full: go on when it is not, unless something comes to be said first."""
-        commons = self.mesh.commons
-        assert commons is not None
-        assert self.lane is not None
-        commons.stall(self.lane, self.flush)
-
-    def _written(self, count: int) -> None:
-        pieces = self._pieces
-        while pieces and count >= len(pieces[0]):
-            count -= len(pieces[0])
-            del pieces[0]
-        if count:
-            pieces[0] = pieces[0][count:]
+    def _wants_room(self, wanted: bool) -> None:
+        self._watch(write=wanted)
 
     def _watch(self, *, read: bool | None = None, write: bool | None = None) -> None:
         wanted = (
@@ -236,10 +58,15 @@ class Link:
 
     # In -------------------------------------------------------------------------------------
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is read from the peer, since there is no room for what it sends."""
+        return self._decoder.paused
+
     def on_ready(self, readable: bool, writable: bool) -> None:
         """The socket can be read from, or written to."""
         if writable:
-            self.flush()
+            self.outbox.flush()
         if readable:
             self.read()
 
@@ -367,12 +194,11 @@ class Link:
         It is taken also where there is no room to keep it, a lane full at most; but then the
         sender is not told so, and waits, until there is room again.
         """
-        mesh = self.mesh
-        lane = mesh.commons.lanes.get(self.peer) if mesh.commons is not None else None
+        lane = self._lane_back
         if lane is None:
             raise FrameError("a piece in memory that was never shared")
         whole, piece = lane.came(header, payload)
-        mailbox = mesh.engine.mailbox
+        mailbox = self.mesh.engine.mailbox
         if whole.offset == 0:
             self._check_last_is_whole()
             self._arrival = mailbox.arriving(
@@ -384,14 +210,20 @@ class Link:
         self._owed += 1
         self._pay(arrival)
 
+    @property
+    def _lane_back(self) -> Lane | None:
+        """The peer's. It may use it as soon as this rank has attached it, before this rank does."""
+        commons = self.mesh.commons
+        return commons.lanes.get(self.peer) if commons is not None else None
+
     def _pay(self, arrival: Arrival | None) -> None:
         """Tell the sender which pieces have been taken, if there is room for more."""
-        commons = self.mesh.commons
-        if not self._owed or commons is None:
+        lane = self._lane_back
+        if not self._owed or lane is None:
             return
         if self.mesh.engine.mailbox.has_room(arrival, self.peer, MAX_PAYLOAD):
             owed, self._owed = self._owed, 0
-            commons.lanes[self.peer].taken(owed)
+            lane.taken(owed)
             if owed == PIECES:
                 self._tell_room()
         elif self._owed == PIECES:
@@ -403,5 +235,4 @@ class Link:
         """Close the socket; what waited to go out is gone."""
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
-        if self.lane is not None and self.mesh.commons is not None:
-            self.mesh.commons.stalled.pop(self.lane, None)
+        self.outbox.close()

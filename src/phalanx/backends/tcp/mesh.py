@@ -70,18 +70,18 @@ class Mesh:
         """Send a message. To a peer whose loss is just being told, it goes nowhere."""
         link = self.links.get(send.peer)
         if link is not None:
-            link.send(send)
+            link.outbox.send(send)
 
     def retract(self, send: PostedSend) -> None:
         """Give up a message."""
         link = self.links.get(send.peer)
         if link is not None:
-            link.retract(send)
+            link.outbox.retract(send)
 
     def settle(self, send: PostedSend) -> bool:
         """Whether a message that would be given up has gone already."""
         link = self.links.get(send.peer)
-        return link is not None and link.settle(send)
+        return link is not None and link.outbox.settle(send)
 
     def resume(self, peer: int) -> None:
         """There may be room again for what a peer sends."""
@@ -192,8 +192,8 @@ class Mesh:
     def all_sent(self) -> bool:
         """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
         links = [link for link in self.links.values() if not link.given_up]
-        waiting = [link for link in links if not link.all_sent()]
-        if waiting and all(link.idle for link in waiting):
+        waiting = [link for link in links if not link.outbox.all_sent()]
+        if waiting and all(link.outbox.idle for link in waiting):
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting

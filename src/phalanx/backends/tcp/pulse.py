@@ -126,7 +126,7 @@ class Pulse:
                 if self._mesh.engine.closed:
                     return
                 for link in list(self._mesh.links.values()):
-                    if link.peer not in self._processes and link.idle and not link.given_up:
+                    if link.peer not in self._processes and link.outbox.idle and not link.given_up:
                         link.send_control(Kind.BEAT)
                 # What came is read meanwhile, also if this rank computes: so beats do not pile up,
                 # and questions are answered.
