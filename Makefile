@@ -15,12 +15,14 @@
 #   make two-hosts algorithms side by side between two hosts; needs root
 #   make agreement what it costs that ranks compare what they do
 #
-# PYTHON is what the virtual environment is made with, VENV where it is made. ARGS are passed on,
+# PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
+# processes. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
 
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
+WORKERS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -32,7 +34,7 @@ demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check

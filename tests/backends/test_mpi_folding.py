@@ -11,6 +11,7 @@ from phalanx.backends.mpi.folding import BLOCK, fold, folds
 OPS = ["sum", "mean", "product", "min", "max", "band", "bor", "bxor"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool]
+MEANINGFUL = [(op, dtype) for op in OPS for dtype in DTYPES if folds(op, dtype)]
 
 
 def contributions(dtype: torch.dtype, count: int, length: int) -> list[Tensor]:
@@ -41,12 +42,9 @@ def one_by_one(parts: list[Tensor], op: str) -> Tensor:
     return total.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "dtype"), MEANINGFUL, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_result_may_replace_any_contribution(op: str, dtype: torch.dtype, count: int) -> None:
-    if not folds(op, dtype):
-        pytest.skip("the reduction has no meaning for the dtype")
     for own in range(count):
         parts = contributions(dtype, count, 17)
         expected = one_by_one(parts, op)

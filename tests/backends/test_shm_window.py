@@ -211,7 +211,7 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
 
 
 def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_there_are() -> None:
-    """Neighbours attach a rank's first segment when they meet: there is where windows have to be."""
+    """Neighbours attach a rank's first segment when they meet: there windows have to be."""
     with neighbours(2) as commons:
         for ident in range(1, 41):
             for window in windows_of(commons, ident):

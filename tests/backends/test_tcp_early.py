@@ -53,6 +53,48 @@ def test_a_contribution_that_came_half_early_is_combined_like_any_other(early: i
     assert torch.equal(got[HALF:], result)
 
 
+@pytest.mark.parametrize("cut", [BLOCK + 52, 2 * BLOCK + 100, 3 * BLOCK])
+def test_a_long_message_survives_receives_that_give_up_before_and_in_the_middle_of_it(
+    cut: int,
+) -> None:
+    content = bytes(range(255)) * (4 * BLOCK // 255 + 1)
+    stream = message(content)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        for start, stop in ((0, cut), (cut, cut + 1000), (cut + 1000, cut + BLOCK // 2)):
+            peer.sock.sendall(stream[start:stop])
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(1), 1, tag=1, timeout=0.05)  # it comes early
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(len(content)), 1, timeout=0.05)  # it is taken over, and back
+        peer.sock.sendall(stream[cut + BLOCK // 2 :])
+        into = bytearray(len(content))
+        backend.recv(into, 1)
+        assert into == content
+        assert backend.engine.mailbox.early_bytes[1] == 0
+
+
+def test_what_comes_of_a_collective_that_has_failed_is_dropped_with_what_was_kept() -> None:
+    tensor = torch.ones(2 * HALF, dtype=torch.float64)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        key = Key("all_reduce", "ring", (2 * HALF,), tensor.dtype, ReduceOp.SUM)
+        view = memoryview(bytearray(8 * HALF))
+        parts = frames(Channel(WORLD, Kind.COLLECTIVE, 0), view, make_plan(key, 1, 2).fingerprint)
+        contribution = b"".join(bytes(p) for f in parts for p in f)
+        peer.sock.sendall(contribution[: BLOCK + 333])
+        with pytest.raises(CollectiveTimeoutError):
+            backend.recv(bytearray(1), 1, timeout=0.1)
+        assert backend.engine.mailbox.early_bytes[1] > BLOCK
+        with pytest.raises(CollectiveTimeoutError):
+            phalanx.all_reduce_(tensor, backend, algorithm="ring", timeout=0.1)
+        left = tensor.clone()
+        assert backend.engine.mailbox.early_bytes[1] == 0
+        peer.sock.sendall(contribution[BLOCK + 333 :])
+        with pytest.raises(CollectiveTimeoutError, match="broken"):
+            phalanx.all_reduce_(tensor, backend)
+        backend.engine.poll()
+        assert torch.equal(tensor, left)
+
+
 def test_many_small_messages_in_one_piece_and_a_large_one_among_them_all_come() -> None:
     """Wherever in what was read each of them lies."""
     contents = [bytes([n % 251]) * n for n in (0, 1, 3, 8, 1000, 0, 70_000, 5, 16, 64, 3000)]

@@ -6,11 +6,18 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 from clusters import SharedMemory
 from torch import Tensor
 
 import phalanx
-from phalanx import Backend, CollectiveTimeoutError, DistributedError, PeerLostError
+from phalanx import (
+    Backend,
+    CollectiveTimeoutError,
+    DistributedError,
+    MisuseError,
+    PeerLostError,
+)
 from phalanx.collectives.flat import flat
 
 COUNT = 100_000
@@ -74,3 +81,38 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
         return "right" if bool((result == RIGHT).all()) else "torn"
 
     assert SharedMemory().run(run, 2)[1] in ("right", "CollectiveTimeoutError", "PeerLostError")
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("moment", [1, 2, 3, 8, 13])
+def test_one_that_is_interrupted_while_it_copies_breaks_its_group_and_no_other(
+    moment: int, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_copy, copies = flat.copy, iter(range(1, 1000))
+
+    def copy(into: int, source: int, count: int) -> object:
+        if threading.current_thread().name == "rank 1" and next(copies) == moment:
+            raise KeyboardInterrupt
+        return plain_copy(into, source, count)
+
+    monkeypatch.setattr(flat, "copy", copy)
+
+    def total(backend: Backend) -> Tensor:
+        mine = backend.empty(COUNT) if registered else torch.empty(COUNT)
+        return phalanx.all_reduce(mine.fill_(RIGHT), backend)
+
+    def run(backend: Backend) -> str:
+        how = "was not interrupted"
+        inside = backend.subgroup(range(3))
+        try:
+            for _ in range(10):
+                assert bool((total(inside) == 3).all())
+        except KeyboardInterrupt:
+            how = "interrupted"
+        except MisuseError as error:
+            how = f"told of {error.peer}"
+        assert bool((total(backend) == 3).all())
+        assert bool((total(backend.subgroup(range(3))) == 3).all())
+        return how
+
+    assert SharedMemory().run(run, 3) == ["told of 1", "interrupted", "told of 1"]

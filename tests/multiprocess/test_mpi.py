@@ -19,14 +19,17 @@ HERE = Path(__file__).parent
 def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     files = [str(path) for path in sorted((TESTS / "backends").glob("test_conformance_*.py"))]
     files.append(str(TESTS / "collectives" / "test_collectives_every_cluster.py"))
-    ended = run_under_mpi(4, str(TESTS / "mpi_ranks.py"), "-q", "--color=no", *files, seconds=240)
+    files.append(str(TESTS / "mpi_collectives.py"))
+    ended = run_under_mpi(
+        4, str(TESTS / "mpi_ranks.py"), "-q", "-rs", "--color=no", *files, seconds=240
+    )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     summary = re.search(r"(\d+) passed, (\d+) skipped", said)
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
-    assert passed >= 1, said
-    assert skipped <= 1, said
+    assert passed >= 250, said
+    assert skipped <= 34, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 
 @needs_mpi

@@ -1,4 +1,4 @@
-"""Processes that share memory: whatever becomes of them, nothing is left, and no number is wrong."""
+"""Processes that share memory: whatever becomes of them, nothing is left, no number is wrong."""
 
 from __future__ import annotations
 

@@ -337,12 +337,10 @@ class Engine(ABC):
     def check_reachable(self, operation: Operation, peer: int) -> None:
         """Raise `PeerLostError` if an operation would wait for a rank that has left."""
         group = operation.group
-        if peer == ANY:
-            gone, who = not group.others(), "every other rank"
-        else:
-            gone = self.has_left(peer) or peer in group.left
-            who = f"rank {group.name_of_whole(peer)}"
+        anyone = peer == ANY
+        gone = not group.others() if anyone else self.has_left(peer) or peer in group.left
         if gone:
+            who = "every other rank" if anyone else f"rank {group.name_of_whole(peer)}"
             raise PeerLostError(
                 f"rank {group.rank}: {operation.describe()}: {who} left",
                 rank=group.rank,

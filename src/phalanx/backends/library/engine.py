@@ -11,6 +11,7 @@ a thread that does so in the background.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from phalanx.wire.messages import Answer, Ask, encode
 
 SOON = 0.003  # seconds that a collective is waited for before an operation is made of it
 SLICE = 0.02  # seconds that a collective is waited for before messages are looked after again
+LOOKS = 200  # at what may be over, one after the other, before the first pause
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds between questions, if it does not call back
 
 
@@ -245,11 +247,22 @@ class LibraryEngine(Engine):
         elif self.courier.calls_back:
             # Other operations' collectives do not call back.
             self._condition.wait(min(seconds, SLICE if self.natives.busy else LOOK))
-        elif self.look_after_all():
+        elif self._comes_soon(until, LOOKS if streams else 0):
             self._pause = SHORTEST_PAUSE
         else:
             self._condition.wait(min(seconds, self._pause))
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _comes_soon(self, until: Operation, looks: int) -> bool:
+        """Whether anything is over within so many looks: a sleep is longer than most waits."""
+        while not self.look_after_all():
+            if looks == 0 or until.done or self.closed:
+                return False
+            looks -= 1
+            self.lock.release()
+            os.sched_yield()
+            self.lock.acquire()
+        return True
 
     def _wait_for(self, ticket: CallTicket, seconds: float) -> None:
         handle, over, failure = ticket.handle, False, None

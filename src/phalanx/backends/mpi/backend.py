@@ -13,6 +13,7 @@ from phalanx.backends.messages import check_timeout
 from phalanx.backends.mpi.formation import duplicate, hosts
 from phalanx.backends.mpi.imported import import_mpi
 from phalanx.backends.mpi.library import MpiLibrary
+from phalanx.backends.mpi.patience import looks_at_once
 from phalanx.errors import PeerLostError
 
 LAST_WORDS = 1.0  # seconds that abort() waits at most for the others to be told
@@ -43,8 +44,10 @@ class MpiBackend(LibraryBackend):
         if not isinstance(given, mpi.Intracomm):
             raise TypeError(f"comm must be an intra-communicator of mpi4py, not {given!r}")
         own, messages = (duplicate(given, timeout) for _ in ("collectives", "messages"))
-        self._libraries = MpiLibrary(mpi, own), MpiLibrary(mpi, messages)
-        super().__init__(*self._libraries, hosts(mpi, own), timeout=timeout)
+        topology = hosts(mpi, own)
+        looks = looks_at_once(topology.count(topology[own.Get_rank()]))
+        self._libraries = MpiLibrary(mpi, own, looks), MpiLibrary(mpi, messages, looks)
+        super().__init__(*self._libraries, topology, timeout=timeout)
 
     @override
     def abort(self) -> None:

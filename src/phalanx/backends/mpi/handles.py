@@ -14,12 +14,16 @@ class MpiHandle(Handle):
 
     steps    yields the requests, one after the other, and does what is to be done in between
     pending  the handles that are not over, of which this is one until it is
+    looks    how many are taken at once by who waits
     """
 
-    __slots__ = ("_is_receive", "_pending", "_request", "_steps")
+    __slots__ = ("_is_receive", "_looks", "_pending", "_request", "_steps")
 
-    def __init__(self, steps: Steps, pending: set[MpiHandle], *, is_receive: bool = False) -> None:
+    def __init__(
+        self, steps: Steps, pending: set[MpiHandle], looks: int, *, is_receive: bool = False
+    ) -> None:
         self._steps = steps
+        self._looks = looks
         self._is_receive = is_receive
         self._request: Request = next(steps, None)
         self._pending = pending
@@ -39,7 +43,7 @@ class MpiHandle(Handle):
 
     @override
     def wait(self, seconds: float) -> bool:
-        return wait_until(self.done, seconds)
+        return wait_until(self.done, seconds, self._looks)
 
     def cancel(self) -> None:
         """Give up a receive whose message has not come. MPI cancels nothing else."""

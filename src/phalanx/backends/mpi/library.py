@@ -19,6 +19,7 @@ from phalanx.backends.native import Call
 from phalanx.errors import DistributedError, PeerLostError, UnsupportedOperationError
 
 _WRONG_CALLS = ("ERR_ARG", "ERR_BUFFER", "ERR_COUNT", "ERR_OP", "ERR_TYPE")
+GRACE = 0.5  # seconds: who waits for a group has a deadline, too, and its error says more
 
 
 class MpiLibrary(Library):
@@ -34,12 +35,13 @@ class MpiLibrary(Library):
 
     name = "MPI"
 
-    def __init__(self, mpi: Mpi, comm: Any) -> None:
+    def __init__(self, mpi: Mpi, comm: Any, looks: int) -> None:
         super().__init__()
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises
         self._mpi = mpi
         self._comm = comm
         self._bytes = mpi.BYTE
+        self._looks = looks
         self._communicator = Communicator(mpi, comm)
         self._pending: set[MpiHandle] = set()
         self._formed: list[MpiLibrary] = []
@@ -68,26 +70,27 @@ class MpiLibrary(Library):
     def collective(self, call: Call) -> Handle:
         large = call.op is not None and self._is_exchanged(call)
         steps = (EXCHANGED if large else STEPS)[call.collective]
-        return MpiHandle(steps(self._communicator, call), self._pending)
+        return MpiHandle(steps(self._communicator, call), self._pending, self._looks)
 
     @override
     def send(self, view: memoryview, peer: int, tag: int) -> Handle:
         request = self._comm.Isend([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending)
+        return MpiHandle(message(request, view), self._pending, self._looks)
 
     @override
     def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
         request = self._comm.Irecv([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending, is_receive=True)
+        return MpiHandle(message(request, view), self._pending, self._looks, is_receive=True)
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        meet(self._mpi, self._comm, members, ident, timeout)
+        meet(self._mpi, self._comm, members, ident, timeout + GRACE)
         whole = self._comm.Get_group()
         some = whole.Incl(list(members))
         try:
             tag = meeting_tag(self._mpi, ident)
-            library = MpiLibrary(self._mpi, self._comm.Create_group(some, tag))
+            comm = self._comm.Create_group(some, tag)
+            library = MpiLibrary(self._mpi, comm, self._looks)
         finally:
             some.Free()
             whole.Free()
@@ -97,6 +100,8 @@ class MpiLibrary(Library):
     @override
     def kind_of(self, error: Exception) -> type[DistributedError]:
         mpi = self._mpi
+        if isinstance(error, DistributedError):
+            return type(error)
         if isinstance(error, mpi.Exception):
             wrong = [getattr(mpi, name) for name in _WRONG_CALLS]
             if error.Get_error_class() in wrong:

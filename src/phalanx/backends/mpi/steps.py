@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,17 @@ Steps = Iterator[Request]
 Memory = list[Any]  # as mpi4py takes it: where, how many, of which datatype
 
 
+class Stage(NamedTuple):
+    """Memory for what comes from others: all of it, and what comes from each."""
+
+    whole: Tensor
+    parts: list[Tensor]
+
+
 class Communicator:
     """An MPI communicator that nobody else uses, and the ways to speak of memory to it.
 
-    stage(count, dtype) is memory for what comes from others, in use until the next call.
+    pieces   what a tensor of some length is cut into, as `exchange` has worked it out before
     """
 
     def __init__(self, mpi: Mpi, comm: Any) -> None:
@@ -42,7 +49,10 @@ class Communicator:
         self._reduced = {
             key: (getattr(mpi, row.datatype), getattr(mpi, row.op)) for key, row in REDUCED.items()
         }
-        self._stage = torch.empty(0, dtype=torch.uint8)
+        self.pieces: dict[Any, Any] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._staged: tuple[int, torch.dtype] | None = None
+        self._stage = Stage(self._block, [])
 
     def all_of(self, tensor: Tensor) -> Memory:
         """A contiguous tensor's memory, to be moved."""
@@ -55,17 +65,27 @@ class Communicator:
         where = self._at(tensor.data_ptr(), tensor.nbytes)
         return [where, tensor.numel(), datatype], operation
 
+    def each_of(self, tensor: Tensor) -> Memory:
+        """A contiguous tensor's memory, cut into one part for each rank."""
+        where, count, datatype = self.all_of(tensor)
+        return [where, count // self.size, datatype]
+
     def parts_of(self, tensor: Tensor, counts: list[int], starts: list[int]) -> Memory:
         """Parts of a contiguous tensor's memory, one for each rank, in elements."""
         where = self._at(tensor.data_ptr(), tensor.nbytes)
         return [where, (counts, starts), self.moved[tensor.itemsize]]
 
-    def stage(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory for `count` elements, uninitialized; the next call gives the same again."""
-        size = count * dtype.itemsize
-        if self._stage.numel() < size:
-            self._stage = torch.empty(size, dtype=torch.uint8)
-        return self._stage[:size].view(dtype)
+    def stage(self, parts: int, count: int, dtype: torch.dtype) -> Stage:
+        """Memory for so many parts of so many elements; the next call gives the same again."""
+        key = (count, dtype)
+        if key != self._staged:
+            size = parts * count * dtype.itemsize
+            if self._block.numel() < size:
+                self._block = torch.empty(size, dtype=torch.uint8)
+            whole = self._block[:size].view(dtype)
+            self._staged = key
+            self._stage = Stage(whole, [whole[n * count :][:count] for n in range(parts)])
+        return self._stage
 
 
 def _all_reduce(c: Communicator, call: Call) -> Steps:
@@ -110,7 +130,7 @@ def _broadcast(c: Communicator, call: Call) -> Steps:
 
 def _all_gather(c: Communicator, call: Call) -> Steps:
     source, out = _given(call.source), _given(call.out)
-    yield c.comm.Iallgather(_unless_there(c, source, out), _each(c, out))
+    yield c.comm.Iallgather(_unless_there(c, source, out), c.each_of(out))
 
 
 def _gather(c: Communicator, call: Call) -> Steps:
@@ -119,17 +139,17 @@ def _gather(c: Communicator, call: Call) -> Steps:
         yield c.comm.Igather(c.all_of(source), None, call.root)
         return
     out = _given(call.out)
-    yield c.comm.Igather(_unless_there(c, source, out), _each(c, out), call.root)
+    yield c.comm.Igather(_unless_there(c, source, out), c.each_of(out), call.root)
 
 
 def _scatter(c: Communicator, call: Call) -> Steps:
     out = c.all_of(_given(call.out))
-    source = _each(c, _given(call.source)) if c.rank == call.root else None
+    source = c.each_of(_given(call.source)) if c.rank == call.root else None
     yield c.comm.Iscatter(source, out, call.root)
 
 
 def _all_to_all(c: Communicator, call: Call) -> Steps:
-    yield c.comm.Ialltoall(_each(c, _given(call.source)), _each(c, _given(call.out)))
+    yield c.comm.Ialltoall(c.each_of(_given(call.source)), c.each_of(_given(call.out)))
 
 
 def _barrier(c: Communicator, call: Call) -> Steps:
@@ -159,12 +179,6 @@ def _given(tensor: Tensor | None) -> Tensor:
 def _reduction(call: Call) -> tuple[Tensor, Tensor, str]:
     assert call.op is not None
     return _given(call.source), _given(call.out), call.op
-
-
-def _each(c: Communicator, tensor: Tensor) -> Memory:
-    """The same number of elements of a tensor for each rank."""
-    where, count, datatype = c.all_of(tensor)
-    return [where, count // c.size, datatype]
 
 
 def _unless_there(c: Communicator, source: Tensor, out: Tensor) -> Any:

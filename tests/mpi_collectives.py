@@ -1,0 +1,113 @@
+"""MPI's own collectives and what is made of them: run by mpi_ranks.py, on the cluster "mpi"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from clusters import Cluster
+from torch import Tensor
+
+import phalanx
+from phalanx import Backend, ReduceOp
+from phalanx.backends.mpi import exchange
+from phalanx.backends.mpi.folding import folds
+from phalanx.backends.native import Call
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool]
+LENGTHS = (1, 2, 35)
+
+
+def contributions(dtype: torch.dtype, size: int, length: int) -> list[Tensor]:
+    """Small numbers, of which neither the order of a sum nor a dtype shows."""
+    values = torch.arange(size * length).reshape(size, length) % 3 + 1
+    return list((values > 1 if dtype is torch.bool else values.to(dtype)).unbind())
+
+
+@pytest.mark.parametrize("op", list(ReduceOp), ids=str)
+@pytest.mark.parametrize("stage", [50, 1 << 20], ids="pieces of {} bytes".format)
+def test_a_large_reduction_is_the_same_however_it_is_cut_into_pieces(
+    cluster: Cluster, op: ReduceOp, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "STAGE", stage)
+    monkeypatch.setattr(exchange, "LEAST_CHUNK", 1)
+
+    def reduce(backend: Backend) -> None:
+        rank, size = backend.rank, backend.world_size
+        for dtype in DTYPES:
+            for length in LENGTHS:
+                parts = contributions(dtype, size, size * length)
+                if not folds(op.value, dtype):
+                    continue
+                expected = phalanx.all_reduce(parts[rank], backend, op, algorithm="direct")
+                assert torch.equal(phalanx.all_reduce(parts[rank], backend, op), expected)
+                mine = parts[rank].clone()
+                assert torch.equal(phalanx.all_reduce_(mine, backend, op), expected)
+                scattered = phalanx.reduce_scatter(parts[rank], backend, op)
+                assert torch.equal(scattered, expected.view(size, -1)[rank])
+                total = phalanx.reduce(parts[rank], backend, size - 1, op)
+                assert (total is None) == (rank != size - 1)
+                assert total is None or torch.equal(total, expected)
+
+    for size in (2, 3):
+        cluster.run(reduce, size)
+
+
+def test_what_mpi_reduces_is_what_messages_would(cluster: Cluster) -> None:
+    def reduce(backend: Backend) -> int:
+        by_mpi = 0
+        for dtype in [*DTYPES, torch.uint16, torch.uint32, torch.uint64]:
+            for op in ReduceOp:
+                mine = contributions(dtype, backend.world_size, 5)[backend.rank]
+                native = backend.native
+                assert native is not None
+                if native.has(Call("all_reduce", mine, mine, op.value)):
+                    by_mpi += 1
+                    expected = phalanx.all_reduce(mine, backend, op, algorithm="direct")
+                    assert torch.equal(phalanx.all_reduce(mine, backend, op), expected)
+        return by_mpi
+
+    assert set(cluster.run(reduce, 3)) == {69}
+
+
+def test_the_least_of_numbers_and_nan_is_nan_however_small_the_tensor(cluster: Cluster) -> None:
+    def reduce(backend: Backend) -> list[bool]:
+        mine = torch.tensor([1.0, float("nan")] if backend.rank else [float("nan"), 1.0])
+        least = phalanx.all_reduce(mine, backend, ReduceOp.MIN)
+        return list(map(bool, least.isnan()))
+
+    assert cluster.run(reduce, 2) == [[True, True]] * 2
+
+
+def test_traffic_on_the_same_communicator_is_not_mixed_with(cluster: Cluster) -> None:
+    from mpi4py import MPI
+
+    world: Any = MPI.COMM_WORLD
+
+    def talk(backend: Backend) -> None:
+        other = 1 - backend.rank
+        theirs = bytearray(3)
+        sent = world.Isend([b"abc", MPI.BYTE], other, 0)
+        coming = world.Irecv([theirs, MPI.BYTE], other, 0)
+        into = torch.empty(3)
+        backend.sendrecv(torch.full((3,), 1.0 + backend.rank), other, into, other)
+        assert phalanx.all_reduce(into, backend).tolist() == [3.0] * 3
+        while not (sent.Test() and coming.Test()):
+            pass
+        assert theirs == b"abc"
+
+    cluster.run(talk, 2)
+
+
+def test_backends_come_and_go_while_others_still_close(cluster: Cluster) -> None:
+    """What comes late for a communicator that is gone must not be taken for the next one's."""
+
+    def come_and_go(backend: Backend) -> None:
+        assert phalanx.all_reduce(torch.ones(2), backend).tolist() == [backend.world_size] * 2
+        if backend.rank == 0:
+            backend.close()
+
+    for size in (4, 2, 3, 2) * 5:
+        cluster.run(come_and_go, size)
