@@ -3,7 +3,8 @@
 Three ways, which all members choose alike, from sizes and from what all have shown:
 
     small      what is given is copied to a slot, everyone reads all slots        1 meeting
-    direct     what is given lies in shared memory: it is read where it is        2, 3 to pass on
+    direct     what is given lies in shared memory: it is read where it is        2, and 1 a piece
+                                                                                   to pass on
     pieces     it is staged, piece by piece, while the piece before is read       1 a piece
 
 An all-reduce in pieces, as one rank does it. Stage and results have two halves, used in turn, so
@@ -28,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.backends.shm.meeting import Meet
-from phalanx.backends.shm.pane import SLOT, Shown
+from phalanx.backends.shm.pane import SLOT, Pane, Shown
 from phalanx.backends.shm.segment import tensor_at
 from phalanx.backends.shm.window import STAGE, Window
 from phalanx.collectives.chunks import chunk_ranges
@@ -44,6 +45,7 @@ FLAT: Mapping[str, str] = MappingProxyType(
 
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // 4  # bytes staged at a time
+STEP = 1 << 20  # bytes of a slice folded at a time where nothing is staged
 LINE = 64
 KEPT = 256  # views of memory that are remembered
 
@@ -161,13 +163,32 @@ class Flat:
             for place, pane in enumerate(panes)
         ]
         given[self.me] = source
-        self._take_whole(given, out)
         if self._gets_on:
-            yield Meet(window)
-            for place, (start, stop) in enumerate(self._slices):
-                if place != self.me:
-                    copy(out + start, panes[place].result_address(turn) + start, stop - start)
+            yield from self._direct_pieces(given, panes, out, turn)
+        else:
+            self._take_whole(given, out)
         yield Meet(window, last=True)  # or what others still read would be written
+
+    def _direct_pieces(
+        self, given: list[int], panes: list[Pane], out: int, turn: int
+    ) -> Iterator[Meet]:
+        """Fold a piece of this rank's slice, and take what the others have folded of theirs.
+
+        In pieces, so that these are taken while they are still in a cache. A piece that this rank
+        writes has been read by the one that has folded it, before they met.
+        """
+        start, stop = self._slices[self.me]
+        results = [pane.result_address(turn) for pane in panes]
+        for first in range(0, self._longest, STEP):
+            length = min(STEP, stop - start - first)
+            if length > 0:
+                at = [address + start + first for address in given]
+                self._fold(at, out + start + first, length)
+            yield Meet(self.window)
+            for place, (begin, end) in enumerate(self._slices):
+                length = min(STEP, end - begin - first)
+                if place != self.me and length > 0:
+                    copy(out + begin + first, results[place] + begin + first, length)
 
     def _take_whole(self, given: list[int], out: int) -> None:
         """Take what all have given, which lies at these addresses."""
@@ -175,8 +196,7 @@ class Flat:
             return
         start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
         if self._folding is not None:
-            into = out + start if self.form.passed_on is not None else out
-            self._fold([address + start for address in given], into, stop - start)
+            self._fold([address + start for address in given], out, stop - start)
             return
         for giver in self._givers:
             into = out + self._slices[giver][0] if self.form.joined else out

@@ -8,7 +8,8 @@ from torch import Tensor
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
 
-BLOCK = 256 << 10  # bytes folded at a time where there are more than two: they stay in the cache
+BLOCK = 256 << 10  # bytes folded at a time in a wider dtype, or beside the result
+LARGEST = 1 << 20  # bytes folded at a time in the result itself
 
 
 class Folding:
@@ -29,8 +30,10 @@ class Folding:
 
     def fold(self, parts: list[Tensor], out: Tensor) -> None:
         """Fold `parts`, at least two, into `out`, which may be the memory of one of them."""
-        if len(parts) == 2 and self._wider is None:
+        if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
             self._combine(parts[0], parts[1], out)
+            for part in parts[2:]:
+                self._combine(out, part, out)
             if self._divisor:
                 divide_(out, self._divisor)
             return
@@ -38,6 +41,13 @@ class Folding:
             block = slice(start, start + self._block)
             total = self._folded([part[block] for part in parts])
             out[block].copy_(total)
+
+    def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
+        """Whether `out` can hold what is folded: it stays in the cache, and none is read there."""
+        if out.nbytes > LARGEST:
+            return False
+        address = out.data_ptr()
+        return all(part.data_ptr() != address for part in parts[2:])
 
     def _folded(self, parts: list[Tensor]) -> Tensor:
         if self._wider is not None:
