@@ -67,7 +67,10 @@ def _draw(panel: object, lines: list[Line]) -> None:
         )
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    shown = sizes[:: max(1, len(sizes) // 8)]
+    shown: list[int] = []
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        if not shown or size >= 4 * shown[-1]:  # or one would be written over the other
+            shown.append(size)
     panel.set_xticks(shown, [show_size(size) for size in shown])
     panel.minorticks_off()
     panel.set_xlabel("bytes")
