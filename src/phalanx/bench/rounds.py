@@ -154,7 +154,7 @@ def _warm_up(runner: _Runner, timing: Timing, control: Control, seconds: float) 
         wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
         wanted = max(runner.least, wanted)
         # The first pass connects, compiles and touches memory: it says little.
-        if passes > 1 and (spent > seconds / 4 or calls >= wanted):
+        if passes > 1 and (spent > seconds / 2 or calls >= wanted):
             timing.calls = wanted
             return ""
         calls = min(wanted, 8 * calls)
