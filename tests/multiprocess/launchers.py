@@ -26,7 +26,7 @@ WAYS_TO_WAIT = {
     "has processes of its own": (
         "ignore = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
         "child = ignore + 'time.sleep(600)'\n"
-        "subprocess.Popen([sys.executable, '-c', child])\n"
+        "child_process = subprocess.Popen([sys.executable, '-c', child])\n"
         "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,)).start()\n"
         "time.sleep(600)"
     ),
