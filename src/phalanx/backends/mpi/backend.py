@@ -26,12 +26,12 @@ class MpiBackend(LibraryBackend):
               that `mpirun` has started; a process that it has not is a world of one
     timeout   seconds that a call waits at most, the meeting of the ranks included
 
-    It works on duplicates of `comm`, so that nothing mixes with what else is sent there; the last
-    to close frees them, the others keep theirs until MPI ends. MPI has no deadline: a collective
-    that times out breaks its group, and the memory that it was given is kept until MPI ends. When a
-    rank dies, `mpirun` ends the whole job, this rank included; an exception ends one rank only, and
-    the others wait for it until their timeout, unless the script is started with
-    `python -m mpi4py`, which then ends the job.
+    It works on duplicates of `comm`, so that nothing mixes with what else is sent there. They are
+    kept until MPI ends, after `close()` too: a message that comes late to one that was freed could
+    be taken for another's. MPI has no deadline: a collective that times out breaks its group, and
+    the memory that it was given is kept until MPI ends. When a rank dies, `mpirun` ends the whole
+    job, this rank included; an exception ends one rank only, and the others wait for it until their
+    timeout, unless the script is started with `python -m mpi4py`, which then ends the job.
 
     Raises `BackendUnavailableError` without mpi4py or an MPI library, and if MPI was started for
     fewer threads than `MPI.THREAD_MULTIPLE`; `CollectiveTimeoutError` if ranks do not come.
@@ -46,8 +46,8 @@ class MpiBackend(LibraryBackend):
         own, messages = (duplicate(given, timeout) for _ in ("collectives", "messages"))
         topology = hosts(mpi, own)
         looks = looks_at_once(topology.count(topology[own.Get_rank()]))
-        self._libraries = MpiLibrary(mpi, own, looks), MpiLibrary(mpi, messages, looks)
-        super().__init__(*self._libraries, topology, timeout=timeout)
+        libraries = MpiLibrary(mpi, own, looks), MpiLibrary(mpi, messages, looks)
+        super().__init__(*libraries, topology, timeout=timeout)
 
     @override
     def abort(self) -> None:
@@ -61,10 +61,3 @@ class MpiBackend(LibraryBackend):
                     engine.tell(group, failure)
                 engine.say_goodbye(LAST_WORDS)  # groups that are made from now on know, too
         super().abort()
-
-    @override
-    def _leave(self, *, farewell: float) -> None:
-        super()._leave(farewell=farewell)
-        if len(self._engine.courier.left) == self.world_size - 1:
-            for library in self._libraries:
-                library.free()

@@ -44,7 +44,6 @@ class MpiLibrary(Library):
         self._looks = looks
         self._communicator = Communicator(mpi, comm)
         self._pending: set[MpiHandle] = set()
-        self._formed: list[MpiLibrary] = []
         self._ended = False
         self.rank = self._communicator.rank
         self.size = self._communicator.size
@@ -90,12 +89,10 @@ class MpiLibrary(Library):
         try:
             tag = meeting_tag(self._mpi, ident)
             comm = self._comm.Create_group(some, tag)
-            library = MpiLibrary(self._mpi, comm, self._looks)
+            return MpiLibrary(self._mpi, comm, self._looks)
         finally:
             some.Free()
             whole.Free()
-        self._formed.append(library)
-        return library
 
     @override
     def kind_of(self, error: Exception) -> type[DistributedError]:
@@ -122,14 +119,3 @@ class MpiLibrary(Library):
     @override
     def abort(self) -> None:
         self.close()
-
-    def free(self) -> None:
-        """Free the communicators: nobody sends anything any more, and this is closed."""
-        if self._mpi.Is_finalized():
-            return
-        for formed in self._formed:
-            formed.free()
-        self._formed.clear()
-        comm, self._comm = self._comm, None
-        if comm is not None and not self._pending:
-            comm.Free()
