@@ -120,13 +120,7 @@ class Calls(Messages):
                 site=site,
                 timeout=self._timeout(timeout),
             )
-            try:
-                engine.issue(operation)
-            except Exception:
-                raise
-            except BaseException as interruption:
-                group.abandon(operation, f"interrupted by {type(interruption).__name__}")
-                raise
+            self._issue(operation)
         self.wait(operation)
 
     def call(
@@ -171,14 +165,18 @@ class Calls(Messages):
                 site=site,
                 timeout=seconds,
             )
-            try:
-                engine.issue(operation)
-            except Exception:
-                raise
-            except BaseException as interruption:
-                group.abandon(operation, f"interrupted by {type(interruption).__name__}")
-                raise
+            self._issue(operation)
         self.wait(operation)
+
+    def _issue(self, operation: Operation) -> None:
+        """Begin it here and now; an interrupt that comes meanwhile ends it. Lock held."""
+        try:
+            self.engine.issue(operation)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
+            raise
 
     def fail(self, error: DistributedError) -> None:
         """Break the group on every rank because of an error of this one, which raises it itself.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
-from contextlib import suppress
 
+from phalanx.backends.at_exit import CloseAtExit
 from phalanx.backends.base import Backend
 from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.library.engine import LibraryEngine
 from phalanx.backends.library.library import Library
-from phalanx.errors import DistributedError
 
 FAREWELL = 5.0  # seconds that close() waits at most for what was sent to be gone
 
@@ -38,7 +36,7 @@ class LibraryBackend(Backend):
         self._engine = engine
         self.topology = topology
         self.devices = collectives.can.devices | self.devices
-        self._at_exit = _CloseAtExit(self)
+        self._at_exit = CloseAtExit(self)
         os.register_at_fork(after_in_child=_CloseInChild(self))
 
     def close(self) -> None:
@@ -66,24 +64,6 @@ class LibraryBackend(Backend):
                 engine.say_goodbye(farewell)
             engine.shut()
         self._at_exit.cancel()
-
-
-class _CloseAtExit:
-    """Closes a backend when the interpreter ends, without keeping it alive."""
-
-    def __init__(self, backend: LibraryBackend) -> None:
-        self._backend = weakref.ref(backend)
-        atexit.register(self)
-
-    def __call__(self) -> None:
-        backend = self._backend()
-        if backend is not None:
-            with suppress(DistributedError, OSError):
-                backend.close()
-
-    def cancel(self) -> None:
-        """There is nothing to close any more."""
-        atexit.unregister(self)
 
 
 class _CloseInChild:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import socket
 import weakref
-from contextlib import suppress
 from functools import partial
 
+from phalanx.backends.at_exit import CloseAtExit
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.engine import WORLD_ID, Group
 from phalanx.backends.messages import check_timeout
@@ -19,7 +18,7 @@ from phalanx.backends.tcp.engine import TcpEngine
 from phalanx.backends.tcp.pulse import check_heartbeat
 from phalanx.backends.tcp.rendezvous import Rendezvous
 from phalanx.backends.tcp.token import check_token, find_token
-from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 from phalanx.wire.address import parse_address
 from phalanx.wire.handshake import Identity
 from phalanx.wire.messages import Address
@@ -101,7 +100,7 @@ class MeshBackend(Backend):
                 mesh.commons.close()
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
-        self._at_exit = _CloseAtExit(self)
+        self._at_exit = CloseAtExit(self)
         os.register_at_fork(after_in_child=_CloseInChild(self))
 
     def close(self) -> None:
@@ -140,24 +139,6 @@ def _processes_on_host(rank: int, addresses: list[Address]) -> dict[int, int]:
         for peer, address in enumerate(addresses)
         if peer != rank and address.host_id == here and address.process
     }
-
-
-class _CloseAtExit:
-    """Closes a backend when the interpreter ends, without keeping it alive."""
-
-    def __init__(self, backend: MeshBackend) -> None:
-        self._backend = weakref.ref(backend)
-        atexit.register(self)
-
-    def __call__(self) -> None:
-        backend = self._backend()
-        if backend is not None:
-            with suppress(DistributedError, OSError):
-                backend.close()
-
-    def cancel(self) -> None:
-        """There is nothing to close any more."""
-        atexit.unregister(self)
 
 
 class _CloseInChild:
