@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.calls import Calls
 from phalanx.backends.engine import (
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 60.0
 _BARRIER = Call("barrier")
+
+
+def _hash(label: str) -> int:
+    return xxh3_64_intdigest(label.encode()) if label else 0
 
 
 class Backend(Calls):
@@ -65,26 +70,37 @@ class Backend(Calls):
 
     # Groups -------------------------------------------------------------------------------
 
-    def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until every rank of the group has called this.
+    def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
+        """Wait until every rank of the group has called this, with the same label.
 
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
         meets = self._meets()
         if meets is not None:
-            self.carry_out("barrier", meets, timeout=timeout)
+            self.carry_out(
+                "barrier", meets, signature=label, fingerprint=_hash(label), timeout=timeout
+            )
         else:
-            self.wait(self.start_barrier(timeout=timeout))
+            self.wait(self.start_barrier(label=label, timeout=timeout))
 
-    def start_barrier(self, *, timeout: float | None = None, background: bool = False) -> Operation:
+    def start_barrier(
+        self, *, label: str = "", timeout: float | None = None, background: bool = False
+    ) -> Operation:
         """Begin a barrier; when the operation is done, every rank has come."""
         steps: Iterable[Step] | None = self._meets()
         if steps is None and self.native is not None and self.native.has(_BARRIER):
             steps = (_BARRIER,)
         if steps is None:
             steps = ring_barrier(self.rank, self.world_size)
-        return self.start("barrier", steps, timeout=timeout, background=background)
+        return self.start(
+            "barrier",
+            steps,
+            signature=label,
+            fingerprint=_hash(label),
+            timeout=timeout,
+            background=background,
+        )
 
     def _meets(self) -> Iterator[Meet] | None:
         window = self.group.window
