@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,9 @@ from phalanx import (
     MisuseError,
     SimulatedBackend,
 )
+from phalanx.backends.shm.segment import PAGE
 
-# Hybrid: the ranks of these tests are on two hosts.
-NONE_IN_COMMON = ("tcp", "sub of tcp", "gloo", "hybrid")
-
-
-@pytest.fixture
-def sharing(cluster: Cluster) -> Cluster:
-    """A cluster whose ranks have memory in common."""
-    if cluster.name in NONE_IN_COMMON:
-        pytest.skip("its ranks have no memory in common")
-    return cluster
+having_memory = pytest.mark.requires("memory")
 
 
 def common(backend: Backend, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,8 +37,9 @@ def common(backend: Backend, count: int, dtype: torch.dtype = torch.float32) -> 
 # What it is ---------------------------------------------------------------------------------
 
 
+@having_memory
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_one_writes_the_others_see_after_a_barrier(sharing: Cluster, size: int) -> None:
+def test_what_one_writes_the_others_see_after_a_barrier(cluster: Cluster, size: int) -> None:
     def share(backend: Backend) -> None:
         memory = common(backend, 1000 * size)
         mine = memory[1000 * backend.rank : 1000 * (backend.rank + 1)]
@@ -58,10 +50,11 @@ def test_what_one_writes_the_others_see_after_a_barrier(sharing: Cluster, size: 
             assert torch.equal(memory, 10 * turn + ranks)
             backend.barrier()
 
-    sharing.run(share, size)
+    cluster.run(share, size)
 
 
-def test_every_collective_in_which_ranks_wait_for_each_other_will_do(sharing: Cluster) -> None:
+@having_memory
+def test_every_collective_in_which_ranks_wait_for_each_other_will_do(cluster: Cluster) -> None:
     def share(backend: Backend) -> None:
         memory = common(backend, 3, torch.int64)
         for turn in range(10):
@@ -71,10 +64,11 @@ def test_every_collective_in_which_ranks_wait_for_each_other_will_do(sharing: Cl
             assert memory.tolist() == [turn] * 3
             phalanx.async_barrier(backend).wait()
 
-    sharing.run(share, 3)
+    cluster.run(share, 3)
 
 
-def test_a_message_tells_of_what_its_sender_has_written(sharing: Cluster) -> None:
+@having_memory
+def test_a_message_tells_of_what_its_sender_has_written(cluster: Cluster) -> None:
     def share(backend: Backend) -> None:
         memory, other = common(backend, 1 << 16), 1 - backend.rank
         for turn in range(5):
@@ -87,12 +81,13 @@ def test_a_message_tells_of_what_its_sender_has_written(sharing: Cluster) -> Non
                 assert bool((memory == turn).all())
                 backend.send(b"!", other)
 
-    sharing.run(share, 2)
+    cluster.run(share, 2)
 
 
+@having_memory
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_it_has_the_elements_that_were_asked_for_and_they_are_zero(
-    sharing: Cluster, count: int
+    cluster: Cluster, count: int
 ) -> None:
     def share(backend: Backend) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8):
@@ -106,10 +101,11 @@ def test_it_has_the_elements_that_were_asked_for_and_they_are_zero(
             backend.barrier()
             assert memory.sum() == count
 
-    sharing.run(share, 2)
+    cluster.run(share, 2)
 
 
-def test_two_of_them_do_not_overlap(sharing: Cluster) -> None:
+@having_memory
+def test_two_of_them_do_not_overlap(cluster: Cluster) -> None:
     def share(backend: Backend) -> None:
         pieces = [common(backend, 100 + n) for n in range(3)]
         for n, piece in enumerate(pieces):
@@ -119,10 +115,11 @@ def test_two_of_them_do_not_overlap(sharing: Cluster) -> None:
         for n, piece in enumerate(pieces):
             assert piece.tolist() == [n] * (100 + n)
 
-    sharing.run(share, 2)
+    cluster.run(share, 2)
 
 
-def test_overlapping_groups_have_their_own(sharing: Cluster) -> None:
+@having_memory
+def test_overlapping_groups_have_their_own(cluster: Cluster) -> None:
     def share(backend: Backend) -> None:
         rank = backend.rank
         groups = [backend.subgroup(ranks) for ranks in ([0, 1], [1, 2], [0, 1]) if rank in ranks]
@@ -134,10 +131,11 @@ def test_overlapping_groups_have_their_own(sharing: Cluster) -> None:
             first, second = group.to_global(0), group.to_global(1)
             assert piece.tolist() == [first] * 5 + [second] * 5
 
-    sharing.run(share, 3)
+    cluster.run(share, 3)
 
 
-def test_it_comes_in_the_order_of_the_groups_collectives(sharing: Cluster) -> None:
+@having_memory
+def test_it_comes_in_the_order_of_the_groups_collectives(cluster: Cluster) -> None:
     def share(backend: Backend) -> None:
         before = phalanx.async_all_reduce(torch.ones(3), backend)
         memory = common(backend, 3)
@@ -148,10 +146,11 @@ def test_it_comes_in_the_order_of_the_groups_collectives(sharing: Cluster) -> No
         backend.barrier()
         assert memory.tolist() == [1] * 3
 
-    sharing.run(share, 3)
+    cluster.run(share, 3)
 
 
-def test_a_tensor_of_one_rank_does_not_count_anothers_changes(sharing: Cluster) -> None:
+@having_memory
+def test_a_tensor_of_one_rank_does_not_count_anothers_changes(cluster: Cluster) -> None:
     """As if they were processes: autograd sees what this rank does, and nothing else."""
 
     def share(backend: Backend) -> None:
@@ -167,7 +166,7 @@ def test_a_tensor_of_one_rank_does_not_count_anothers_changes(sharing: Cluster) 
             loss.backward()
         backend.barrier()
 
-    sharing.run(share, 2)
+    cluster.run(share, 2)
 
 
 # Where there is none ------------------------------------------------------------------------
@@ -175,7 +174,7 @@ def test_a_tensor_of_one_rank_does_not_count_anothers_changes(sharing: Cluster) 
 
 def test_where_ranks_have_none_each_knows_without_a_message(cluster: Cluster) -> None:
     def ask(backend: Backend) -> bool:
-        if cluster.name not in NONE_IN_COMMON:
+        if "memory" not in cluster.lacks:
             return common(backend, 5).numel() == 5
         for turn in range(3):  # not as often on all: nobody waits for anybody
             if turn <= backend.rank:
@@ -210,49 +209,49 @@ def test_ranks_of_one_host_of_several_have_theirs() -> None:
 
 # What goes wrong ----------------------------------------------------------------------------
 
-ODD: dict[str, Callable[[Backend], object]] = {
-    "another count": lambda backend: backend.common(11),
-    "another dtype": lambda backend: backend.common(10, torch.int32),
-    "a barrier": lambda backend: backend.barrier(),
-    "all_reduce": lambda backend: phalanx.all_reduce(torch.ones(10), backend),
+# What one rank does instead of `common(10)`, and which.
+ODD: dict[str, tuple[int, Callable[[Backend], object]]] = {
+    "another count": (0, lambda backend: backend.common(11)),
+    "another dtype": (2, lambda backend: backend.common(10, torch.int32)),
+    "a sum": (1, lambda backend: phalanx.all_reduce(torch.ones(10), backend, algorithm="ring")),
 }
 
 
-@pytest.mark.parametrize("call", ODD.values(), ids=ODD.keys())
-def test_ranks_that_disagree_are_told(sharing: Cluster, call: Callable[[Backend], object]) -> None:
+@having_memory
+@pytest.mark.parametrize(("odd", "call"), ODD.values(), ids=ODD.keys())
+def test_ranks_that_disagree_are_told(
+    cluster: Cluster, odd: int, call: Callable[[Backend], object]
+) -> None:
     def disagree(backend: Backend) -> None:
-        for odd in range(3):
-            group = backend.subgroup(range(3))
-            with pytest.raises(DesyncError):
-                (call if group.rank == odd else ODD["another count"])(group)
-                group.barrier()  # who does not wait learns at its next call
-            backend.barrier()
-
-    def check(backend: Backend) -> None:
-        if call is not ODD["another count"]:
-            disagree(backend)
-
-    sharing.run(check, 3, timeout=15.0)
-
-
-@pytest.mark.timeouts
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_does_not_call_is_named(sharing: Cluster, absent: int) -> None:
-    def wait(backend: Backend) -> int | None:
         group = backend.subgroup(range(3))
+        with pytest.raises(DesyncError, match=r"common #0 \(float32 \[10\]\)"):
+            call(group) if group.rank == odd else group.common(10)
+        backend.barrier()
+
+    cluster.run(disagree, 3, timeout=15.0)
+
+
+@having_memory
+@pytest.mark.timeouts
+def test_a_rank_that_does_not_call_is_named(cluster: Cluster) -> None:
+    absent = 2  # rank 1 waits for rank 0, and that for rank 2
+    given_up = threading.Barrier(3)
+
+    def wait(backend: Backend) -> int | None:
         named = None
         if backend.rank != absent:
             with pytest.raises(CollectiveTimeoutError, match=r"common #0 \(float32 \[10\]\)") as it:
-                group.common(10, timeout=0.3)
+                backend.common(10, timeout=0.3)
             named = it.value.peer
-        backend.barrier()
+        given_up.wait(20)
         return named
 
-    assert [peer for peer in sharing.run(wait, 3) if peer is not None] == [absent] * 2
+    assert [peer for peer in cluster.run(wait, 3) if peer is not None] == [absent] * 2
 
 
+@having_memory
 def test_more_than_there_is_is_refused_on_all_ranks_alike_and_the_group_goes_on(
-    sharing: Cluster,
+    cluster: Cluster,
 ) -> None:
     def ask(backend: Backend) -> None:
         for _ in range(2):
@@ -262,7 +261,7 @@ def test_more_than_there_is_is_refused_on_all_ranks_alike_and_the_group_goes_on(
             assert it.value.peer == (None if backend.rank == 0 else 0)
         assert common(backend, 3).numel() == 3
 
-    sharing.run(ask, 3)
+    cluster.run(ask, 3)
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +289,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, call: str, rank: str) -> None:
 def test_what_keeps_one_rank_from_it_is_told_to_all_and_nothing_is_left(
     trouble: Callable[[pytest.MonkeyPatch], None], blamed: int
 ) -> None:
+    size = 1001 * PAGE
+
     def ask(backend: Backend) -> None:
-        backend.barrier()
-        before = (pieces(), files())
         backend.barrier()
         with pytest.MonkeyPatch.context() as monkeypatch:
             if backend.rank == blamed:
@@ -301,17 +300,18 @@ def test_what_keeps_one_rank_from_it_is_told_to_all_and_nothing_is_left(
             with pytest.raises(
                 BackendUnavailableError, match=rf"rank {blamed} cannot.*Too many open files"
             ) as it:
-                backend.common(1000)
+                backend.common(size, torch.uint8)
             assert it.value.peer == (None if backend.rank == blamed else blamed)
             backend.barrier()
-        assert (pieces(), files()) == before
+        assert (mappings(size), files(size)) == (0, 0)
         backend.barrier()
-        assert common(backend, 1000).sum() == 0
+        assert common(backend, size, torch.uint8).sum() == 0
 
     SharedMemory().run(ask, 3)
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(sharing: Cluster) -> None:
+@having_memory
+def test_wrong_arguments_are_refused_before_anything_is_sent(cluster: Cluster) -> None:
     def ask(backend: Backend) -> None:
         if backend.rank == 0:
             with pytest.raises(ValueError, match="-1 elements"):
@@ -322,36 +322,42 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(sharing: Cluster) -
                 backend.common(1.5)  # type: ignore[arg-type]
         assert common(backend, 1).numel() == 1
 
-    sharing.run(ask, 2)
+    cluster.run(ask, 2)
 
 
 # How long it lives --------------------------------------------------------------------------
 
 
-def pieces() -> Counter[str]:
-    """What is mapped of memory without a name, but for the backends' segments: how often each."""
-    mapped: Counter[str] = Counter()
+def mappings(size: int) -> int:
+    """How often memory without a name and of this size is mapped by this process."""
+    found = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        _, _, _, _, number, *name = line.split(maxsplit=5)
-        if name and "memfd:phalanx" in name[0]:
-            mapped[number] += 1
-    return mapped
+        if "memfd:phalanx" in line:
+            start, stop = line.split()[0].split("-")
+            found += int(stop, 16) - int(start, 16) == size
+    return found
 
 
-def files() -> int:
-    """How many files of memory without a name this process has open."""
-    links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum("memfd:phalanx" in os.readlink(link) for link in links)
+def files(size: int) -> int:
+    """How many files of that kind this process has open."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            named = "memfd:phalanx" in os.readlink(f"/proc/self/fd/{number}")
+            found += named and os.fstat(int(number)).st_size == size
+    return found
 
 
-def test_it_outlives_the_backends(sharing: Cluster) -> None:
-    first, second = sharing.run(lambda backend: common(backend, 1000), 2)
+@having_memory
+def test_it_outlives_the_backends(cluster: Cluster) -> None:
+    first, second = cluster.run(lambda backend: common(backend, 1000), 2)
     first.fill_(1)
     second[:500] += 1
     assert first.sum() == second.sum() == 1500
 
 
-def test_a_closed_backend_gives_no_more(sharing: Cluster) -> None:
+@having_memory
+def test_a_closed_backend_gives_no_more(cluster: Cluster) -> None:
     def close(backend: Backend) -> None:
         memory = common(backend, 10)
         memory[5 * backend.rank :][:5] = 1
@@ -361,64 +367,58 @@ def test_a_closed_backend_gives_no_more(sharing: Cluster) -> None:
             backend.common(10)
         assert memory.sum() == 10
 
-    sharing.run(close, 2)
+    cluster.run(close, 2)
 
 
 def test_each_ranks_mapping_goes_with_its_last_view() -> None:
+    size = 1002 * PAGE
+
     def share(backend: Backend) -> None:
-        backend.barrier()
-        before, opened = pieces(), files()
-        backend.barrier()
-        memory = common(backend, 1 << 20)
+        memory = common(backend, size, torch.uint8)
         view = memory[1000:2000].view(10, 100).t()
         del memory
         backend.barrier()
-        assert (pieces() - before).total() == 2
-        assert files() == opened
+        assert (mappings(size), files(size)) == (2, 0)
         backend.barrier()
         if backend.rank == 0:
             del view
         backend.barrier()
-        assert (pieces() - before).total() == 1
+        assert mappings(size) == 1
         backend.barrier()
         if backend.rank == 1:
             del view
         backend.barrier()
-        assert pieces() == before
+        assert mappings(size) == 0
 
     SharedMemory().run(share, 2)
 
 
 def test_nothing_is_left_of_a_hundred_of_them() -> None:
+    size = 1003 * PAGE
+
     def share(backend: Backend) -> None:
-        before, opened = pieces(), files()
-        backend.barrier()
         for number in range(100):
-            memory = common(backend, 1 << 18)
+            memory = common(backend, size, torch.uint8)
             memory[backend.rank] = number
         del memory
         backend.barrier()
-        assert pieces() == before
-        assert files() == opened
+        assert (mappings(size), files(size)) == (0, 0)
 
     SharedMemory().run(share, 2)
 
 
 def test_nothing_is_left_of_those_that_came_to_nothing() -> None:
-    before, opened = pieces(), files()
+    size = 1004 * PAGE
 
     def disagree(backend: Backend) -> None:
         for odd in range(3):
             group = backend.subgroup(range(3))
             with pytest.raises(DesyncError):
-                group.common(1000 + (group.rank == odd))
-                group.barrier()
+                group.common(size + (group.rank == odd), torch.uint8)
             backend.barrier()
+        assert (mappings(size), files(size)) == (0, 0)
 
     SharedMemory().run(disagree, 3)
-    gc.collect()  # errors and their frames hold on to each other
-    assert pieces() == before
-    assert files() == opened
 
 
 def test_what_threads_have_in_common_is_not_kept_either() -> None:

@@ -104,21 +104,22 @@ def common(
             timeout=timeout,
         )
         backend.wait(operation)
+        verdict = exchange.verdict
+        if verdict.blamed != NOBODY:
+            raise BackendUnavailableError(
+                f"rank {rank}: {operation.describe()}: rank {verdict.blamed} cannot have {size:,} "
+                f"bytes in common with the others: {verdict.problem}",
+                rank=rank,
+                peer=None if verdict.blamed == rank else verdict.blamed,
+                op=NAME,
+                sequence=operation.sequence,
+            )
+        assert exchange.storage is not None
+        # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
+        return torch.empty(0, dtype=dtype).set_(exchange.storage, 0, (index(count),), (1,))
     finally:
         source.close()
-    verdict = exchange.verdict
-    if verdict.blamed != NOBODY:
-        raise BackendUnavailableError(
-            f"rank {rank}: {operation.describe()}: rank {verdict.blamed} cannot have {size:,} "
-            f"bytes in common with the others: {verdict.problem}",
-            rank=rank,
-            peer=None if verdict.blamed == rank else verdict.blamed,
-            op=NAME,
-            sequence=operation.sequence,
-        )
-    assert exchange.storage is not None
-    # Not a view of one tensor for all: where ranks are threads, each counts its own changes.
-    return torch.empty(0, dtype=dtype).set_(exchange.storage, 0, (index(count),), (1,))
+        exchange.storage = None  # or an error, with this frame, would keep the memory
 
 
 class _Word(NamedTuple):
