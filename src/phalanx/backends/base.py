@@ -12,6 +12,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.calls import Calls
+from phalanx.backends.common import common
 from phalanx.backends.engine import (
     Engine,
     Failure,
@@ -117,6 +118,31 @@ class Backend(Calls):
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialized tensor in memory that this backend sends without a copy."""
         return self.engine.empty(shape, dtype)
+
+    def common(
+        self, count: int, dtype: torch.dtype = torch.float32, *, timeout: float | None = None
+    ) -> Tensor | None:
+        """Memory that all ranks of the group have in common, as `count` elements, all zero.
+
+        What one rank writes there the others see after the next barrier, or after another
+        collective of the group in which they wait for that rank. Who writes what when is the
+        callers' business: nothing else ever reads or writes it.
+
+        Every rank of the group calls this, in the same order among its collectives, with the same
+        arguments; it blocks until all have the memory. None if they have none in common, which
+        costs no message: over TCP, over another library, and for ranks on several hosts. A group
+        of one rank has its own.
+
+        The tensor is 1-D. Its memory takes pages of the system when these are first written, once
+        for all ranks. It stays until the last tensor in it, on any rank, is gone, also when the
+        backend is closed; it has no name, so nothing is left of processes that are killed. 3(p-1)
+        small messages.
+
+        Raises `BackendUnavailableError` on every rank alike if one of them (`peer`) could not take
+        or attach it: the message says why, and the group goes on. `DesyncError`,
+        `CollectiveTimeoutError`, `PeerLostError`; ValueError for a negative count.
+        """
+        return common(self, count, dtype, timeout=timeout)
 
     # The end ------------------------------------------------------------------------------
 
