@@ -127,7 +127,9 @@ class Conductor:
     def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> None:
         """See to it that the backward pass through this call is noticed."""
         call = Call(unit, self._writing.epoch)
-        before = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+        before = [
+            t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad
+        ]
         attached = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
         for output in attached:
             output.register_hook(lambda _: self._backward_reaches(call))  # type: ignore[no-untyped-call]

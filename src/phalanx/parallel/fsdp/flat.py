@@ -65,12 +65,11 @@ class Flat:
         self._keeps_shape = keeps_shape
         self._current = False  # whether `full` holds what the shards do
         self._pending: PendingCollective[Tensor] | None = None
-        with torch.no_grad():
-            self.wholes = [
-                Whole(view, presence, name)
-                for name, view in zip(self.names, self.views(self.full), strict=True)
-            ]
-        self._homes = [whole.detach() for whole in self.wholes]
+        # As .data: what is written into `full` does not count as a change of what autograd saved.
+        self._homes = self.views(self.full.data)
+        self.wholes = [
+            Whole(home, presence, name) for name, home in zip(self.names, self._homes, strict=True)
+        ]
         if self._frees:
             self._release()
 
@@ -222,9 +221,7 @@ class Flat:
     def trainable(self) -> list[int]:
         """The numbers of parameters that require gradients now; what stands for them does, too."""
         numbers = []
-        for number, (parameter, whole) in enumerate(
-            zip(self.parameters, self.wholes, strict=True)
-        ):
+        for number, (parameter, whole) in enumerate(zip(self.parameters, self.wholes, strict=True)):
             if parameter.requires_grad is not whole.requires_grad:
                 whole.requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
@@ -233,4 +230,3 @@ class Flat:
 
     def __repr__(self) -> str:
         return f"Flat({', '.join(self.names)}: {self.layout.total} x {self.dtype})"
-

@@ -130,9 +130,7 @@ class FSDP(Wrapper):
         return {
             name: Slice(shape, *flat.layout.part(number, flat.place))
             for flat in self._flats
-            for number, (name, shape) in enumerate(
-                zip(flat.names, flat.layout.shapes, strict=True)
-            )
+            for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
         }
 
     @contextmanager

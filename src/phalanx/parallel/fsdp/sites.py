@@ -39,9 +39,7 @@ class Sites:
         ]
         self._rank = rank
         # They hold a list of their parameters besides.
-        self._recurrent = [
-            m for m in {p.module for p in self._places} if isinstance(m, nn.RNNBase)
-        ]
+        self._recurrent = [m for m in {p.module for p in self._places} if isinstance(m, nn.RNNBase)]
 
     def show(self) -> None:
         """Let modules compute with full parameters. `MisuseError` if one was replaced."""

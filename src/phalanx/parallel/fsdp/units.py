@@ -1,10 +1,10 @@
 """Units: the parts of a model that are gathered, freed and reduced together.
 
-    Model                    unit ""        everything that is in no other unit
-    ├── embed                unit embed
-    └── blocks (ModuleList)
-        ├── 0                unit blocks.0
-        └── 1                unit blocks.1
+Model                    unit ""        everything that is in no other unit
+├── embed                unit embed
+└── blocks (ModuleList)
+    ├── 0                unit blocks.0
+    └── 1                unit blocks.1
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class Writing:
         self._under_way = False
         self._versions = self._look()
         self._stale = True
+        if self._in_place:
+            self._say_written("it was built")
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -59,7 +61,7 @@ class Writing:
         for flat in self._flats:
             flat.free()
         if self._in_place:
-            self._meet(f"FSDP: before {what} {self.epoch}")
+            self._meet(f"FSDP: before {what}, {self.epoch}")
         self._under_way = True
 
     def end(self, what: str) -> None:
@@ -67,8 +69,7 @@ class Writing:
         self._under_way = False
         self._written()
         if self._in_place:
-            assert self._group is not None
-            self._published = self._group.start_barrier(label=f"FSDP: after {what} {self.epoch}")
+            self._say_written(what)
 
     def settle(self) -> None:
         """Before full parameters are read: what was written is there, on all ranks."""
@@ -103,6 +104,10 @@ class Writing:
             published, self._published = self._published, None
             assert self._group is not None
             self._group.wait(published)
+
+    def _say_written(self, what: str) -> None:
+        assert self._group is not None
+        self._published = self._group.start_barrier(label=f"FSDP: after {what}, {self.epoch}")
 
     def _meet(self, label: str) -> None:
         assert self._group is not None
