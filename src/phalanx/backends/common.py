@@ -4,7 +4,7 @@
     others -> rank 0    that they have attached it, or why they have not
     rank 0 -> others    how it went for all
 
-So either all have it, or all raise the same error and none has it. 3(p-1) messages of `SIZE` bytes.
+So if one cannot have it, all raise the same error, and none has it. 3(p-1) messages of 512 bytes.
 
 Order. A rank that is told of something, by a message or by a flag, sees all that the teller had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
