@@ -103,6 +103,12 @@ class Backend(Calls):
             background=background,
         )
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share memory, so that collectives need no thread to move on."""
+        window = self.group.window
+        return window is not None and window.size == self.world_size
+
     def _meets(self) -> Iterator[Meet] | None:
         window = self.group.window
         if window is None or window.size < self.world_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,11 +19,14 @@ from phalanx.parallel.fsdp.ranks import Ranks, ranks_of
 from phalanx.parallel.fsdp.sites import Sites
 from phalanx.parallel.fsdp.strategy import ShardingStrategy
 from phalanx.parallel.fsdp.unit import Unit
-from phalanx.parallel.fsdp.units import Part, UnitRule, cut, sites_of
+from phalanx.parallel.fsdp.units import Part, cut, sites_of
 from phalanx.parallel.fsdp.whole import Presence, Whole
 from phalanx.parallel.fsdp.writing import Writing
 from phalanx.parallel.replicas import check_same_model
 from phalanx.parallel.tensors import broadcast_all_
+
+if TYPE_CHECKING:
+    from phalanx.parallel.fsdp.units import UnitRule
 
 
 class Built(NamedTuple):

@@ -1,4 +1,4 @@
-"""The parameters of a unit that have one dtype: their flat memory, of which this rank keeps a shard.
+"""The parameters of a unit that have one dtype: flat memory, of which this rank keeps a shard.
 
     shard      this rank's part, always there; the optimizer's Parameters are views of it
     full       all shards; the `Whole` parameters that modules compute with are views of it

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_
 from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of
 from phalanx.parallel.fsdp.state import full_state, full_values, shards_of
 from phalanx.parallel.fsdp.strategy import ShardingStrategy
-from phalanx.parallel.fsdp.units import UnitRule
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from phalanx.parallel.fsdp.units import UnitRule
 
 
 class FSDP(Wrapper):
@@ -44,7 +46,7 @@ class FSDP(Wrapper):
     strategy     what is cut, and when full parameters are there: see `ShardingStrategy`
     unit         what is gathered together: a class of modules, several, or a function of a module.
                  By default every direct child that has parameters (of a list of modules, its
-                 members). What is in none of these is a unit, too, for as long as the model computes
+                 members). What is in none of these is a unit, too, while the model computes
     mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
     prefetch     how many units are gathered ahead, in forward and in backward
     initialize   for a model on the meta device: called with each module that has parameters or
@@ -239,7 +241,7 @@ class FSDP(Wrapper):
             )
             raise error
         with self._writing.phase("update_shards()"):
-            pieces = flat.detach().split([p.numel() for p in parameters])
+            pieces = torch.split(flat.detach(), [p.numel() for p in parameters])
             for parameter, piece in zip(parameters, pieces, strict=True):
                 parameter.copy_(piece.view(parameter.shape))
 
@@ -277,9 +279,9 @@ class FSDP(Wrapper):
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
         """In here modules have full parameters: `fsdp.module.head.weight` has its own shape.
 
-        They are copies of this rank's own. With `writeback`, each rank's part of what it has then is
-        its shard afterwards; so every rank makes the same changes. `parameters()` are the shards all
-        the time. Every rank enters and leaves it. Takes memory for the whole model.
+        They are copies, this rank's own. With `writeback`, each rank's part of what it has in the
+        end is its shard afterwards; so every rank makes the same changes. `parameters()` are the
+        shards all the time. Every rank enters and leaves it. Takes memory for the whole model.
         """
         if self._summoned:
             self._refuse("summon_full_params() inside itself")

@@ -1,7 +1,7 @@
 """Gradients of full parameters become gradients of shards.
 
-    autograd gives one of a whole parameter    put      copied to flat memory, and dropped
-    all of the flat memory's are in            reduce   reduce-scatter: the mean of this rank's part
+    autograd gives one of a whole parameter    put      1/p of it copied to flat memory; dropped
+    all of the flat memory's are in            reduce   reduce-scatter: this rank's part of the sum
     ... between replicas                                all-reduce of that part
     the end of the backward pass               give     parameters' .grad
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
 from phalanx.collectives.run import start
 from phalanx.collectives.task import Task, in_place, memory_for
@@ -56,11 +57,14 @@ class Gradients:
                 rank=rank,
                 op="FSDP",
             )
-        if number in self._missing:
-            self._missing.discard(number)
-            self._views[number].copy_(grad)
-        else:  # a second time, before the others' first
-            self._views[number].add_(grad)
+        view, share = self._views[number], 1 / self._ranks.world.world_size
+        if number not in self._missing:  # a second time, before the others' first
+            view.add_(grad, alpha=share)
+        elif grad.dtype is self._dtype:
+            torch.mul(grad, share, out=view)
+        else:
+            view.copy_(grad).mul_(share)
+        self._missing.discard(number)
         self.used.add(number)
 
     def put_rest(self) -> None:
@@ -97,17 +101,13 @@ class Gradients:
             self._average(memory, label)
             return
         shape = (self._flat.layout.shard,)
-        into = (
-            memory_for(replicas, shape, self._dtype, self._flat.device)
-            if replicas is not None
-            else torch.empty(shape, dtype=self._dtype, device=self._flat.device)
-        )
+        into = memory_for(replicas or shards, shape, self._dtype, self._flat.device)
         task: Task[Tensor] = Task(
             *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
-            op=ReduceOp.MEAN,
+            op=ReduceOp.SUM,
             consumes=True,
         )
-        self._scattering = start(task, shards, background=True, label=label), into
+        self._scattering = _start(task, shards, label), into
 
     def finish_scattering(self, label: str) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
@@ -120,8 +120,8 @@ class Gradients:
     def _average(self, mean: Tensor, label: str) -> None:
         replicas = self._ranks.replicas
         if replicas is not None:
-            task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
-            self._averaging.append(start(task, replicas, background=True, label=label))
+            task = in_place("all_reduce", mean, op=ReduceOp.SUM)
+            self._averaging.append(_start(task, replicas, label))
 
     def finish(self, label: str) -> None:
         """Wait until this rank has all that it is to have."""
@@ -155,3 +155,8 @@ class Gradients:
             scattering[0].wait()
         for pending in averaging:
             pending.wait()
+
+
+def _start(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
+    """In memory nothing has to be moved meanwhile: who waits does all, and the others have come."""
+    return start(task, backend, background=not backend.shares_memory, label=label)

@@ -37,7 +37,7 @@ class Owner(Protocol):
 
 
 class _Claim:
-    """What a parameter carries. A copy of the parameter, or what is loaded from a file, has none."""
+    """What a parameter carries; a copy of it, or one that is loaded from a file, has none."""
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.owner = weakref.ref(owner) if owner is not None else lambda: None

@@ -45,6 +45,4 @@ def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision |
         return given
     if isinstance(given, torch.dtype) and given.is_floating_point:
         return MixedPrecision(compute_dtype=given)
-    raise TypeError(
-        f"mixed_precision is a MixedPrecision or a floating-point dtype to compute in, not {given!r}"
-    )
+    raise TypeError(f"mixed_precision is a MixedPrecision or a floating-point dtype, not {given!r}")

@@ -75,7 +75,7 @@ class Sites:
         if late:
             raise MisuseError(
                 f"rank {self._rank}: FSDP: {', '.join(late)} came to the module after FSDP was "
-                "built, and would be on each rank by itself: build FSDP when the module is complete",
+                "built, and would be on each rank by itself: build it when the module is complete",
                 rank=self._rank,
                 op="FSDP",
             )

@@ -1,14 +1,14 @@
 """Strategies: what of a model each rank keeps, and when. Rows of one table.
 
-                    shards are cut over    full parameters      as in
+                    shards are cut over    full parameters            as in
     FULL_SHARD      all ranks              while a unit needs them    ZeRO-3
-    hybrid(k)       k consecutive ranks    while a unit needs them    ZeRO-3 inside, replicas between
-    SHARD_GRAD_OP   all ranks              always               ZeRO-2
-    NO_SHARD        one rank               always               data parallel
+    hybrid(k)       k consecutive ranks    while a unit needs them    ZeRO-3, and replicas
+    SHARD_GRAD_OP   all ranks              always                     ZeRO-2
+    NO_SHARD        one rank               always                     data parallel
 
 Gradients and optimizer state are cut like the shards. Between the groups of a strategy that cuts
-over fewer than all ranks, gradients are averaged (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023,
-"PyTorch FSDP").
+over fewer than all ranks, gradients are averaged (Rajbhandari et al. 2020, "ZeRO"; Zhao et al.
+2023, "PyTorch FSDP").
 """
 
 from __future__ import annotations

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Union
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from phalanx.errors import MisuseError
 
-UnitRule = Union[
-    type[nn.Module],
-    tuple[type[nn.Module], ...],
-    set[type[nn.Module]],
-    frozenset[type[nn.Module]],
-    Callable[[nn.Module], bool],
-]
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Kind: TypeAlias = type[nn.Module]
+    UnitRule: TypeAlias = (
+        Kind | tuple[Kind, ...] | set[Kind] | frozenset[Kind] | Callable[[nn.Module], bool]
+    )
 
 
 class Site(NamedTuple):

@@ -67,7 +67,7 @@ class Whole(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         if self.presence.now:
             with torch._C.DisableTorchFunctionSubclass():
                 return f"Whole({self.label}: {self.detach()!r})"
