@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.collectives import PendingCollective
-from phalanx.collectives.run import start
 from phalanx.collectives.task import Task
+from phalanx.parallel.fsdp.collective import begin
 from phalanx.parallel.fsdp.layout import Layout
 from phalanx.parallel.fsdp.ranks import Ranks
 from phalanx.parallel.fsdp.whole import Presence, Whole
@@ -210,7 +210,7 @@ class Flat:
         task: Task[Tensor] = Task(
             "all_gather", tuple(full.shape), full.dtype, self._own(full), full, lambda: full
         )
-        return start(task, shards, background=True, label=label)
+        return begin(task, shards, label)
 
     def _release(self) -> None:
         self.full.untyped_storage().resize_(0)

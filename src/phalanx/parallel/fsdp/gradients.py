@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
-from phalanx.collectives.run import start
 from phalanx.collectives.task import Task, in_place, memory_for
 from phalanx.errors import UnsupportedOperationError
+from phalanx.parallel.fsdp.collective import begin
 from phalanx.parallel.fsdp.flat import Flat
 from phalanx.parallel.fsdp.ranks import Ranks
 
@@ -107,7 +106,7 @@ class Gradients:
             op=ReduceOp.SUM,
             consumes=True,
         )
-        self._scattering = _start(task, shards, label), into
+        self._scattering = begin(task, shards, label), into
 
     def finish_scattering(self, label: str) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
@@ -121,7 +120,7 @@ class Gradients:
         replicas = self._ranks.replicas
         if replicas is not None:
             task = in_place("all_reduce", mean, op=ReduceOp.SUM)
-            self._averaging.append(_start(task, replicas, label))
+            self._averaging.append(begin(task, replicas, label))
 
     def finish(self, label: str) -> None:
         """Wait until this rank has all that it is to have."""
@@ -155,8 +154,3 @@ class Gradients:
             scattering[0].wait()
         for pending in averaging:
             pending.wait()
-
-
-def _start(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
-    """In memory nothing has to be moved meanwhile: who waits does all, and the others have come."""
-    return start(task, backend, background=not backend.shares_memory, label=label)
