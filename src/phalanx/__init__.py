@@ -101,6 +101,7 @@ _WHERE = {
     "phalanx.parallel": (
         "DDP",
         "FSDP",
+        "GradScaler",
         "MixedPrecision",
         "ShardingStrategy",
         "SyncBatchNorm",
