@@ -19,6 +19,7 @@ from phalanx.collectives.task import Task, in_place, memory_for
 from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.fsdp.collective import begin
 from phalanx.parallel.fsdp.flat import Flat
+from phalanx.parallel.fsdp.pool import Pool
 from phalanx.parallel.fsdp.ranks import Ranks
 
 
@@ -28,15 +29,20 @@ class Gradients:
     used   the numbers of parameters that have had a gradient on this rank
     """
 
-    def __init__(self, flat: Flat, ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, flat: Flat, ranks: Ranks, pool: Pool, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.used: set[int] = set()
         self._flat = flat
         self._ranks = ranks
+        self._pool = pool
+        shards = ranks.shards  # where memory is shared, others read it: it is the backend's
+        self._pooled = shards is not None and not shards.shares_memory and flat.device.type == "cpu"
         self._dtype = reduce_dtype or flat.compute_dtype
         self._memory: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._scattering: tuple[PendingCollective[Tensor], Tensor] | None = None
+        self._scattering: tuple[PendingCollective[Tensor], Tensor, Tensor] | None = None
         self._averaging: list[PendingCollective[Tensor]] = []
         self._means: list[Tensor] = []
 
@@ -81,7 +87,11 @@ class Gradients:
         flat = self._flat
         group = self._ranks.shards or self._ranks.replicas or self._ranks.world
         count = flat.layout.padded
-        self._memory = memory_for(group, (count,), self._dtype, flat.device)
+        self._memory = (
+            self._pool.empty(count, self._dtype)
+            if self._pooled
+            else memory_for(group, (count,), self._dtype, flat.device)
+        )
         self._memory[flat.layout.total :].zero_()
         self._views = flat.views(self._memory)
         self._missing = set(range(len(self._views)))
@@ -106,13 +116,15 @@ class Gradients:
             op=ReduceOp.SUM,
             consumes=True,
         )
-        self._scattering = begin(task, shards, label), into
+        self._scattering = begin(task, shards, label), into, memory
 
     def finish_scattering(self, label: str) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
         if self._scattering is not None:
-            (pending, into), self._scattering = self._scattering, None
+            (pending, into, memory), self._scattering = self._scattering, None
             pending.wait()
+            if self._pooled:
+                self._pool.give_back(memory.untyped_storage())
             self._means.append(into)
             self._average(into, label)
 
