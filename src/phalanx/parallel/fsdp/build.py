@@ -14,7 +14,7 @@ from phalanx.parallel.fsdp.conductor import Conductor
 from phalanx.parallel.fsdp.flat import Flat
 from phalanx.parallel.fsdp.gradients import Gradients
 from phalanx.parallel.fsdp.materialize import Initialize, adopt, completed
-from phalanx.parallel.fsdp.pool import Pool
+from phalanx.parallel.fsdp.pool import Pool, trim
 from phalanx.parallel.fsdp.precision import MixedPrecision
 from phalanx.parallel.fsdp.ranks import Ranks, ranks_of
 from phalanx.parallel.fsdp.sites import Sites
@@ -67,6 +67,7 @@ def build(
     pool = Pool()
     for part in completed(module, parts, initialize, backend.rank):
         made[part.name] = _unit(part, ranks, pool, strategy, precision)
+    trim()  # the values that the model was built with are gone
     broadcast_all_([*module.buffers()], backend, 0, label="FSDP's buffers")
     units = [made[part.name] for part in parts]
     flats = [flat for unit in units for flat in unit.flats]

@@ -11,10 +11,19 @@ clear their pages anew, which takes longer than to gather them.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
+
+
+def trim() -> None:
+    """Give the system what the C library has kept of memory that was freed, where it can (glibc)."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
 
 
 class Pool:
