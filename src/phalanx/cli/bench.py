@@ -27,7 +27,7 @@ def bench_command(
         typer.Argument(
             metavar="[OPERATION]...",
             help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
-            "scatter, p2p (ping_pong and stream), barrier; or ddp, a training step.",
+            "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
             show_default="all_reduce",
         ),
     ] = None,
@@ -65,6 +65,17 @@ def bench_command(
         typer.Option(help="Also time a plain socket pair (one way) and a memory copy."),
     ] = True,
     baseline: Annotated[str, typer.Option(help="Whom the others are compared with.")] = "gloo",
+    width: Annotated[
+        int, typer.Option(help="Of the layers of a training step: 1024 for ddp, 2048 for fsdp.")
+    ] = 0,
+    measure: Annotated[
+        str,
+        typer.Option(
+            help="time; peak (of fsdp: the memory of each rank, in fresh processes for each "
+            "library)."
+        ),
+    ] = "time,peak",
+    steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
@@ -116,6 +127,9 @@ def bench_command(
         "machine": machine,
         "threads": threads,
         "baseline": baseline,
+        "width": width,
+        "measure": measure,
+        "steps": steps,
     }
     if tune is None:
         ask = make_ask(operations or ["all_reduce"], **options)
@@ -183,7 +197,7 @@ def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
             if not run_bench(report, heard):
                 return 0
     finally:
-        if report.lines or report.left_out:
+        if report.lines or report.peaks or report.left_out:
             _show(report)
     for text in files.write(report):
         typer.echo(text)
