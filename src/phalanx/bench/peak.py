@@ -10,6 +10,8 @@ at home, and what one has freed another uses again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from phalanx.bench.control import Control
 from phalanx.bench.memory import Memory
 from phalanx.bench.operations import Operation
@@ -19,6 +21,7 @@ from phalanx.bench.resident import Meter
 
 __all__ = ["measure_peak"]
 
+_OVER = object()
 _SMALL = 8
 """The width of layers that count for nothing."""
 
@@ -27,40 +30,50 @@ def measure_peak(
     name: str, peer: Peer, operation: Operation, ask: Ask, control: Control
 ) -> Peak | LeftOut:
     """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
-    here, own = "", (0, 0, 0)
-    try:
-        own = _hold(peer, operation, ask.steps, control)
-    except Exception as error:
-        here = f"{type(error).__name__}: {error}"
-    if problem := control.problem(here):
-        return LeftOut(name, control.size, problem, operation.name)
+    held: list[int] = []
+    for problem in _together(_phases(peer, operation, ask.steps, held), control):
+        if problem:
+            return LeftOut(name, control.size, problem, operation.name)
     return Peak(
         operation=operation.name,
         ranks=control.size,
         peer=name,
         gives_back=ask.gives_back,
         steps=ask.steps,
-        held=[Held(*values) for values in control.gather(own)],
+        held=[Held(*values) for values in control.gather(held)],
     )
 
 
-def _hold(peer: Peer, operation: Operation, steps: int, control: Control) -> tuple[int, int, int]:
-    """The peaks of building and of training, and what is shared in the end."""
+def _together(phases: Iterator[None], control: Control) -> Iterator[str]:
+    """Go through the phases, which all ranks begin together; yields any rank's problem in each."""
+    going = True
+    while going:
+        here = ""
+        try:
+            going = next(phases, _OVER) is not _OVER
+        except Exception as error:
+            here = f"{type(error).__name__}: {error}"
+        yield control.problem(here)
+
+
+def _phases(peer: Peer, operation: Operation, steps: int, held: list[int]) -> Iterator[None]:
+    """What a rank does between meetings; appends the fields of `Held`."""
     width, peer.width = peer.width, _SMALL
-    small = peer.exchange(operation, 0, "ordinary", "auto", Memory())
-    small.call()
-    small.call()
-    del small
-    peer.width = width
-    control.barrier()
-    meter = Meter()
-    control.barrier()
     step = peer.exchange(operation, 0, "ordinary", "auto", Memory())
-    control.barrier()  # what is shared by two counts half for each, when both have it
-    building = meter.peak()
+    step.call()
+    step.call()
+    peer.width = width
+    del step
+    yield
+    meter = Meter()
+    yield
+    step = peer.exchange(operation, 0, "ordinary", "auto", Memory())
+    yield  # what is shared by two counts half for each, once both have it
+    held.append(meter.peak())
+    yield  # where ranks are threads, they have one peak
     meter.reset()
-    control.barrier()
+    yield
     for _ in range(steps):
         step.call()
-    control.barrier()
-    return building, meter.peak(), meter.shared()
+    yield
+    held += [meter.peak(), meter.shared()]

@@ -14,7 +14,7 @@ from phalanx.bench.records import Peak, Report
 
 __all__ = ["peak_notes", "peak_tables", "peaks_as_json"]
 
-_MODES = {False: "", True: ", all freed memory given back"}
+_MODES = {False: "", True: ", freed memory given back"}
 
 
 def peak_tables(report: Report) -> Iterator[Table]:
@@ -29,7 +29,7 @@ def peak_tables(report: Report) -> Iterator[Table]:
 def _table(
     report: Report, operation: str, ranks: int, gives_back: bool, peaks: list[Peak]
 ) -> Table:
-    title = f"{operation}, {ranks} ranks: peak of memory of a rank, MiB{_MODES[gives_back]}"
+    title = f"{operation}, {ranks} ranks: peak MiB of a rank{_MODES[gives_back]}"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for heading in (

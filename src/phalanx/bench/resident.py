@@ -22,6 +22,7 @@ import gc
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 __all__ = ["GIVES_BACK", "Meter", "gives_back", "lacks_peaks"]
@@ -33,7 +34,7 @@ _STATUS, _CLEAR, _ROLLUP = (
 )
 _RESET = "5"
 
-GIVES_BACK: Mapping[str, str] = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+GIVES_BACK: Mapping[str, str] = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
 """The environment in which glibc's malloc gives the memory of a tensor back as soon as it is freed.
 
 Else it raises that threshold by itself, up to 32 MiB, and keeps what is freed below it: what is

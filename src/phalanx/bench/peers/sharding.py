@@ -22,9 +22,9 @@ class Sharded(Learner):
     """Phalanx's."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
-        import phalanx  # noqa: PLC0415
+        from phalanx import parallel  # noqa: PLC0415
 
-        made: Any = phalanx
+        made: Any = parallel
         self._fsdp = made.FSDP(
             module, backend, strategy=made.ShardingStrategy.FULL_SHARD, unit=nn.Linear
         )
