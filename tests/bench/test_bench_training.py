@@ -20,7 +20,6 @@ from phalanx.bench.peers.peer import Peer, Place
 from phalanx.bench.peers.training import TASKS, Alone, Task, TrainingStep, joint_step, task_of
 from phalanx.bench.rounds import time_rounds
 
-HERE = ["ddp"]
 WIDTH = 24
 
 
@@ -66,7 +65,7 @@ PARAMETERS = sum(p.numel() for p in task_of("ddp", WIDTH).make_model().parameter
 
 
 @pytest.mark.parametrize("kind", [Ours, Alone])
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_steps_are_what_one_process_gets_in_every_round(
     name: str, kind: type[Peer], size: int

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
 from phalanx.bench.peers.learner import Learner
+from phalanx.parallel import FSDP, ShardingStrategy
 
 __all__ = ["FullyShard", "Sharded"]
 
@@ -22,27 +23,22 @@ class Sharded(Learner):
     """Phalanx's."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
-        from phalanx import parallel  # noqa: PLC0415
-
-        made: Any = parallel
-        self._fsdp = made.FSDP(
-            module, backend, strategy=made.ShardingStrategy.FULL_SHARD, unit=nn.Linear
+        self.model: FSDP = FSDP(
+            module, backend, strategy=ShardingStrategy.FULL_SHARD, unit=nn.Linear
         )
-        self.model = self._fsdp
         self._first: dict[str, Tensor] = {}
 
     def remember(self) -> None:
-        """Copies all parameters."""
-        self._first = {name: value.clone() for name, value in self.whole().items()}
+        """Gathers all parameters."""
+        self._first = self.whole()
 
     def rewind(self) -> None:
-        """Loads the copies."""
-        self._fsdp.load_state_dict(self._first)
+        """Loads them."""
+        self.model.load_state_dict(self._first)
 
     def whole(self) -> dict[str, Tensor]:
         """Gathers them."""
-        state: dict[str, Tensor] = self._fsdp.full_state_dict()
-        return state
+        return self.model.full_state_dict()
 
 
 class FullyShard(Learner):
