@@ -97,7 +97,7 @@ def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
     (peak,) = [message for message in run_ranks(ask, 2) if isinstance(message, Peak)]
     model = TASKS["fsdp"]._replace(width=512).model_bytes
     for held in peak.held:
-        assert model / 2 < held.training < 3 * model
+        assert model / 2 < held.training < 6 * model
         assert held.shared >= model / 2 - 65536
 
 
