@@ -104,6 +104,14 @@ def test_a_training_step_is_compared_with_the_same_step_alone() -> None:
     assert row_of(made, "tcp")[5:7] == ["1.15", "1.57"]
 
 
+def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
+    step = {"operation": "fsdp", "size": 0}
+    alone = line(Contender("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]
+    made = report(line(TCP, 240, 330, 120, **step), alone)  # type: ignore[arg-type]
+    assert row_of(made, "tcp")[5] == "1.20"
+    assert json.loads(as_json(made))["lines"][0]["of_alone"] == pytest.approx(1.2)
+
+
 def test_who_is_left_out_is_said_with_the_reason_once() -> None:
     made = report(
         LeftOut("mlx", 4, "mlx is not installed"),

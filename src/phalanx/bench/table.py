@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Tab
             ]
             if OPERATIONS[operation].training:
                 alone = report.beside(line, ALONE)
-                rates = [f"{line.median / alone.median:.2f}" if alone is not None else ""]
+                rates = [f"{_times(line, alone):.2f}" if alone is not None else ""]
             table.add_row(
                 "" if number or timed else show_size(size),
                 str(line.contender),
@@ -78,7 +79,19 @@ def _ratio(report: Report, line: Line) -> str:
     base = report.beside(line, report.ask.baseline)
     if base is None or base is line or PEERS[line.contender.peer].machine:
         return ""
-    return f"{base.median / line.median:.2f}"
+    return f"{_times(base, line):.2f}"
+
+
+def _times(line: Line, other: Line) -> float:
+    """How many times as long as the other's a call took: medians, one over the other.
+
+    Rounds of training steps are few and long: each is compared with the other's of the same
+    round, when the machine had as much else to do, and the median of these ratios counts.
+    """
+    if OPERATIONS[line.operation].training:
+        pairs = zip(line.seconds, other.seconds, strict=True)
+        return statistics.median(own / others for own, others in pairs)
+    return line.median / other.median
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -161,8 +174,8 @@ def as_json(report: Report) -> bytes:
                 "highest_us": max(line.seconds) * 1e6,
                 "algorithm_GBps": line.algorithm_bandwidth / 1e9,
                 "bus_GBps": line.bus_bandwidth / 1e9,
-                f"of_{ALONE}": line.median / alone.median if alone else None,
-                f"times_{report.ask.baseline}": base.median / line.median if base else None,
+                f"of_{ALONE}": _times(line, alone) if alone else None,
+                f"times_{report.ask.baseline}": _times(base, line) if base else None,
                 "wrong": line.wrong,
                 "rounds_us": [seconds * 1e6 for seconds in line.seconds],
             }

@@ -100,6 +100,11 @@ def bench_command(
     Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
     and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
 
+    Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
+    their time with that of the same step alone, without communication: the median of the rounds'
+    ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
+    it is, and with all freed memory given back, which the C library else keeps.
+
     Who is not installed is left out, and the reason is given. Ranks are processes of this host,
     with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
     (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
@@ -109,6 +114,8 @@ def bench_command(
         phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
 
         phalanx bench all_reduce --backends tcp --algorithms all
+
+        phalanx bench fsdp --backends shm,tcp,gloo
 
         phalanx bench --tune tuning.json --ranks 2,4
 
