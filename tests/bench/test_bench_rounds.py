@@ -21,7 +21,7 @@ from phalanx.bench.rounds import Timing, time_rounds
 from phalanx.bench.values import count_wrong, fill, poison
 from phalanx.collectives.schedules import COLLECTIVES
 
-MEASURED = [name for name in OPERATIONS if name not in ("copy", "ddp")]
+MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
 Results = dict[str, Timing]
 
 
