@@ -20,7 +20,7 @@ SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
 
 
 def trim() -> None:
-    """Give the system what the C library has kept of memory that was freed, where it can (glibc)."""
+    """Give back to the system what the C library has kept of freed memory, if it can (glibc)."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(0)
