@@ -11,8 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from clusters import CLUSTERS
+from forms import examples
 
-hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True)
+from phalanx.backends.engine import group as group_module
+from phalanx.backends.engine import operation as operation_module
+
+hypothesis.settings.register_profile(
+    "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
+)
 hypothesis.settings.load_profile("phalanx")
 
 
@@ -33,3 +39,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
     ]
     metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])
+
+
+@pytest.fixture
+def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait in a collective ask after a tenth of a second whether others are in it, too.
+
+    Where most of a file's tests would only wait for that. The half second of every day passes in
+    test_conformance_agreement.py, and wherever ranks are processes.
+    """
+    for module in (operation_module, group_module):
+        monkeypatch.setattr(module, "ASK_EVERY", 0.1)

@@ -197,13 +197,14 @@ def test_two_collectives_swapped_between_two_groups_are_no_disagreement(cluster:
 
 
 @pytest.mark.timeouts
+@pytest.mark.usefixtures("asking_soon")
 def test_a_rank_that_stays_away_is_no_disagreement(cluster: Cluster) -> None:
     """It is only late: the others ask, get no answer, and wait on."""
 
     def come_late(backend: Backend) -> None:
         if backend.rank == 2:
             with pytest.raises(CollectiveTimeoutError):
-                backend.recv(bytearray(1), 0, timeout=0.8)
+                backend.recv(bytearray(1), 0, timeout=0.3)
         result = phalanx.all_reduce(RING.tensor(backend.rank), backend, algorithm="ring")
         expected = RING.expected(backend.rank, 3)
         assert expected is not None

@@ -14,6 +14,9 @@ from phalanx import Backend, CollectiveTimeoutError, DesyncError, DistributedErr
 Call = Callable[[Backend], object]
 ONES = torch.ones(8)
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
+ASKED = 0.3  # seconds after which a rank that waits has asked the others
+
+pytestmark = pytest.mark.usefixtures("asking_soon")
 
 
 def ring(values: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:
@@ -221,7 +224,7 @@ def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
         else:
             if cluster.keeps_time:  # rank 0 has asked then
                 with pytest.raises(CollectiveTimeoutError):
-                    backend.recv(bytearray(1), 0, timeout=0.8)
+                    backend.recv(bytearray(1), 0, timeout=ASKED)
             group = backend.subgroup([0, 1])
             with pytest.raises(DesyncError) as info:
                 phalanx.all_gather(ONES, group, algorithm="ring")
@@ -242,7 +245,7 @@ def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
     def disagree(backend: Backend) -> None:
         if backend.rank:
             with pytest.raises(CollectiveTimeoutError):
-                backend.recv(bytearray(1), 0, timeout=0.8)  # rank 0 asks meanwhile
+                backend.recv(bytearray(1), 0, timeout=ASKED)  # rank 0 asks meanwhile
         pending = phalanx.async_broadcast(ONES, backend, root=1 - backend.rank)
         if backend.rank:
             assert pending.done()

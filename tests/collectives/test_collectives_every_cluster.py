@@ -16,6 +16,8 @@ PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an 
 LARGE = 100_000  # elements: more than a block, and than a frame's worth of small ones
 SIZES = (1, 2, 4)
 
+pytestmark = pytest.mark.usefixtures("asking_soon")
+
 
 def ramp(rank: int, length: int) -> Tensor:
     return torch.arange(length, dtype=torch.float32) % 1000 + rank
