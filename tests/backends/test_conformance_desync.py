@@ -73,6 +73,7 @@ def errors_when_one_disagrees(
         yield odd, list(errors)
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_whoever_is_the_odd_one_out_is_named_and_every_rank_learns_it(
@@ -83,6 +84,7 @@ def test_whoever_is_the_odd_one_out_is_named_and_every_rank_learns_it(
         assert any(odd in (error.rank, error.peer) for error in desyncs), errors
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("disagreement", ONE_SIDED.values(), ids=ONE_SIDED.keys())
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_need_nothing_of_the_odd_one_learn_it_too(
@@ -169,6 +171,7 @@ def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster)
     cluster.run(disagree, 2, timeout=PROMPT)
 
 
+@pytest.mark.together
 @pytest.mark.requires("agreement")
 def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) -> None:
     """Each takes the other for the root, so that nobody ever sends anything."""
@@ -212,6 +215,7 @@ def test_a_rank_that_is_too_far_ahead_to_remember_is_told_all_the_same(cluster: 
         assert "all_reduce #0" in text
 
 
+@pytest.mark.together
 def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
     cluster: Cluster,
 ) -> None:
@@ -237,6 +241,7 @@ def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
 
 @pytest.mark.requires("agreement")
 @pytest.mark.timeouts
+@pytest.mark.together
 def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
     cluster: Cluster,
 ) -> None:

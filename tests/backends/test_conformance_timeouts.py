@@ -11,7 +11,7 @@ from clusters import Cluster
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError
 
-pytestmark = pytest.mark.timeouts
+pytestmark = [pytest.mark.timeouts, pytest.mark.together]
 
 
 def test_a_receive_past_its_timeout_says_who_what_and_how_long(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clusters import CLUSTERS, PATIENCE, Cluster
+from together import Together
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError
@@ -20,11 +21,9 @@ SOON = 1.0  # seconds; the questions are asked a quarter of a second before
 ONES = torch.ones(4)
 HAS_NOT_CALLED = "has made no matching call"
 
-ways = pytest.mark.parametrize(
-    "ranks",
-    [each for each in CLUSTERS if each.name in ("simulated", "tcp", "sub")],
-    ids=lambda cluster: cluster.name,
-)
+# One of each kind in which chains differ: in memory, over sockets, numbered anew in a group.
+WAYS = [each for each in CLUSTERS if each.name in ("simulated", "tcp", "sub")]
+ways = pytest.mark.parametrize("ranks", [Together(WAYS)], ids=["together"])
 
 
 def timed_out(call: Callable[[], object]) -> tuple[int | None, str]:
