@@ -84,7 +84,7 @@ def test_a_chain_may_be_longer_than_the_stack_is_deep() -> None:
 
     def wait(backend: Backend) -> int | None:
         if backend.rank == 0:
-            blamed = blamed_by(lambda: backend.recv(bytearray(1), 1, timeout=5))
+            blamed = blamed_by(lambda: backend.recv(bytearray(1), 1, timeout=3))
             gave_up.set()
             return blamed
         if backend.rank == size - 1:
