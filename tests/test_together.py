@@ -1,4 +1,4 @@
-"""A test that runs on several clusters at a time fails if it fails on any of them, and says on which."""
+"""A test on several clusters at a time fails if it fails on any of them, and says on which."""
 
 from __future__ import annotations
 
