@@ -113,7 +113,9 @@ def test_any_parameters_come_out_as_they_went_in(
     strategy: ShardingStrategy,
     messages: bool,
 ):
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=len(shapes), max_size=len(shapes)))
+    dtypes = data.draw(
+        st.lists(st.sampled_from(DTYPES), min_size=len(shapes), max_size=len(shapes))
+    )
     cut = data.draw(st.lists(st.booleans(), min_size=1, max_size=3))
 
     def build() -> nn.Module:
@@ -159,6 +161,6 @@ def test_without_shards_every_rank_holds_the_whole_in_its_own_shape():
         assert all(where.is_whole for where in fsdp.slices().values())
         return {name: tuple(p.shape) for name, p in fsdp.named_parameters()}
 
-    assert on_ranks(BATON, 2, lambda: nn.Linear(3, 2), body) == [{"weight": (2, 3), "bias": (2,)}] * 2
-
-
+    assert (
+        on_ranks(BATON, 2, lambda: nn.Linear(3, 2), body) == [{"weight": (2, 3), "bias": (2,)}] * 2
+    )

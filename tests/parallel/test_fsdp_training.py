@@ -137,9 +137,7 @@ CASES = [  # ranks, strategy, where, model: each pair of the last three is there
     (8, HYBRID(4), MESSAGES, "defined backwards"),
     (8, FULL_SHARD, COMMON, "batch norm"),
 ]
-ROUND = [
-    (*case, name) for case, name in zip(CASES, cycle(["SGD", "AdamW, fused"]), strict=False)
-]
+ROUND = [(*case, name) for case, name in zip(CASES, cycle(["SGD", "AdamW, fused"]), strict=False)]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +159,6 @@ def test_it_does_so_with_every_elementwise_optimizer(optimizer: str, strategy: S
     make = OPTIMIZERS[optimizer]
     ranks = train_on_ranks("tied transformer", make, strategy, COMMON, 3)
     assert_trained_alike(ranks, train_alone("tied transformer", make, ROWS * 3))
-
-
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
