@@ -212,7 +212,7 @@ def test_gradients_are_the_mean_of_the_ranks(build: Callable[[], nn.Module], way
 
 NESTED = {
     "a class": nn.Linear,
-    "a tuple of classes": (nn.Sequential, nn.ParameterList),
+    "a tuple of classes": (nn.Sequential, nn.Bilinear),
     "a set of classes": {nn.Linear, nn.Sequential},
     "a function": lambda module: type(module) in (nn.Sequential, nn.Linear, Deep),
     "the whole": lambda module: isinstance(module, Deep),

@@ -70,6 +70,8 @@ def build(
     trim()  # the values that the model was built with are gone
     broadcast_all_([*module.buffers()], backend, 0, label="FSDP's buffers")
     units = [made[part.name] for part in parts]
+    for unit in units:
+        unit.surrounds = any(unit.is_around(other) for other in units)
     flats = [flat for unit in units for flat in unit.flats]
     wholes: dict[nn.Parameter, Whole] = {
         parameter: whole
@@ -166,6 +168,7 @@ def _hook_forward(
             conductor.end_forward(unit, (args, kwargs), outputs)
 
     return [
-        unit.module.register_forward_pre_hook(before, with_kwargs=True),
+        # First of all, for other hooks may use parameters.
+        unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         unit.module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
