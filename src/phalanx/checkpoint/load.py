@@ -83,7 +83,7 @@ def load_checkpoint(
     """
     backend = backend if backend is not None else backend_of(model)
     ranks = Ranks(backend, "load_checkpoint", timeout)
-    load = _Load(ranks, os.fspath(folder), model, optimizer)
+    load = _Load(ranks, os.path.abspath(folder), model, optimizer)
     load.find(step)
     load.read()
     return load.apply(random_state)

@@ -90,7 +90,7 @@ def save_checkpoint(
         return msgspec.json.encode(described)
 
     described = [msgspec.json.decode(each, type=Description) for each in ranks.together(describe)]
-    save = _Save(ranks, os.fspath(folder), operator.index(step), keep, mine, described)
+    save = _Save(ranks, os.path.abspath(folder), operator.index(step), keep, mine, described)
     save.open()
     pending = PendingSave(Path(save.path), save.step, save.write_and_commit)
     if not async_save or background.impossible:
