@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from phalanx import Backend, load_checkpoint, save_checkpoint
 from phalanx.parallel.wrapper import Wrapper
 
-Make = Callable[[], nn.Module]
+Make = Callable[..., nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Mixed(nn.Module):
-    """One of everything: sizes that do not divide, dtypes, no elements, no dimensions, two names."""
+    """Sizes that do not divide, many dtypes, no elements, no dimensions, two names for one."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
-            value = value.clone() if isinstance(value, Tensor) else value
-            state[f"optimizer.{names[id(parameter)]}.{key}"] = value
+            copied = value.clone() if isinstance(value, Tensor) else value
+            state[f"optimizer.{names[id(parameter)]}.{key}"] = copied
     for number, group in enumerate(optimizer.param_groups):
         state[f"group{number}"] = {
             **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -108,26 +108,28 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert other[key] == value, key
 
 
-def save_sharded(folder: Path, steps: int, shards: int | None = None, **options: Any) -> Any:
-    """What a rank does that trains `Mixed`, split, and saves it."""
+def save_sharded(
+    folder: Path, steps: int, shards: int | None = None, *, make: Make = Mixed, **options: Any
+) -> Callable[[Backend], None]:
+    """What a rank does that trains a model, split, and saves it."""
 
     def run(backend: Backend) -> None:
-        model = FlatShards(Mixed(), backend, shards)
+        model = FlatShards(make(), backend, shards)
         optimizer = trained(model, steps=steps)
         save_checkpoint(folder, model=model, optimizer=optimizer, step=steps, **options)
 
     return run
 
 
-def load_plain(folder: Path, **options: Any) -> dict[str, Any]:
-    """The state of a fresh `Mixed` on one rank after loading."""
-    model = Mixed(seed=99)
+def load_plain(folder: Path, *, make: Make = Mixed, **options: Any) -> dict[str, Any]:
+    """The state of a fresh model on one rank after loading."""
+    model = make(seed=99)
     optimizer = adamw(model)
     load_checkpoint(folder, model=model, optimizer=optimizer, **options)
     return state_of(model, optimizer)
 
 
-def plain_after(steps: int) -> dict[str, Any]:
-    """The state that training of `Mixed` has after so many steps."""
-    model = Mixed()
+def plain_after(steps: int, *, make: Make = Mixed) -> dict[str, Any]:
+    """The state that training has after so many steps."""
+    model = make()
     return state_of(model, trained(model, steps=steps))

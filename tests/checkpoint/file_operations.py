@@ -157,8 +157,12 @@ class Disk:
                 _apply(self.safe_names, operation, number)
         self.unsafe = [change for change in self.unsafe if change[0] != path]
 
+    def now(self) -> dict[str, bytes | None]:
+        """What is found after a kill: files with their bytes, folders with None."""
+        return {path: self.content[n] if n else None for path, n in sorted(self.names.items())}
+
     def crash(self, choose: Callable[[], float]) -> dict[str, bytes | None]:
-        """What may be found after a crash: files with their bytes, folders with None.
+        """What may be found after a crash of the machine.
 
         Each time something is not safe, `choose` says how much of it made it, from 0 to 1.
         """

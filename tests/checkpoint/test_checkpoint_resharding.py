@@ -1,4 +1,4 @@
-"""What any number of ranks saved, split in any way, any other number loads, split in any other way."""
+"""What any number of ranks saved, split in any way, any other number loads, split otherwise."""
 
 from __future__ import annotations
 

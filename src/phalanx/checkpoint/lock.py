@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 
 from phalanx.checkpoint.disk import naming
 from phalanx.errors import CheckpointError
@@ -67,10 +68,9 @@ class FolderLock:
 
     def release(self) -> None:
         """Let the next one in."""
-        try:
-            # Not by closing alone: a process forked meanwhile has the descriptor, too.
+        # Not by closing alone: a process that was forked meanwhile has it open, too. And what was
+        # saved is saved, whatever comes of this.
+        with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        except OSError:
-            pass  # it was none
-        finally:
+        with suppress(OSError):
             os.close(self._descriptor)
