@@ -14,7 +14,7 @@ from phalanx.checkpoint.folders import (
     numbered,
     parse,
 )
-from phalanx.checkpoint.manifest import Commit, Manifest, decode, decode_manifest
+from phalanx.checkpoint.manifest import Manifest, decode_commit, decode_manifest
 from phalanx.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 
@@ -77,7 +77,7 @@ def read_manifest(path: str) -> tuple[bytes, bytes]:
 
 def decoded(path: str, commit: bytes, manifest: bytes) -> Manifest:
     """What these two say."""
-    record = decode(commit, Commit, os.path.join(path, COMMIT))
+    record = decode_commit(commit, os.path.join(path, COMMIT))
     return decode_manifest(manifest, record, os.path.join(path, MANIFEST))
 
 

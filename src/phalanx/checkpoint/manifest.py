@@ -136,8 +136,8 @@ def commit_of(manifest: Manifest, content: bytes) -> Commit:
 
 
 def encode(record: Manifest | Commit) -> bytes:
-    """As JSON that people can read."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    """As JSON that people can read; the same for the same record."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1)
 
 
 def decode(content: bytes, kind: type[_T], path: str) -> _T:
@@ -146,6 +146,17 @@ def decode(content: bytes, kind: type[_T], path: str) -> _T:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from None
+
+
+def decode_commit(content: bytes, path: str) -> Commit:
+    """The commit record in a file.
+
+    Raises `CheckpointDamagedError` unless it is, byte for byte, what `encode` makes of it.
+    """
+    commit = decode(content, Commit, path)
+    if commit.version == VERSION and encode(commit) != content:
+        raise CheckpointDamagedError(f"{path} is not as it was written")
+    return commit
 
 
 def decode_manifest(content: bytes, commit: Commit, path: str) -> Manifest:
@@ -166,6 +177,8 @@ def decode_manifest(content: bytes, commit: Commit, path: str) -> Manifest:
             f"version {VERSION}: load it with the release that wrote it (phalanx {version.phalanx})"
         )
     manifest = decode(content, Manifest, path)
+    if manifest.step != commit.step:
+        raise CheckpointDamagedError(f"{path} is of step {manifest.step}, not {commit.step}")
     for problem in _problems(manifest):
         raise CheckpointDamagedError(f"{path} makes no sense: {problem}")
     return manifest
