@@ -154,7 +154,12 @@ def decode_commit(content: bytes, path: str) -> Commit:
     Raises `CheckpointDamagedError` unless it is, byte for byte, what `encode` makes of it.
     """
     commit = decode(content, Commit, path)
-    if commit.version == VERSION and encode(commit) != content:
+    if commit.version != VERSION:
+        raise CheckpointDamagedError(
+            f"{path} is of version {commit.version}; this is Phalanx for version {VERSION}: load it "
+            "with the release that wrote it"
+        )
+    if encode(commit) != content:
         raise CheckpointDamagedError(f"{path} is not as it was written")
     return commit
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ def capture() -> Tensor:
     numpy = state.numpy
     saved: dict[str, Any] = {
         "torch": state.torch,
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "python": (version, array("I", words).tobytes(), gauss),
     }
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy
-        words = torch.tensor(keys.tolist(), dtype=torch.int64)
+        words = array("I", keys.tolist()).tobytes()
         saved["numpy"] = (str(name), words, int(position), int(has_gauss), float(cached))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         saved["cuda"] = torch.cuda.get_rng_state()
@@ -46,11 +47,11 @@ def check(saved: Tensor) -> dict[str, Any]:
         states: Any = decode(memoryview(bytearray(saved.tolist())))
         torch.Generator().set_state(states["torch"])
         version, words, gauss = states["python"]
-        states["python"] = (version, tuple(words.tolist()), gauss)
+        states["python"] = (version, tuple(array("I", words)), gauss)
         random.Random().setstate(states["python"])
         if "numpy" in states:
             name, keys, *rest = states["numpy"]
-            states["numpy"] = (name, keys.tolist(), *rest)
+            states["numpy"] = (name, array("I", keys).tolist(), *rest)
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"the random state cannot be read: {error}") from error
     checked: dict[str, Any] = states
