@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from phalanx import Backend, load_checkpoint, save_checkpoint
 from phalanx.parallel.wrapper import Wrapper
 
 Make = Callable[..., nn.Module]
+ONE_AT_A_TIME = threading.Lock()
+"""Ranks that are threads share torch's generator."""
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -22,6 +25,10 @@ class Mixed(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        with ONE_AT_A_TIME:
+            self._fill(seed)
+
+    def _fill(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.embed = nn.Embedding(7, 3)
         self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3, bias=False))
@@ -40,8 +47,9 @@ class Mixed(nn.Module):
 
 
 def small(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with ONE_AT_A_TIME:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -156,8 +156,8 @@ def decode_commit(content: bytes, path: str) -> Commit:
     commit = decode(content, Commit, path)
     if commit.version != VERSION:
         raise CheckpointDamagedError(
-            f"{path} is of version {commit.version}; this is Phalanx for version {VERSION}: load it "
-            "with the release that wrote it"
+            f"{path} is of version {commit.version}; this is Phalanx for version {VERSION}: load "
+            "it with the release that wrote it"
         )
     if encode(commit) != content:
         raise CheckpointDamagedError(f"{path} is not as it was written")

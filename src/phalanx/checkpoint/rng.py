@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from array import array
 from typing import Any
 
@@ -52,6 +53,8 @@ def check(saved: Tensor) -> dict[str, Any]:
         if "numpy" in states:
             name, keys, *rest = states["numpy"]
             states["numpy"] = (name, array("I", keys).tolist(), *rest)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.RandomState().set_state(states["numpy"])
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"the random state cannot be read: {error}") from error
     checked: dict[str, Any] = states
