@@ -149,3 +149,31 @@ def test_under_simulate_it_is_written_at_once(folder: Path) -> None:
 
     assert phalanx.simulate(run, 3) == [True] * 3
     assert latest_checkpoint(folder) is not None
+
+
+def test_a_load_waits_for_what_is_being_written(folder: Path) -> None:
+    def run(backend: Backend) -> int:
+        model = FlatShards(small(), backend)
+        save_checkpoint(folder, model=model, step=7, async_save=True)
+        return load_checkpoint(folder, model=model).step
+
+    assert Simulated().run(run, 2) == [7, 7]
+
+
+def test_a_backend_that_is_closed_meanwhile_is_an_error_and_not_a_checkpoint(folder: Path) -> None:
+    closed = threading.Event()
+
+    def run(backend: Backend) -> str:
+        pending = save_checkpoint(
+            folder, model=FlatShards(small(), backend), step=7, async_save=True
+        )
+        backend.barrier()
+        backend.close()
+        closed.set()
+        with pytest.raises(phalanx.DistributedError) as caught:
+            pending.wait()
+        return str(caught.value)
+
+    with watched(str(folder), held_until(closed)):
+        assert all("closed" in text for text in Simulated().run(run, 2))
+    assert latest_checkpoint(folder) is None

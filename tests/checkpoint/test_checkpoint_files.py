@@ -290,3 +290,12 @@ def test_a_loaded_state_is_the_optimizers_own(folder: Path) -> None:
     ]
     assert len(set(memory)) == len(memory)
     assert_same(state_of(fresh, optimizer), load_plain(folder))
+
+
+def test_tensors_whose_names_would_be_the_same_are_kept_apart(folder: Path) -> None:
+    extra = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), "a.b'": torch.full((2,), 3.0)}
+    save_checkpoint(folder, model=small(), step=1, extra=extra)
+    loaded = load_checkpoint(folder).extra
+    assert loaded["a"]["b"].tolist() == [1, 1]
+    assert loaded["a.b"].tolist() == [0, 0]
+    assert loaded["a.b'"].tolist() == [3, 3]

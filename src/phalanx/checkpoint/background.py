@@ -50,6 +50,12 @@ class Background:
             if latest.failed:
                 self._backend.plans.pop(_GROUP, None)  # it may be broken
 
+    def wait(self) -> None:
+        """Wait for the end of the latest save, whatever it is."""
+        latest = self._backend.plans.get(_LATEST) if self._backend is not None else None
+        if isinstance(latest, PendingSave):
+            latest.join()
+
     @property
     def needs_group(self) -> bool:
         """Whether there is none yet, or the one there was may be broken."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import OptionsRecord, StateRecord
 from phalanx.checkpoint.model_parts import ModelParts, check_tensor
 from phalanx.checkpoint.plain import to_json
-from phalanx.checkpoint.safetensors_file import Content
+from phalanx.checkpoint.safetensors_file import METADATA, Content
+from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
 
 File = Literal["model", "state"]
@@ -72,7 +73,12 @@ class Holdings:
     def add(
         self, file: File, name: str, tensor: Tensor, part: Slice | None = None, *, equal: bool
     ) -> None:
-        """Another one; `part` says what of a whole tensor it is."""
+        """Another one; `part` says what of a whole tensor it is.
+
+        Raises `MisuseError` for a name that is taken already.
+        """
+        if (file, name) in self.tensors or name == METADATA:
+            raise MisuseError(f"two tensors would be named {name}: give one another name")
         check_tensor(name, tensor)
         part = part or Slice.whole(tuple(tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -80,7 +86,12 @@ class Holdings:
         self.tensors[file, name] = tensor.detach()
 
     def keep(self, tensor: Tensor, path: str) -> str:
-        """A tensor inside a value, for `to_json`: written by the first rank that has the value."""
+        """A tensor inside a value, for `to_json`: written by the first rank that has the value.
+
+        Its name is the path, or, where another one has the same, that and a prime.
+        """
+        while ("state", path) in self.tensors:
+            path += "'"
         self.add("state", path, tensor, equal=False)
         return path
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from phalanx.backends.base import Backend
 from phalanx.backends.memory import copy_bits
 from phalanx.checkpoint import rng
+from phalanx.checkpoint.background import Background
 from phalanx.checkpoint.find import decoded, find, instead_of, read_manifest
 from phalanx.checkpoint.fit import Loading, StateToLoad, fit, refuse_unused
 from phalanx.checkpoint.manifest import Manifest
@@ -56,7 +57,8 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Bring back what `save_checkpoint` has saved, in place; every rank calls it.
 
-    folder        where checkpoints were saved; the newest one is loaded. Or one checkpoint's own
+    folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
+                  is being written in the background. Or one checkpoint's own
     model         to load into; any way to split it over any number of ranks will do, whatever it
                 was when it was saved. None: only the step and `extra` are wanted
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
@@ -109,6 +111,7 @@ class _Load:
         """Rank 0 finds the checkpoint and tells the others what is in it."""
 
         def look() -> tuple[str, bytes, bytes]:
+            Background(self._ranks.backend).wait()
             self._path = find(self._folder, step)
             return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.checkpoint.description import Holdings, OptimizerDescription
 from phalanx.checkpoint.manifest import OptionsRecord, Own, StateRecord
 from phalanx.checkpoint.model_parts import Part
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, UnsupportedObjectError
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
 
@@ -59,6 +59,13 @@ def describe_optimizer(
         for name, parameter in group.items()
         if parameter in optimizer.state
     }
+    for name, of_parameter in state.items():
+        for key in of_parameter:
+            if not isinstance(key, str):
+                raise UnsupportedObjectError(
+                    f"the optimizer keeps something for {name} under {key!r}: a checkpoint takes "
+                    "text as keys"
+                )
     alike = _keys_cut_like_parameters(state, parameters)
     return OptimizerDescription(
         kind=type(optimizer).__name__,
@@ -68,7 +75,7 @@ def describe_optimizer(
         ],
         state={
             name: {
-                str(key): _describe(f"optimizer/{name}/{key}", value, key in alike, part, holdings)
+                key: _describe(f"optimizer/{name}/{key}", value, key in alike, part, holdings)
                 for key, value in of_parameter.items()
             }
             for name, of_parameter in state.items()

@@ -84,6 +84,11 @@ class PendingSave:
             raise self._failure
         return self.folder
 
+    def join(self) -> None:
+        """Wait for its end, whatever it is."""
+        if self._thread is not None:
+            self._thread.join()
+
     @property
     def failed(self) -> bool:
         """Whether it is over, and there is no checkpoint."""

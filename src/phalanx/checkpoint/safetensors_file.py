@@ -25,6 +25,7 @@ from phalanx.checkpoint.manifest import FileRecord
 from phalanx.collectives.objects import DTYPES
 
 BLOCK = 4 << 20  # bytes that have one checksum: what a reader has to read at least
+METADATA = "__metadata__"  # a name in the header that no tensor can have
 _ALIGNMENT = 8
 
 _NAMES: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
@@ -91,7 +92,7 @@ class FileLayout(NamedTuple):
 def lay_out(name: str, contents: Iterable[Content]) -> FileLayout:
     """The layout of a file with these tensors; the same for the same tensors."""
     ordered = sorted(contents, key=lambda content: -DTYPES[content.dtype].itemsize)
-    header: dict[str, object] = {"__metadata__": _metadata(ordered)}
+    header: dict[str, object] = {METADATA: _metadata(ordered)}
     begins, end = [], 0
     for content in ordered:
         begins.append(end)

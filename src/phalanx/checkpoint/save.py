@@ -170,15 +170,18 @@ class _Save:
     def copy(self) -> None:
         """Let go of the caller's tensors: keep copies of what this rank writes."""
         try:
-            self._tensors = {
-                (file, content.name): _copied(self._tensors[file, content.name])
-                for rank, file, layout in self._planned
-                if rank == self.ranks.rank
-                for content, _ in layout.contents
-            }
+            self.ranks.together(self._copy)
         except BaseException:
             self._abandon()
             raise
+
+    def _copy(self) -> None:
+        self._tensors = {
+            (file, content.name): _copied(self._tensors[file, content.name])
+            for rank, file, layout in self._planned
+            if rank == self.ranks.rank
+            for content, _ in layout.contents
+        }
 
     def write_and_commit(self) -> None:
         """Write this rank's files; when all ranks have theirs, rank 0 commits."""
