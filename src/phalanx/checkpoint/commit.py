@@ -44,6 +44,8 @@ class NewCheckpoint:
     """A checkpoint that rank 0 is making in `folder`, and the lock on that; OSErrors name files.
 
     patience   seconds to wait for another save there
+    last       the checkpoint before this one, "" if there is none
+    word       a random one, which is in the new folder for all ranks to see
     """
 
     def __init__(self, folder: str, step: int, patience: float) -> None:
@@ -55,6 +57,8 @@ class NewCheckpoint:
         self.committed = False
         try:
             _remove_leftovers(folder)
+            before = committed(folder)
+            self.last = before[-1].path if before else ""
             self._made = make_next(folder, step)
             write_file(os.path.join(self.path, BEGUN), self.word.encode())
         except BaseException:

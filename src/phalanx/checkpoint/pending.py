@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.errors import CollectiveTimeoutError, DistributedError
+from phalanx.errors import CollectiveTimeoutError, DistributedError, MisuseError
 
 log = logging.getLogger("phalanx")
 
@@ -51,6 +51,11 @@ class PendingSave:
         try:
             self._work()
         except BaseException as error:
+            if isinstance(error, MisuseError):
+                error.message += (
+                    ": the backend was closed while the checkpoint was being written. Call wait() "
+                    "on what save_checkpoint returned before that"
+                )
             self._failure = error
             log.error(  # noqa: TRY400 - whoever waits gets the traceback
                 "the checkpoint of step %d was not saved: %s", self.step, error

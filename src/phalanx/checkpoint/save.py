@@ -26,7 +26,7 @@ from phalanx.checkpoint.pending import PendingSave
 from phalanx.checkpoint.plan import PlannedFile, merge_optimizers, plan_files, records_of
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.safetensors_file import write_tensors
-from phalanx.errors import MisuseError
+from phalanx.errors import CheckpointError, MisuseError
 
 
 def save_checkpoint(
@@ -147,6 +147,7 @@ class _Save:
         self._planned: list[PlannedFile] = []
         self._new: NewCheckpoint | None = None  # on rank 0
         self._word = ""
+        self._last = ""
 
     def open(self) -> None:
         """Work out who writes what; rank 0 makes the folder."""
@@ -155,17 +156,17 @@ class _Save:
         except BaseException:
             self._abandon()
             raise
-        name, self._word = opened
+        name, self._word, self._last = opened
         self.path = os.path.join(self._folder, name)
 
-    def _open(self) -> tuple[str, str]:
+    def _open(self) -> tuple[str, str, str]:
         _check_alike(self._described)
         merge_optimizers(self._described)
         self._planned = plan_files(self._described)
         if self.ranks.rank != 0:
-            return "", ""
+            return "", "", ""
         self._new = NewCheckpoint(self._folder, self.step, self.ranks.timeout / 2)
-        return os.path.basename(self._new.path), self._new.word
+        return os.path.basename(self._new.path), self._new.word, self._new.last
 
     def copy(self) -> None:
         """Let go of the caller's tensors: keep copies of what this rank writes."""
@@ -188,8 +189,10 @@ class _Save:
         try:
             reports = self.ranks.together(self._write)
             self.ranks.on_first(lambda: self._commit(reports))
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            if isinstance(error, CheckpointError):
+                error.message += f". The last checkpoint is {self._last or 'none'}, as before"
             raise
         if self._new is not None:
             self._new.end(self._keep)
