@@ -19,6 +19,7 @@
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
 #   make two-hosts algorithms side by side between two hosts; needs root
+#   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make agreement what it costs that ranks compare what they do
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
@@ -34,7 +35,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts agreement clean
+.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -72,6 +73,9 @@ flood: $(READY)
 
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
+
+kill-saves: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
