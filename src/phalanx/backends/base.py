@@ -105,9 +105,18 @@ class Backend(Calls):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks share memory, so that collectives need no thread to move on."""
+        """Whether all ranks share memory, in which collectives are done."""
         window = self.group.window
         return window is not None and window.size == self.world_size
+
+    @property
+    def spares_a_processor(self) -> bool:
+        """Whether a collective gains from a thread that moves it on while this rank computes.
+
+        By messages it does, since bytes travel by themselves. In shared memory it is work like any
+        other, for which there has to be a processor that has none.
+        """
+        return not self.shares_memory or self.links.processors > self.world_size
 
     def _meets(self) -> Iterator[Meet] | None:
         window = self.group.window

@@ -78,7 +78,7 @@ class Bucket:
         self.pending = start(
             in_place("all_reduce", self.flat, op=ReduceOp.MEAN),
             backend,
-            background=True,
+            background=backend.spares_a_processor,
             label=label,
         )
 
