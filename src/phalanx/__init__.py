@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import *
     from phalanx.launch.spawn import *
     from phalanx.parallel import *
+    from phalanx.parallel.mesh import *
+    from phalanx.parallel.tensor import *
 
 __version__ = "0.1.0"
 
@@ -99,6 +101,29 @@ _WHERE = {
     "phalanx.launch.simulate": ("Simulation", "simulate"),
     "phalanx.launch.spawn": ("spawn",),
     "phalanx.parallel": ("DDP", "SyncBatchNorm", "convert_sync_batchnorm"),
+    "phalanx.parallel.mesh": ("DeviceMesh",),
+    "phalanx.parallel.tensor": (
+        "ColumnParallelLinear",
+        "ColumnStyle",
+        "EmbeddingStyle",
+        "ParallelEmbedding",
+        "RowParallelLinear",
+        "RowStyle",
+        "SequenceNormStyle",
+        "SequenceParallelNorm",
+        "copy_to_ranks",
+        "full_state_dict",
+        "gather_from_ranks",
+        "gather_sequence",
+        "gather_shards",
+        "load_full_state_dict",
+        "parallel_cross_entropy",
+        "parallelize",
+        "reduce_from_ranks",
+        "scatter_sum",
+        "scatter_to_ranks",
+        "shard_tensor",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -19,6 +19,8 @@ from phalanx.backends.sub import SubBackend
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 from phalanx.parallel.agreement import check_agreement
 
+__all__ = ["DeviceMesh"]
+
 DRAWN = 64  # ranks: a larger grid is not drawn
 
 
