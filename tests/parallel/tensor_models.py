@@ -43,7 +43,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """tokens [batch, length] -> logits [batch, length, VOCABULARY]."""
 
-    def __init__(self, heads: int = HEADS, layers: int = 2, *, tied: bool = False) -> None:
+    def __init__(self, heads: int = HEADS, layers: int = 1, *, tied: bool = False) -> None:
         super().__init__()
         width = heads * HEAD_WIDTH
         self.embed = nn.Embedding(VOCABULARY, width)
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def transformer(heads: int = HEADS, layers: int = 2, *, tied: bool = False) -> Transformer:
+def transformer(heads: int = HEADS, layers: int = 1, *, tied: bool = False) -> Transformer:
     model = seeded(lambda: Transformer(heads, layers, tied=tied))
     assert isinstance(model, Transformer)
     return model

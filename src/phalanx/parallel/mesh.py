@@ -62,7 +62,7 @@ class DeviceMesh:
         row-major order. The same object each time. A plane's group is made when it is first asked
         for, as `SubBackend` is: by all its members, without a message. Raises `KeyError`.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = axes if isinstance(axes, tuple) else (axes,)
         if not names or names != tuple(name for name in self.axis_names if name in names):
             raise KeyError(
                 f"{axes!r}: this mesh has the axes {', '.join(self.axis_names)}; ask for one of "

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.parallel.tensor.functions import copy_to_ranks, reduce_from_ranks
 from phalanx.parallel.tensor.layer import check_units
 from phalanx.parallel.tensor.moves import Ranks, all_reduce
 from phalanx.parallel.tensor.shards import Cut
@@ -53,13 +53,13 @@ def parallel_cross_entropy(
     do no harm: the largest of all ranks is taken off before `exp`.
 
     Blocks for two all_reduces, of n and 2n float32 numbers for n rows (3n with label smoothing),
-    whatever V is; backward sends nothing, and can be differentiated once. Raises, before anything
-    is sent, `ValueError` for shapes and options that do not fit, `IndexError` for a target that is
-    no class; `SizeMismatchError`, on every rank, if the ranks' classes are no even cut of V.
+    whatever V is. Backward sends nothing (n numbers where it is differentiated again). Raises,
+    before anything is sent, `ValueError` for shapes and options that do not fit, `IndexError` for a
+    target that is no class; `SizeMismatchError`, on every rank, if the ranks' classes are no even
+    cut of V.
     """
-    rows = logits.reshape(-1, logits.shape[-1]) if logits.dim() else logits
-    flat = targets.reshape(-1)
     _check(logits, targets, reduction, label_smoothing)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     ranks = Ranks(backend, NAME)
     if num_classes is not None:
         check_units(num_classes, 1, backend.world_size, "num_classes")
@@ -133,19 +133,23 @@ class _CrossEntropy(Function):
         return torch.where(counts, losses, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         z, y, counts, lse = ctx.saved_tensors
-        piece = ctx.piece
+        piece: _Piece = ctx.piece
         e = piece.smoothing
         wide = z if z.dtype is torch.float64 else z.float()
-        dz = (wide - lse.unsqueeze(1)).exp_()
+        dz = (wide - lse.unsqueeze(1)).exp()
+        if torch.is_grad_enabled():  # differentiated again: softmax depends on all ranks' logits
+            backend, label = piece.ranks
+            one = reduce_from_ranks(dz.sum(1), backend, label=label)
+            dz = dz / copy_to_ranks(one, backend, label=label).unsqueeze(1)
+            dloss = copy_to_ranks(dloss, backend, label=label)
         own, place = _place(y, counts, piece, z.shape[1])
         if e:
             dz -= e / piece.total
         dz.scatter_add_(1, place, own.to(dz.dtype).mul_(e - 1).unsqueeze(1))
         # Not by multiplying with zero: what does not count may be infinite.
-        dz.mul_(dloss.unsqueeze(1)).masked_fill_(~counts.unsqueeze(1), 0)
+        dz = dz.mul_(dloss.unsqueeze(1)).masked_fill_(~counts.unsqueeze(1), 0)
         return dz.to(z.dtype), None, None, None
 
 
