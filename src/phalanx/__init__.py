@@ -111,6 +111,7 @@ _WHERE = {
         "RowStyle",
         "SequenceNormStyle",
         "SequenceParallelNorm",
+        "clip_grad_norm_",
         "copy_to_ranks",
         "full_state_dict",
         "gather_from_ranks",

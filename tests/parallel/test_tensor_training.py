@@ -198,6 +198,21 @@ def test_without_gradients_and_in_bfloat16_it_computes_too():
     torch.testing.assert_close(torch.cat([r[1] for r in results], -1), coarse, rtol=0.1, atol=0.1)
 
 
+def test_under_autocast_it_computes_in_the_plain_models_dtypes():
+    plain, (inputs, _) = transformer(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, stream = plain(inputs), plain.blocks[0].down(torch.ones(2, 48))
+
+    def run(backend: Backend) -> Tensor:
+        model = parallelize(transformer(), plan_for(), backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.blocks[0].down(torch.ones(2, 24)).dtype is stream.dtype
+            return model(inputs)
+
+    logits = torch.cat(list(simulate(run, 2)), -1)
+    torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.1)
+
+
 # What it costs ------------------------------------------------------------------------------
 
 

@@ -7,8 +7,10 @@ layer            what the layers have in common
 column_linear, row_linear, embedding, sequence_norm, cross_entropy
 parallelize      put them into an existing model
 state            the whole model's state, and back
+clip             the norm of gradients that are cut
 """
 
+from phalanx.parallel.tensor.clip import clip_grad_norm_
 from phalanx.parallel.tensor.column_linear import ColumnParallelLinear, ColumnStyle
 from phalanx.parallel.tensor.cross_entropy import parallel_cross_entropy
 from phalanx.parallel.tensor.embedding import EmbeddingStyle, ParallelEmbedding
@@ -35,6 +37,7 @@ __all__ = [
     "RowStyle",
     "SequenceNormStyle",
     "SequenceParallelNorm",
+    "clip_grad_norm_",
     "copy_to_ranks",
     "full_state_dict",
     "gather_from_ranks",

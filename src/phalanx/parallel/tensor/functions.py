@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -142,7 +143,8 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut, dim: int, ranks: Ranks) -> Tensor:
         ctx.rest = cut, dim, ranks
-        return cut.shard(x, dim, ranks.backend.rank)
+        # Not a view, which could not be changed in place.
+        return cut.shard(x, dim, ranks.backend.rank).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -138,7 +138,7 @@ def _matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
 def _style(pattern: str, style: str | Style) -> Style:
     if isinstance(style, Style):
         return style
-    if style not in STYLES:
+    if not isinstance(style, str) or style not in STYLES:
         raise ValueError(
             f"parallelize: {style!r}, for {pattern!r}, is no style: there are "
             f"{', '.join(map(repr, STYLES))}, and ColumnStyle(...) and the like, with options"

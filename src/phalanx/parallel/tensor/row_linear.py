@@ -127,11 +127,13 @@ class RowParallelLinear(ParallelLayer):
             x = scatter_to_ranks(x, backend, -1, cut=self.splits["weight"].cut, label=label)
         if style.sequence_dim is None:
             y = reduce_from_ranks(F.linear(x, weight), backend, label=label)
-            return y if bias is None else y + bias
+            return y if bias is None else y + bias.to(y.dtype)
         self.check_sequence_dim(x, style.sequence_dim)
         y = scatter_sum(F.linear(x, weight), backend, style.sequence_dim, label=label)
         # Each rank adds it to other rows, so that its gradient is a sum over the ranks.
-        return y if bias is None else y + copy_to_ranks(bias, backend, label=f"{label}'s bias")
+        if bias is not None:
+            y = y + copy_to_ranks(bias, backend, label=f"{label}'s bias").to(y.dtype)
+        return y
 
     @property
     def in_features(self) -> int:
