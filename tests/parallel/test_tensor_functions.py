@@ -32,10 +32,10 @@ from phalanx import (
 )
 from phalanx.parallel.tensor.shards import Cut
 
-SHAPE = (3, 5, 4)  # of the whole; 5 is what is cut
-DIM = 1
+SHAPE = (6, 5, 4)  # of the whole
 
-# name: the function, whether its input and its output are the same on every rank, or a shard
+# name: the function; whether its input and its output are the same on every rank, or each rank's
+# own, or a shard
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "copy_to_ranks": (copy_to_ranks, "same", "own"),
     "reduce_from_ranks": (reduce_from_ranks, "own", "same"),
@@ -44,51 +44,52 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "gather_sequence": (gather_sequence, "shard", "own"),
     "scatter_sum": (scatter_sum, "own", "shard"),
 }
-MEANING: dict[str, Callable[[list[Tensor], int], Tensor]] = {
-    "copy_to_ranks": lambda xs, rank: xs[rank],
-    "reduce_from_ranks": lambda xs, _: torch.stack(xs).sum(0),
-    "scatter_to_ranks": lambda xs, rank: cut(len(xs)).shard(xs[0], DIM, rank),
-    "gather_from_ranks": lambda xs, _: torch.cat(xs, DIM),
-    "gather_sequence": lambda xs, _: torch.cat(xs, DIM),
-    "scatter_sum": lambda xs, rank: cut(len(xs)).shard(torch.stack(xs).sum(0), DIM, rank),
+MEANING: dict[str, Callable[[list[Tensor], int, int], Tensor]] = {
+    "copy_to_ranks": lambda xs, rank, dim: xs[rank],
+    "reduce_from_ranks": lambda xs, rank, dim: torch.stack(xs).sum(0),
+    "scatter_to_ranks": lambda xs, rank, dim: cut(dim, len(xs)).shard(xs[0], dim, rank),
+    "gather_from_ranks": lambda xs, rank, dim: torch.cat(xs, dim),
+    "gather_sequence": lambda xs, rank, dim: torch.cat(xs, dim),
+    "scatter_sum": lambda xs, rank, dim: cut(dim, len(xs)).shard(sum(xs), dim, rank),  # type: ignore[arg-type]
 }
 
 
-def cut(ranks: int) -> Cut:
-    return Cut.of(SHAPE[DIM], ranks)
+def cut(dim: int, ranks: int) -> Cut:
+    return Cut.of(SHAPE[dim], ranks)
 
 
-def value(kind: str, rank: int, size: int, seed: int) -> Tensor:
+def value(kind: str, rank: int, size: int, seed: int, dim: int = 1) -> Tensor:
     if kind == "shard":
-        return cut(size).shard(noise(*SHAPE, seed=seed), DIM, rank).double()
+        return cut(dim, size).shard(noise(*SHAPE, seed=seed), dim, rank).double()
     return noise(*SHAPE, seed=seed + (rank + 1 if kind == "own" else 0)).double()
 
 
-def call(name: str, x: Tensor, backend: Backend) -> Tensor:
+def call(name: str, x: Tensor, backend: Backend, dim: int = 1) -> Tensor:
     function, given, gives = FUNCTIONS[name]
-    return function(x, backend, *([DIM] if "shard" in (given, gives) else []))
+    return function(x, backend, *([dim] if "shard" in (given, gives) else []))
 
 
 def once(kind: str, products: list[Tensor]) -> Tensor:
     return products[0] if kind == "same" else torch.stack(products).sum()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_forward_is_what_the_table_says_and_backward_its_transpose(name: str, size: int):
+def test_forward_is_what_the_table_says_and_backward_its_transpose(name: str, size: int, dim: int):
     _, given, gives = FUNCTIONS[name]
 
     def run(backend: Backend) -> tuple[Tensor, ...]:
-        x = value(given, backend.rank, size, 0).requires_grad_()
-        y = call(name, x, backend)
-        v = value(gives, backend.rank, size, 100)
+        x = value(given, backend.rank, size, 0, dim).requires_grad_()
+        y = call(name, x, backend, dim)
+        v = value(gives, backend.rank, size, 100, dim)
         y.backward(v)
         assert x.grad is not None
         return x.detach(), y.detach(), v, x.grad
 
     results = simulate(run, size)
     for rank, (_, y, _, _) in enumerate(results):
-        torch.testing.assert_close(y, MEANING[name]([r[0] for r in results], rank))
+        torch.testing.assert_close(y, MEANING[name]([r[0] for r in results], rank, dim))
     forward = once(gives, [(y * v).sum() for _, y, v, _ in results])
     if name == "copy_to_ranks":  # each rank uses it in its own way
         forward = torch.stack([(y * v).sum() for _, y, v, _ in results]).sum()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from clusters import Cluster
+from ddp_models import noise, seeded
 from ddp_runs import Watched, assert_same_bits
 from tensor_models import (
     HEADS,
@@ -20,10 +21,13 @@ from tensor_models import (
     whole_gradients,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import (
     Backend,
+    ColumnStyle,
+    RowStyle,
     full_state_dict,
     parallel_cross_entropy,
     parallelize,
@@ -196,6 +200,54 @@ def test_without_gradients_and_in_bfloat16_it_computes_too():
     results = simulate(run, 3)
     torch.testing.assert_close(torch.cat([r[0] for r in results], -1), expected)
     torch.testing.assert_close(torch.cat([r[1] for r in results], -1), coarse, rtol=0.1, atol=0.1)
+
+
+class NormedHeads(nn.Module):
+    """Attention whose queries and keys are normalized, head by head (Henry et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.LayerNorm(4)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        seen = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.mix(seen.transpose(1, 2).flatten(2))
+
+
+def test_a_norm_of_this_ranks_heads_learns_from_all_heads():
+    plain, x = seeded(NormedHeads), noise(2, 5, 16)
+    y = plain(x)
+    y.pow(2).sum().backward()
+    column = ColumnStyle(unit=4)
+    plan = {**dict.fromkeys("qkv", column), "mix": RowStyle(unit=4), "*_norm": "sequence_norm"}
+
+    def run(backend: Backend) -> tuple[Tensor, dict[str, Tensor]]:
+        model = parallelize(seeded(NormedHeads), plan, backend)
+        found = model(x)
+        found.pow(2).sum().backward()
+        return found, whole_gradients(model)
+
+    for found, gradients in simulate(run, 3):
+        torch.testing.assert_close(found, y)
+        assert_all_close(gradients, plain_gradients(plain))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (0, 4)])
+def test_a_sequence_may_be_shorter_than_there_are_ranks(shape: tuple[int, int]):
+    plain, (inputs, targets) = transformer(), batch(*shape)
+    plain_loss(plain(inputs), targets).backward()
+
+    def run(backend: Backend) -> dict[str, Tensor]:
+        model = parallelize(transformer(), plan_for(sequence_dim=1), backend)
+        logits = model(inputs)
+        parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY).backward()
+        return whole_gradients(model)
+
+    for found in simulate(run, 3):
+        assert_all_close(found, {n: g.nan_to_num() for n, g in plain_gradients(plain).items()})
 
 
 def test_under_autocast_it_computes_in_the_plain_models_dtypes():

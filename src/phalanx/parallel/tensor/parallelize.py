@@ -71,8 +71,10 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
     layers are in the plan and cut them alike ("embedding" and "column").
 
-    With `sequence_dim` in one style, all layers between two of them see a part of the sequence;
-    of these, norms have to be "sequence_norm", and layers with other parameters cannot be there.
+    What lies between a "column" and a "row" sees this rank's part of the features, and what lies
+    between two layers with `sequence_dim` its part of the sequence. Layers there that have
+    parameters learn from that part only, which nobody can see here: norms have to be
+    "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
 
     Blocks for a message of 8 bytes: `DesyncError` names what differs between the ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that

@@ -1,4 +1,4 @@
-"""SequenceParallelNorm: a norm that each rank computes for its part of the sequence.
+"""SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or the heads.
 
     rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
     rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
@@ -50,11 +50,12 @@ class SequenceNormStyle(Style):
 
 
 class SequenceParallelNorm(ParallelLayer):
-    """A `LayerNorm` or `RMSNorm` of inputs of which each rank has a part of the sequence.
+    """A `LayerNorm` or `RMSNorm` of inputs of which each rank has a part.
 
-    Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every rank, and so are
-    their gradients: backward sums them, an all_reduce of their bytes. A plain norm there would
-    learn on each rank from its own rows only, and the ranks would drift apart.
+    Of the sequence, between layers with `sequence_dim`; or of the heads, as norms of queries and
+    keys have. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every rank,
+    and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm there
+    would learn on each rank from its own rows only, and the ranks would drift apart.
     """
 
     style: SequenceNormStyle
