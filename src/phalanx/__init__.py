@@ -100,7 +100,14 @@ _WHERE = {
     "phalanx.launch.init": ("init",),
     "phalanx.launch.simulate": ("Simulation", "simulate"),
     "phalanx.launch.spawn": ("spawn",),
-    "phalanx.parallel": ("DDP", "SyncBatchNorm", "convert_sync_batchnorm"),
+    "phalanx.parallel": (
+        "DDP",
+        "FSDP",
+        "MixedPrecision",
+        "ShardingStrategy",
+        "SyncBatchNorm",
+        "convert_sync_batchnorm",
+    ),
     "phalanx.parallel.mesh": ("DeviceMesh",),
     "phalanx.parallel.tensor": (
         "ColumnParallelLinear",
