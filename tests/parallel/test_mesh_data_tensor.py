@@ -1,4 +1,4 @@
-"""Data x tensor: DDP over one axis of a mesh, tensor parallelism over the other."""
+"""Data x tensor: DDP or FSDP over one axis of a mesh, tensor parallelism over the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from tensor_models import (
     plan_for,
     transformer,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx import (
     DDP,
+    FSDP,
     Backend,
     DeviceMesh,
+    MisuseError,
+    ShardingStrategy,
+    clip_grad_norm_,
     full_state_dict,
+    load_full_state_dict,
     parallel_cross_entropy,
     parallelize,
     simulate,
@@ -77,6 +82,47 @@ def test_training_equals_the_plain_model_on_the_joined_batch(
         assert sum(of_the_parts) / world_size == pytest.approx(loss, rel=1e-5)
     for _, found in results:
         assert_all_close(found, state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=str
+)
+def test_fsdp_over_the_data_axis_trains_clips_saves_and_loads_as_the_plain_model(
+    strategy: ShardingStrategy, tied: bool
+):
+    plain = transformer(tied=tied)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-3)
+    norms = []
+    for step in range(STEPS):
+        inputs, targets = batch(4, seed=step)
+        optimizer.zero_grad()
+        plain_loss(plain(inputs), targets).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
+        optimizer.step()
+
+    def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
+        data, tensor = mesh["data"], mesh["tensor"]
+        model = parallelize(transformer(tied=tied), plan_for(sequence_dim=1), tensor)
+        model = FSDP(model, data, strategy=strategy)
+        load_full_state_dict(model, transformer(tied=tied).state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        found = []
+        for step in range(STEPS):
+            inputs, targets = (rows_of(rows, data) for rows in batch(4, seed=step))
+            loss = parallel_cross_entropy(model(inputs), targets, tensor, num_classes=VOCABULARY)
+            optimizer.zero_grad()
+            loss.backward()
+            with pytest.raises(MisuseError, match="say over which ranks"):
+                clip_grad_norm_(model, 0.5)
+            found.append(clip_grad_norm_(model, 0.5, shards=data).item())
+            optimizer.step()
+        return found, full_state_dict(model)
+
+    for found, state in simulate(run, 4):
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert_all_close(state, plain.state_dict())
 
 
 def test_training_equals_the_plain_model_on_every_backend(cluster: Cluster):

@@ -231,3 +231,16 @@ def test_a_cut_of_another_size_is_refused_before_anything_is_sent(function: Any)
     (backend, _) = phalanx.SimulatedBackend.create_group(2)
     with pytest.raises(SizeMismatchError, match="along dim 1, as it was cut"):
         function(torch.ones(3, 4), backend, -1, cut=Cut.of(5, 2))
+
+
+def test_a_shard_may_be_changed_in_place():
+    def run(backend: Backend) -> Tensor:
+        x = torch.ones(5, 3, requires_grad=True)
+        shard = scatter_to_ranks(x, backend, 0)
+        shard += torch.arange(3)
+        shard.pow(2).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for gradient in simulate(run, 2):
+        assert torch.equal(gradient, torch.tensor([[2.0, 4.0, 6.0]]).expand(5, 3))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -25,13 +25,15 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     rank0_only   only rank 0 of each layer's group keeps it; the others get {}
 
     Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut;
-    what is gathered is a copy, all else the module's own. For a model in DDP, too.
+    what is gathered is a copy, all else the module's own. For a model in DDP, too, and in FSDP,
+    whose shards are gathered first.
     """
-    module = _unwrapped(module)
     places = _cut_places(module)
     state: dict[str, Any] = {}
     empty = False
-    for key, value in module.state_dict().items():
+    sharded = _of_shards(module)
+    own = module.state_dict() if sharded is None else sharded()
+    for key, value in own.items():
         place = places.get(key)
         if place is None:
             state[key] = value
@@ -53,17 +55,21 @@ def load_full_state_dict(
     strict   the keys have to be exactly the model's, as in `Module.load_state_dict`
 
     Raises `SizeMismatchError`, naming the first, for a tensor that is not as large as the whole;
-    nothing is changed then. For a model in DDP, too.
+    nothing is changed then. For a model in DDP or FSDP, too.
     """
-    module = _unwrapped(module)
     places = _cut_places(module)
     own = module.state_dict()
     parts = dict(state)
     for key, value in state.items():
+        place = places.get(key)
         if not isinstance(value, Tensor) or not isinstance(own.get(key), Tensor):
             continue
-        shape = list(own[key].shape)
-        place = places.get(key)
+        if _of_shards(module) is None:
+            shape = list(own[key].shape)
+        elif place is not None:  # it knows itself how large its parameters are
+            shape = list(value.shape)
+        else:
+            continue
         if place is not None:
             shape[place.split.dim] = place.split.cut.total
         if list(value.shape) != shape:
@@ -88,6 +94,8 @@ class _Place(NamedTuple):
 def _cut_places(module: nn.Module) -> dict[str, _Place]:
     """By the key in the state dict."""
     places = {}
+    while isinstance(module, Wrapper):
+        module = module.module
     for name, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, ParallelLayer):
             for own, split in layer.splits.items():
@@ -96,7 +104,6 @@ def _cut_places(module: nn.Module) -> dict[str, _Place]:
     return places
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while isinstance(module, Wrapper):
-        module = module.module
-    return module
+def _of_shards(module: nn.Module) -> Callable[[], dict[str, Any]] | None:
+    """How a wrapper that shards its parameters gathers them; None for one that does not."""
+    return getattr(module, "full_state_dict", None)
