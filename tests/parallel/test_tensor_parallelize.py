@@ -338,6 +338,17 @@ def test_layers_from_another_seed_are_told_so():
         assert error.op == "RowParallelLinear"
 
 
+def test_of_two_ranks_rank_0_is_taken_to_be_right():
+    def run(backend: Backend) -> BaseException | None:
+        torch.manual_seed(backend.rank)
+        return outcome_of(lambda: ParallelEmbedding(4, 2, backend))
+
+    for error in simulate(run, 2):
+        assert isinstance(error, DesyncError)
+        assert "the ranks differ: rank 1 has weight" in str(error)
+        assert error.peer == 1
+
+
 def test_layers_with_other_options_are_told_so():
     plain = seeded(lambda: nn.Linear(4, 6))
 
