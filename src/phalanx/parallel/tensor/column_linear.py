@@ -66,7 +66,8 @@ class ColumnParallelLinear(ParallelLayer):
     sequence_dim    the input is this rank's part of a sequence, cut along this dimension (sequence
         parallelism): it is gathered, and its gradient reduced and scattered
     parts           the sizes of several layers in one, such as (width, width, width) for queries,
-        keys and values: each is cut by itself, so a rank's outputs are its part of each, in order
+        keys and values: each is cut by itself, so a rank's outputs are its part of each, in order.
+        (Three layers do as well, and cost three messages in backward)
     unit            how many outputs stay together: a head's width, so that no head is torn
 
     The input, [..., in_features], is the same on every rank. Outputs and gradients are those of the

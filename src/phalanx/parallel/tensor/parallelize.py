@@ -65,8 +65,9 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     model is wrapped (in DDP, over the ranks that have the same parts: `mesh["data"]`). Each rank
     keeps its part of what is cut, under the same names; all else is whole, and stays equal, since
     its gradients are equal. Code between the layers has to go by the sizes of what it gets: heads
-    by `unflatten(-1, (-1, head_width))`. Dropout there draws from each rank's own random state: the
-    same on all where activations are whole, so seed the ranks alike.
+    by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to drop the same
+    on every rank: seed the ranks alike, and let what is random between the layers draw equally
+    many numbers on each (as it does if heads and features divide by the ranks).
 
     Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
     layers are in the plan and cut them alike ("embedding" and "column").
