@@ -14,7 +14,7 @@ import pytest
 import torch
 from clusters import Cluster
 from ddp_models import noise
-from ddp_runs import Watched, outcome_of
+from ddp_runs import Watched, assert_close, outcome_of
 from torch import Tensor
 
 import phalanx
@@ -74,7 +74,7 @@ def once(kind: str, products: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_forward_is_what_the_table_says_and_backward_its_transpose(name: str, size: int, dim: int):
     _, given, gives = FUNCTIONS[name]
@@ -97,20 +97,19 @@ def test_forward_is_what_the_table_says_and_backward_its_transpose(name: str, si
     torch.testing.assert_close(forward, backward)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_they_do_the_same_on_every_backend(name: str, cluster: Cluster):
-    _, given, gives = FUNCTIONS[name]
-
-    def run(backend: Backend) -> tuple[Tensor, Tensor]:
-        x = value(given, backend.rank, 2, 0).requires_grad_()
-        y = call(name, x, backend)
-        y.backward(value(gives, backend.rank, 2, 100))
-        assert x.grad is not None
-        return y.detach(), x.grad
+def test_they_do_the_same_on_every_backend(cluster: Cluster):
+    def run(backend: Backend) -> dict[str, Tensor]:
+        found = {}
+        for name, (_, given, gives) in FUNCTIONS.items():
+            x = value(given, backend.rank, 2, 0).requires_grad_()
+            y = call(name, x, backend)
+            y.backward(value(gives, backend.rank, 2, 100))
+            assert x.grad is not None
+            found |= {name: y.detach(), f"{name} backward": x.grad}
+        return found
 
     for found, expected in zip(cluster.run(run, 2), simulate(run, 2), strict=True):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs)
+        assert_close(found, expected)
 
 
 # What is sent forward and backward, in bytes of all ranks together, for n bytes of the whole.

@@ -59,7 +59,7 @@ def expected_of(layer: nn.Module, x: Tensor, v: Tensor) -> Result:
     return y.detach(), x.grad, plain_gradients(layer)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     ranks=st.integers(1, 8),
     inputs=st.integers(1, 20),
@@ -103,7 +103,7 @@ def test_a_column_linear_is_the_plain_one(
         assert_all_close(result[2], gradients)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     ranks=st.integers(1, 8),
     more=st.integers(0, 12),

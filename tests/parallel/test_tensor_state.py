@@ -129,9 +129,7 @@ def test_a_model_in_ddp_has_the_same_state():
 
 def test_a_model_on_the_meta_device_is_cut_and_then_filled():
     def run(backend: Backend) -> dict[str, Tensor]:
-        with torch.device("meta"):
-            model = transformer()
-        parallelize(model, plan_for(), backend)
+        model = parallelize(transformer().to("meta"), plan_for(), backend)
         assert all(p.is_meta for p in model.parameters())
         model.to_empty(device="cpu")
         load_full_state_dict(model, transformer().state_dict())

@@ -65,8 +65,10 @@ def trained_together(model: nn.Module, backend: Backend) -> tuple[list[float], d
     return losses, full_state_dict(model)
 
 
-@pytest.mark.parametrize("sequence_dim", [None, 1])
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(
+    ("world_size", "sequence_dim"),
+    [*((size, None) for size in range(1, 9)), *((size, 1) for size in (1, 2, 3, 5, 8))],
+)
 def test_training_equals_the_plain_models(world_size: int, sequence_dim: int | None):
     """6 positions, 13 words, 48 features and 8 heads divide by few of these rank counts."""
     losses, state = trained_alone(transformer())
@@ -97,7 +99,7 @@ def test_training_equals_the_plain_models_on_every_backend(
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
-@pytest.mark.parametrize(("heads", "world_size"), [(8, 4), (5, 2), (3, 3), (7, 4)])
+@pytest.mark.parametrize(("heads", "world_size"), [(8, 4), (5, 2), (7, 4)])
 def test_heads_are_split_and_none_is_torn(heads: int, world_size: int, sequence_dim: int | None):
     plain = transformer(heads)
     inputs, targets = batch(2, 5)
@@ -120,7 +122,7 @@ def test_heads_are_split_and_none_is_torn(heads: int, world_size: int, sequence_
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_tied_weights_stay_tied_where_the_plan_cuts_them_alike(
     world_size: int, sequence_dim: int | None
 ):
