@@ -118,6 +118,7 @@ _WHERE = {
         "RowStyle",
         "SequenceNormStyle",
         "SequenceParallelNorm",
+        "check_whole_parameters",
         "clip_grad_norm_",
         "copy_to_ranks",
         "full_state_dict",

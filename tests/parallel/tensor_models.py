@@ -60,6 +60,21 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class NormedHeads(nn.Module):
+    """Attention whose queries and keys are normalized, head by head (Henry et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.LayerNorm(4)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        seen = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.mix(seen.transpose(1, 2).flatten(2))
+
+
 def transformer(heads: int = HEADS, layers: int = 1, *, tied: bool = False) -> Transformer:
     model = seeded(lambda: Transformer(heads, layers, tied=tied))
     assert isinstance(model, Transformer)

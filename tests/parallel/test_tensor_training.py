@@ -12,6 +12,7 @@ from ddp_runs import Watched, assert_same_bits
 from tensor_models import (
     HEADS,
     VOCABULARY,
+    NormedHeads,
     assert_all_close,
     batch,
     plain_gradients,
@@ -21,7 +22,6 @@ from tensor_models import (
     whole_gradients,
 )
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import (
@@ -202,21 +202,6 @@ def test_without_gradients_and_in_bfloat16_it_computes_too():
     results = simulate(run, 3)
     torch.testing.assert_close(torch.cat([r[0] for r in results], -1), expected)
     torch.testing.assert_close(torch.cat([r[1] for r in results], -1), coarse, rtol=0.1, atol=0.1)
-
-
-class NormedHeads(nn.Module):
-    """Attention whose queries and keys are normalized, head by head (Henry et al. 2020)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.LayerNorm(4)
-        self.mix = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        seen = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return self.mix(seen.transpose(1, 2).flatten(2))
 
 
 def test_a_norm_of_this_ranks_heads_learns_from_all_heads():

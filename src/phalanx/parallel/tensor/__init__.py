@@ -8,11 +8,13 @@ column_linear, row_linear, embedding, sequence_norm, cross_entropy
 parallelize      put them into an existing model
 state            the whole model's state, and back
 clip             the norm of gradients that are cut
+drift            whether what is whole is still equal
 """
 
 from phalanx.parallel.tensor.clip import clip_grad_norm_
 from phalanx.parallel.tensor.column_linear import ColumnParallelLinear, ColumnStyle
 from phalanx.parallel.tensor.cross_entropy import parallel_cross_entropy
+from phalanx.parallel.tensor.drift import check_whole_parameters
 from phalanx.parallel.tensor.embedding import EmbeddingStyle, ParallelEmbedding
 from phalanx.parallel.tensor.functions import (
     copy_to_ranks,
@@ -37,6 +39,7 @@ __all__ = [
     "RowStyle",
     "SequenceNormStyle",
     "SequenceParallelNorm",
+    "check_whole_parameters",
     "clip_grad_norm_",
     "copy_to_ranks",
     "full_state_dict",

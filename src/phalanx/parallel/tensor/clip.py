@@ -12,7 +12,7 @@ from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp
 from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
-from phalanx.parallel.tensor.layer import ParallelLayer
+from phalanx.parallel.tensor.layer import owners
 from phalanx.parallel.tensor.moves import Ranks, all_reduce
 
 
@@ -42,12 +42,12 @@ def clip_grad_norm_(
     largest = norm_type == math.inf
     op = ReduceOp.MAX if largest else ReduceOp.SUM
     trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    owners = _owners(module)
-    groups = [None, *dict.fromkeys(owners.values())]  # None: what is whole
+    owned = owners(module)
+    groups = [None, *dict.fromkeys(owned.values())]  # None: what is whole
     powers = torch.zeros(len(groups), dtype=torch.float64)
     for parameter in trained:
         norm = torch.linalg.vector_norm(_wide(parameter.grad), norm_type).double().cpu()
-        place = groups.index(owners.get(parameter))
+        place = groups.index(owned.get(parameter))
         powers[place] = max(powers[place], norm) if largest else powers[place] + norm**norm_type
     if shards is not None:
         powers = all_reduce(powers, Ranks(shards, "clip_grad_norm_"), op)
@@ -71,14 +71,3 @@ def _slices(module: nn.Module) -> Iterable[Slice]:
     """What part of each parameter there is here, if the model is in FSDP."""
     slices: Callable[[], dict[str, Slice]] | None = getattr(module, "slices", None)
     return () if slices is None else slices().values()
-
-
-def _owners(module: nn.Module) -> dict[nn.Parameter, Backend]:
-    """For each parameter that is cut, the ranks that have the other parts."""
-    return {
-        layer._parameters[name]: layer.backend  # type: ignore[misc]
-        for layer in module.modules()
-        if isinstance(layer, ParallelLayer)
-        for name in layer.splits
-        if layer._parameters[name] is not None
-    }

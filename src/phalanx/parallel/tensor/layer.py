@@ -204,3 +204,14 @@ def part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Paramete
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
     return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+
+
+def owners(module: nn.Module) -> dict[nn.Parameter, Backend]:
+    """For each parameter that is cut, the ranks that have the other parts."""
+    return {
+        layer._parameters[name]: layer.backend  # type: ignore[misc]
+        for layer in module.modules()
+        if isinstance(layer, ParallelLayer)
+        for name in layer.splits
+        if layer._parameters[name] is not None
+    }

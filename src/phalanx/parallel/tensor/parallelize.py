@@ -76,6 +76,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     between two layers with `sequence_dim` its part of the sequence. Layers there that have
     parameters learn from that part only, which nobody can see here: norms have to be
     "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
+    `check_whole_parameters` finds what was forgotten.
 
     Blocks for a message of 8 bytes: `DesyncError` names what differs between the ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
