@@ -8,10 +8,10 @@ from phalanx.parallel.agreement import check_agreement, describe_with_values
 from phalanx.parallel.tensor.layer import ParallelLayer, owners
 
 REMEDY = (
-    "It is whole on every rank, and stays equal only if its gradients are equal. A norm that sees a "
-    'part of the features, the heads or the sequence has to be a "sequence_norm"; another '
-    "parameter there goes through copy_to_ranks before it is used; dropout where activations are "
-    "whole has to drop the same on every rank"
+    "It is whole on every rank, and stays equal only if its gradients are. A norm that sees a part "
+    'of the features, the heads or the sequence has to be a "sequence_norm"; another parameter '
+    "there goes through copy_to_ranks before it is used; dropout where activations are whole "
+    "has to drop the same on every rank"
 )
 
 
