@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import *
     from phalanx.launch.spawn import *
     from phalanx.parallel import *
+    from phalanx.parallel.mesh import *
+    from phalanx.parallel.tensor import *
 
 __version__ = "0.1.0"
 
@@ -119,6 +121,31 @@ _WHERE = {
         "ShardingStrategy",
         "SyncBatchNorm",
         "convert_sync_batchnorm",
+    ),
+    "phalanx.parallel.mesh": ("DeviceMesh",),
+    "phalanx.parallel.tensor": (
+        "ColumnParallelLinear",
+        "ColumnStyle",
+        "EmbeddingStyle",
+        "ParallelEmbedding",
+        "RowParallelLinear",
+        "RowStyle",
+        "SequenceNormStyle",
+        "SequenceParallelNorm",
+        "check_whole_parameters",
+        "clip_grad_norm_",
+        "copy_to_ranks",
+        "full_state_dict",
+        "gather_from_ranks",
+        "gather_sequence",
+        "gather_shards",
+        "load_full_state_dict",
+        "parallel_cross_entropy",
+        "parallelize",
+        "reduce_from_ranks",
+        "scatter_sum",
+        "scatter_to_ranks",
+        "shard_tensor",
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

@@ -14,6 +14,7 @@ from phalanx.backends.base import Backend
 from phalanx.backends.memory import copy_bits
 from phalanx.checkpoint import rng
 from phalanx.checkpoint.background import Background
+from phalanx.checkpoint.cut_layers import check_parts_are_apart
 from phalanx.checkpoint.find import decoded, find, instead_of, read_manifest
 from phalanx.checkpoint.fit import Loading, StateToLoad, fit, refuse_unused
 from phalanx.checkpoint.manifest import Manifest
@@ -84,6 +85,7 @@ def load_checkpoint(
     `PeerLostError`, `DesyncError`.
     """
     backend = backend if backend is not None else backend_of(model)
+    check_parts_are_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
     ranks = Ranks(backend, "load_checkpoint", timeout)
     load = _Load(ranks, os.path.abspath(folder), model, optimizer)
     load.find(step)

@@ -13,6 +13,7 @@ from torch import nn
 from phalanx.backends.base import Backend
 from phalanx.checkpoint import rng
 from phalanx.checkpoint.background import Background
+from phalanx.checkpoint.cut_layers import check_parts_are_apart
 from phalanx.checkpoint.description import Description, Holdings
 from phalanx.checkpoint.model_parts import backend_of, parts_of
 from phalanx.checkpoint.optimizer_state import describe_optimizer
@@ -45,7 +46,9 @@ def save_checkpoint(
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
                 and dicts of them, such as the state of a learning rate schedule
-    backend     the ranks that save together; by default the model's, or this one by itself
+    backend     the ranks that save together; by default the model's, or this one by itself. With
+                layers that are cut over ranks (`parallelize`), those that have the same part of
+                them, in a folder of their own
     keep        afterwards only the last so many checkpoints are left; None: all
     async_save  return when this rank's part is copied, and write in the background. The copy takes
                 as much memory as the rank writes. A later save waits for an earlier one; before the
@@ -70,6 +73,7 @@ def save_checkpoint(
     `PeerLostError`, `DesyncError`.
     """
     backend = backend if backend is not None else backend_of(model)
+    check_parts_are_apart(model, backend, os.path.abspath(folder), "save_checkpoint")
     ranks = Ranks(backend, "save_checkpoint", timeout)
     background = Background(backend)
     mine = Holdings()

@@ -1,0 +1,133 @@
+"""Data x tensor: DDP or FSDP over one axis of a mesh, tensor parallelism over the other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from clusters import Cluster
+from ddp_runs import rows_of
+from tensor_models import (
+    VOCABULARY,
+    assert_all_close,
+    batch,
+    plain_loss,
+    plan_for,
+    transformer,
+)
+from torch import Tensor, nn
+
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    MisuseError,
+    ShardingStrategy,
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    parallel_cross_entropy,
+    parallelize,
+    simulate,
+)
+
+STEPS = 3
+Outcome = tuple[list[float], dict[str, Tensor]]
+
+
+def alone() -> Outcome:
+    model = transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(4, seed=step)
+        loss = plain_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def on_a_mesh(
+    backend: Backend, model: torch.nn.Module, shape: tuple[int, int], sequence_dim: int | None
+) -> Outcome:
+    mesh = DeviceMesh(backend, shape, ("data", "tensor"))
+    data, tensor = mesh["data"], mesh["tensor"]
+    model = DDP(parallelize(model, plan_for(sequence_dim=sequence_dim), tensor), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = (rows_of(rows, data) for rows in batch(4, seed=step))
+        loss = parallel_cross_entropy(model(inputs), targets, tensor, num_classes=VOCABULARY)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, full_state_dict(model)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
+def test_training_equals_the_plain_model_on_the_joined_batch(
+    shape: tuple[int, int], sequence_dim: int | None
+):
+    losses, state = alone()
+    world_size = shape[0] * shape[1]
+    results = simulate(lambda b: on_a_mesh(b, transformer(), shape, sequence_dim), world_size)
+    for step, loss in enumerate(losses):
+        of_the_parts = [results[rank][0][step] for rank in range(world_size)]
+        assert sum(of_the_parts) / world_size == pytest.approx(loss, rel=1e-5)
+    for _, found in results:
+        assert_all_close(found, state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=str
+)
+def test_fsdp_over_the_data_axis_trains_clips_saves_and_loads_as_the_plain_model(
+    strategy: ShardingStrategy, tied: bool
+):
+    plain = transformer(tied=tied)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-3)
+    norms = []
+    for step in range(STEPS):
+        inputs, targets = batch(4, seed=step)
+        optimizer.zero_grad()
+        plain_loss(plain(inputs), targets).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
+        optimizer.step()
+
+    def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
+        data, tensor = mesh["data"], mesh["tensor"]
+        model = parallelize(transformer(tied=tied), plan_for(sequence_dim=1), tensor)
+        model = FSDP(model, data, strategy=strategy)
+        load_full_state_dict(model, transformer(tied=tied).state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        found = []
+        for step in range(STEPS):
+            inputs, targets = (rows_of(rows, data) for rows in batch(4, seed=step))
+            loss = parallel_cross_entropy(model(inputs), targets, tensor, num_classes=VOCABULARY)
+            optimizer.zero_grad()
+            loss.backward()
+            with pytest.raises(MisuseError, match="say over which ranks"):
+                clip_grad_norm_(model, 0.5)
+            found.append(clip_grad_norm_(model, 0.5, shards=data).item())
+            optimizer.step()
+        return found, full_state_dict(model)
+
+    for found, state in simulate(run, 4):
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert_all_close(state, plain.state_dict())
+
+
+def test_training_equals_the_plain_model_on_every_backend(cluster: Cluster):
+    built = transformer()
+    _, state = alone()
+    results = cluster.run(lambda b: on_a_mesh(b, copy.deepcopy(built), (2, 2), None), 4)
+    for _, found in results:
+        assert_all_close(found, state)

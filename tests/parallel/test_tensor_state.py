@@ -1,0 +1,167 @@
+"""The state of a model that is cut: parts under the plain names, the whole, and back again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from clusters import Cluster
+from tensor_models import assert_all_close, batch, plan_for, transformer
+from torch import Tensor, nn
+
+from phalanx import (
+    DDP,
+    Backend,
+    DeviceMesh,
+    SizeMismatchError,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+    simulate,
+)
+
+
+def other() -> nn.Module:
+    model = transformer()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    return model
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_the_parts_have_the_plain_models_names():
+    plain = transformer()
+
+    def run(backend: Backend) -> dict[str, list[int]]:
+        model = parallelize(transformer(), plan_for(), backend)
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in plain.named_parameters()]
+        return {name: list(value.shape) for name, value in model.state_dict().items()}
+
+    shapes = simulate(run, 4)
+    assert list(shapes[0]) == list(plain.state_dict())
+    assert [s["embed.weight"] for s in shapes] == [[4, 16], [3, 16], [3, 16], [3, 16]]
+    assert [s["blocks.0.down.weight"] for s in shapes] == [[16, 12]] * 4
+    assert [s["blocks.0.down.bias"] for s in shapes] == [[16]] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+def test_the_whole_state_is_the_plain_models_to_the_bit(ranks: int):
+    expected = transformer().state_dict()
+
+    def run(backend: Backend) -> dict[str, Tensor]:
+        return full_state_dict(parallelize(transformer(), plan_for(sequence_dim=1), backend))
+
+    for found in simulate(run, ranks):
+        assert_equal(found, expected)
+
+
+def test_the_whole_state_is_gathered_on_every_backend(cluster: Cluster):
+    built = transformer(layers=1)
+
+    def run(backend: Backend) -> dict[str, Tensor]:
+        return full_state_dict(parallelize(copy.deepcopy(built), plan_for(), backend))
+
+    for found in cluster.run(run, 2):
+        assert_equal(found, built.state_dict())
+
+
+def test_only_rank_0_may_keep_the_whole():
+    def run(backend: Backend) -> int:
+        model = parallelize(transformer(), plan_for(), backend)
+        return len(full_state_dict(model, rank0_only=True))
+
+    assert list(simulate(run, 3)) == [len(transformer().state_dict()), 0, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_state_is_loaded_on_another_number_of_ranks(tied: bool):
+    inputs, _ = batch()
+    expected = transformer(tied=tied)
+    with torch.no_grad():
+        for p in expected.parameters():
+            p.mul_(1.5)
+
+    def save(backend: Backend) -> dict[str, Tensor]:
+        model = parallelize(copy.deepcopy(expected), plan_for(), backend)
+        return full_state_dict(model)
+
+    state = simulate(save, 3)[0]
+
+    def load(backend: Backend) -> Tensor:
+        model = parallelize(transformer(tied=tied), plan_for(), backend)
+        load_full_state_dict(model, state)
+        assert_equal(full_state_dict(model), expected.state_dict())
+        return model(inputs)
+
+    torch.testing.assert_close(torch.cat(list(simulate(load, 4)), -1), expected(inputs))
+
+
+def test_a_rank_loads_its_own_part_with_load_state_dict():
+    def run(backend: Backend) -> None:
+        model = parallelize(transformer(), plan_for(), backend)
+        mine = {name: value.clone() for name, value in model.state_dict().items()}
+        load_full_state_dict(model, other().state_dict())
+        model.load_state_dict(mine)
+        assert_equal(full_state_dict(model), transformer().state_dict())
+
+    simulate(run, 2)
+
+
+def test_a_model_in_ddp_has_the_same_state():
+    def run(backend: Backend) -> dict[str, Tensor]:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
+        model = parallelize(transformer(), plan_for(), mesh["tensor"])
+        ddp = DDP(model, mesh["data"])
+        load_full_state_dict(ddp, other().state_dict())
+        return full_state_dict(ddp)
+
+    for found in simulate(run, 4):
+        assert_equal(found, other().state_dict())
+
+
+def test_a_model_on_the_meta_device_is_cut_and_then_filled():
+    def run(backend: Backend) -> dict[str, Tensor]:
+        model = parallelize(transformer().to("meta"), plan_for(), backend)
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        load_full_state_dict(model, transformer().state_dict())
+        return full_state_dict(model)
+
+    for found in simulate(run, 2):
+        assert_all_close(found, transformer().state_dict())
+
+
+def test_a_state_of_other_sizes_is_refused_and_nothing_is_changed():
+    def run(backend: Backend) -> None:
+        model = parallelize(transformer(), plan_for(), backend)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        wrong = other().state_dict()
+        wrong["norm.bias"] = torch.ones(17)
+        with pytest.raises(SizeMismatchError, match=r"norm.bias is of shape \[16\] .* \[17\]"):
+            load_full_state_dict(model, wrong)
+        with pytest.raises(SizeMismatchError, match=r"shape \[13, 16\] in the whole model.*own"):
+            load_full_state_dict(model, model.state_dict())
+        assert_equal(model.state_dict(), before)
+
+    simulate(run, 2)
+
+
+def test_keys_that_are_missing_or_unknown_are_named():
+    def run(backend: Backend) -> None:
+        model = parallelize(transformer(), plan_for(), backend)
+        state = other().state_dict()
+        state["extra"] = state.pop("head.bias")
+        with pytest.raises(RuntimeError, match=r"(?s)head\.bias.*extra"):
+            load_full_state_dict(model, state)
+        load_full_state_dict(model, state, strict=False)
+        assert torch.equal(model.norm.bias, other().norm.bias)
+
+    simulate(run, 2)
