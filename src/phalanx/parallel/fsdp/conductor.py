@@ -291,6 +291,12 @@ class Conductor:
         if self._accumulated:
             self._reduce_rest(self._units)
 
+    def drop_accumulated(self) -> None:
+        """Forget what was accumulated and not reduced."""
+        self._accumulated = False
+        for unit in self._units:
+            unit.drop_accumulated()
+
     @torch.no_grad()
     def _reduce_rest(self, units: Iterable[Unit]) -> None:
         """What is left of this pass and earlier ones; then means become the gradients."""

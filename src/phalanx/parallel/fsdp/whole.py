@@ -115,6 +115,8 @@ _LOOKS = frozenset(
 def _looks_only(func: Any) -> bool:
     """Whether it asks about a tensor, and not for its values."""
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
+    if name in ("__set__", "__delete__"):
+        return True
+    if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
     return name in _LOOKS
