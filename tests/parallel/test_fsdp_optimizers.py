@@ -261,7 +261,7 @@ def test_values_may_be_written_by_hand_inside_writing(strategy: ShardingStrategy
         mean_loss(plain, list(range(RANKS)), number).backward()
         with torch.no_grad():
             for p in plain.parameters():
-                p -= 0.05 * p.grad
+                p.sub_(p.grad, alpha=0.05)
     for state in on_ranks(where, RANKS, mlp, body):
         assert_close(state, plain.state_dict())
 
