@@ -87,7 +87,7 @@ class FSDP(Wrapper):
         prefetch: int = 1,
         initialize: Initialize | None = None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, rank=backend.rank)
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
         self.backend = backend
