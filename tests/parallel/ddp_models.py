@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -91,8 +92,11 @@ def mlp(seed: int = 0) -> nn.Module:
     )
 
 
+_DRAWING = threading.RLock()  # the global random state is that of all ranks
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
+    with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
 

@@ -81,7 +81,7 @@ class DDP(Wrapper):
         skip_nonfinite: bool = False,
         check_replicas_every: int = 0,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, rank=backend.rank)
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 byte, not {bucket_size}")
         if check_replicas_every < 0:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
+from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
 
 
@@ -16,12 +17,25 @@ class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
     backend   the ranks that have the model together
+
+    Raises `MisuseError` if another kind of wrapper is inside: each gives parameters their gradients
+    in its own way.
     """
 
     backend: Backend
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, rank: int) -> None:
         super().__init__()
+        kind = type(self).__name__
+        for name, inner in module.named_modules():
+            if isinstance(inner, Wrapper) and type(inner) is not type(self):
+                raise MisuseError(
+                    f"rank {rank}: {kind}: {name or 'the module'} is a {type(inner).__name__} "
+                    "already: use only one of them. FSDP averages between shards and replicas by "
+                    "itself, see ShardingStrategy.hybrid and NO_SHARD",
+                    rank=rank,
+                    op=kind,
+                )
         self.module = module
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 

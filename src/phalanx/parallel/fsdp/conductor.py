@@ -77,9 +77,12 @@ class Conductor:
 
     def begin_forward(self, unit: Unit) -> None:
         """A unit's module is about to compute."""
-        if not self._inside and not inside_backward():
+        again = inside_backward()  # a checkpoint is computed again
+        if again:
+            self._begin_backward()
+        elif not self._inside:
             self._begin_pass()
-        if inside_backward():
+        if again:
             place = len(self._seen) - self._seen[::-1].index(unit) if unit in self._seen else 0
         else:
             self._seen.append(unit)
@@ -90,7 +93,7 @@ class Conductor:
         self._inside.append(_Open(call, sys.exc_info()[1]))
         unit.gather()
         unit.presence.reached = lambda: self._backward_reaches(call)
-        if not inside_backward():
+        if not again:
             self._look_ahead(self._order[place : place + self._prefetch])
 
     def _begin_pass(self) -> None:
@@ -287,6 +290,12 @@ class Conductor:
         """Reduce what was accumulated and not reduced since, if anything."""
         if self._accumulated:
             self._reduce_rest(self._units)
+
+    def drop_accumulated(self) -> None:
+        """Forget what was accumulated and not reduced."""
+        self._accumulated = False
+        for unit in self._units:
+            unit.drop_accumulated()
 
     @torch.no_grad()
     def _reduce_rest(self, units: Iterable[Unit]) -> None:

@@ -87,7 +87,7 @@ class FSDP(Wrapper):
         prefetch: int = 1,
         initialize: Initialize | None = None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, rank=backend.rank)
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
         self.backend = backend
@@ -145,7 +145,8 @@ class FSDP(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate; the next one outside reduces the sum.
 
-        Full gradients stay in memory meanwhile.
+        Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
+        of this class drops them, and an optimizer's does not.
         """
         conductor = self._conductor
         before, conductor.synchronize = conductor.synchronize, False
@@ -153,6 +154,11 @@ class FSDP(Wrapper):
             yield
         finally:
             conductor.synchronize = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those that were accumulated under `no_sync`, too."""
+        super().zero_grad(set_to_none)
+        self._conductor.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.

@@ -85,6 +85,9 @@ class Sites:
         """Raise `MisuseError` for parameters that came after the model was cut."""
         known = {place.parameter for place in self._places}
         late = [name for name, p in module.named_parameters() if p not in known]
+        for place in self._places:
+            if place.name in late:
+                self._refuse(place)
         if late:
             raise MisuseError(
                 f"rank {self._rank}: FSDP: {', '.join(late)} came to the module after FSDP was "

@@ -134,6 +134,12 @@ class Unit:
             or any(whole.grad is not None for flat in self.flats for whole in flat.wholes)
         )
 
+    def drop_accumulated(self) -> None:
+        """Gradients of full parameters are not wanted any more."""
+        for flat in self.flats:
+            for whole in flat.wholes:
+                whole.grad = None
+
     def count(self) -> bool:
         """A parameter's gradient is complete on this rank; True if it is the last one."""
         self._awaited -= 1

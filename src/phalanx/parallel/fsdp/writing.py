@@ -39,6 +39,7 @@ class Writing:
         self._copies = group is not None and any(f.common for f in self._converted)
         self._published: Operation | None = None
         self._under_way: str | None = None
+        self._depth = 0  # a step may call that of its base class, of which torch tells, too
         self._versions = self._look()
         self._stale = True
         if self._in_place:
@@ -55,6 +56,7 @@ class Writing:
 
     def begin(self, what: str) -> None:
         """This rank reads no more, and is about to write. Blocks until the others are, too."""
+        self._depth += 1
         if self._under_way is not None:
             return
         self._wait()
@@ -66,6 +68,10 @@ class Writing:
 
     def end(self, what: str) -> None:
         """This rank has written."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._depth = 0
         self._under_way = None
         self._written()
         if self._in_place:
@@ -74,6 +80,7 @@ class Writing:
     def settle(self) -> None:
         """Before full parameters are read: what was written is there, on all ranks."""
         if self._under_way is not None:  # a step that failed, or one that computes a closure
+            self._depth = 0
             self.end(self._under_way)
         self._notice()
         self._wait()
