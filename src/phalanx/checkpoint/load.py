@@ -60,7 +60,8 @@ def load_checkpoint(
     folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
                   is being written in the background. Or one checkpoint's own
     model         to load into; any way to split it over any number of ranks will do, whatever it
-                was when it was saved. None: only the step and `extra` are wanted
+                was when it was saved. None: only the step and `extra` are wanted; no
+                  random state is brought back then
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
                 their parameters had (learning rates, too), and it the state
     backend       the ranks that load together; by default the model's, or this one by itself
@@ -168,6 +169,7 @@ class _Load:
             module.set_extra_state(from_json(value, self._reader.whole))
         if self._optimizer is not None:
             self._apply_optimizer(self._optimizer)
+        random_state = random_state and self._model is not None
         if random_state and len(self._manifest.rng) == self._ranks.size:
             rng.bring_back(self._states)
         elif random_state:
