@@ -152,6 +152,8 @@ def test_what_others_keep_in_the_folder_stays(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "000009-step-best").mkdir()
     (folder / "000001-step-1.bak").mkdir()
+    elsewhere = save_checkpoint(folder / "elsewhere", model=small(), step=8).folder
+    (folder / "000000-step-8").symlink_to(elsewhere)
     (folder / "000001-step-1.bak" / "commit.json").write_text("{}")
     save_checkpoint(folder, model=small(), step=1, keep=1)
     inside = folder / "000001-step-1" / "loss.png"
@@ -162,6 +164,7 @@ def test_what_others_keep_in_the_folder_stays(folder: Path) -> None:
     assert inside.read_text() == "mine, too"
     assert [path.name for path in inside.parent.iterdir()] == ["loss.png"]
     assert (folder / "000009-step-best").is_dir()
+    assert load_checkpoint(elsewhere, model=small()).step == 8
     assert (folder / "000001-step-1.bak" / "commit.json").exists()
     assert latest_checkpoint(folder) == folder / "000003-step-3"
 

@@ -218,7 +218,7 @@ def test_a_process_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_n
     """Real kills: children of that program end themselves in a call, or in the middle of it."""
     program = Path(__file__).with_name("killed_saves.py")
     result = subprocess.run(
-        [sys.executable, str(program), str(folder), "4"],
+        [sys.executable, str(program), str(folder), "6"],
         capture_output=True,
         text=True,
         timeout=120,

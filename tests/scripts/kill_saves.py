@@ -2,8 +2,8 @@
 
     python tests/scripts/kill_saves.py [--times N] [--seed S] [--only WORDS]
 
-Two ranks, processes of their own, save one checkpoint after the other; the values follow from the
-step. At a random moment both are killed, or one of them (the other ends with an error by itself).
+Two ranks, processes of their own, save one checkpoint after the other, every second one in the
+background; the values follow from the step. At a random moment both are killed, or one of them (the other ends with an error by itself).
 What is loaded then has to be the last checkpoint that a rank had reported, or the one that was
 being written, bit for bit; and the next pair goes on from there, in the same folder.
 
@@ -53,12 +53,20 @@ def model_of(step: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def save_step(folder: Path, step: int, backend: Backend) -> None:
+def save_step(folder: Path, step: int, backend: Backend, *, async_save: bool = False) -> None:
     """Save what follows from the step, AdamW's state as well."""
     model = FlatShards(model_of(step), backend)
     optimizer = torch.optim.AdamW(model.parameters())
     step_with(model, optimizer, step)
-    save_checkpoint(folder, model=model, optimizer=optimizer, step=step, extra=step, keep=2)
+    save_checkpoint(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        extra=step,
+        keep=2,
+        async_save=async_save,
+    ).wait()
 
 
 def check_loads(path: Path) -> int:
@@ -83,7 +91,7 @@ def keep_saving(backend: Backend, folder: Path) -> None:
     step = load_checkpoint(folder, backend=backend).step if phalanx.latest_checkpoint(folder) else 0
     while True:
         step += 1
-        save_step(folder, step, backend)
+        save_step(folder, step, backend, async_save=step % 2 == 0)
         if backend.rank == 0:
             report(folder, step)
 

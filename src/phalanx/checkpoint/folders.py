@@ -93,8 +93,10 @@ def remove(folder: Numbered) -> None:
     """Remove a checkpoint, or what is left of one.
 
     First, and safely, what makes it a checkpoint: killed at any point, it is whole or it is none.
-    Files that no save makes stay, and the folder with them.
+    Files that no save makes stay, and the folder with them; so does what a link leads to.
     """
+    if os.path.islink(folder.path):
+        return
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder.path, COMMIT))
     sync_folder(folder.path)  # in any case: whoever was killed may have unlinked it and no more

@@ -60,17 +60,17 @@ def load_checkpoint(
     folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
                   is being written in the background. Or one checkpoint's own
     model         to load into; any way to split it over any number of ranks will do, whatever it
-                was when it was saved. None: only the step and `extra` are wanted; no
+                  was when it was saved. None: only the step and `extra` are wanted; no
                   random state is brought back then
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
-                their parameters had (learning rates, too), and it the state
+                  their parameters had (learning rates, too), and it the state
     backend       the ranks that load together; by default the model's, or this one by itself
     step          load the newest checkpoint of this step
     random_state  bring back torch's, Python's and NumPy's (if it is imported) random states. With
-                another number of ranks than was saved there is none for each: then every rank is
-                seeded with a hash of rank 0's, the number of ranks and its own
+                  another number of ranks than was saved there is none for each: then every rank is
+                  seeded with a hash of rank 0's, the number of ranks and its own
     timeout       seconds that a rank waits for the others at a time; by default 600, or the
-                backend's if that is more
+                  backend's if that is more
 
     Blocks until every rank has read what it holds, checked it against the checksums, and found that
     it fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something
