@@ -181,7 +181,7 @@ class _Load:
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         options = zip(optimizer.param_groups, self._loading.options, strict=True)
         for group, plain in options:
-            for key, value in from_json(plain or {}, self._reader.whole).items():
+            for key, value in from_json(plain or {}, self._copy).items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                     group[key].copy_(value)  # a captured graph knows this one
                 else:
@@ -195,7 +195,7 @@ class _Load:
                     key: self._placed(key, to_load, parameter, group)
                     for key, to_load in state.items()
                 }
-        for key, value in from_json(self._loading.shared or {}, self._reader.whole).items():
+        for key, value in from_json(self._loading.shared or {}, self._copy).items():
             optimizer.state[key] = value
 
     def _placed(
@@ -212,11 +212,14 @@ class _Load:
         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
 
         def tensor(name: str) -> Tensor:
-            # A copy: what the checkpoint has once may be kept for several ranks of this process.
-            whole = self._reader.whole(name).clone()
-            return whole if stays else whole.to(parameter.device)
+            copy = self._copy(name)
+            return copy if stays else copy.to(parameter.device)
 
         return from_json(to_load.value, tensor)
+
+    def _copy(self, name: str) -> Tensor:
+        """A tensor of a value: what the checkpoint has once may be kept in several places here."""
+        return self._reader.whole(name).clone()
 
     def _offering_another(self, attempt: Any) -> Any:
         """Do what all ranks do; of a damaged checkpoint say which one could be loaded instead."""
