@@ -1,6 +1,6 @@
 """The numbered folders of a run, and what makes one of them a checkpoint.
 
-    runs/a/lock                              held (flock) by rank 0 of a save, while it lasts
+    runs/a/.phalanx-lock                     held (flock) by rank 0 of a save, while it lasts
     runs/a/000007-step-120/                  the seventh save, after step 120
         begun                                a random word: do all ranks see this folder?
         model-00000-of-00002.safetensors     one of each for each rank that has something to write
