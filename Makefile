@@ -5,6 +5,12 @@
 #   make lint    formatter, linter and strict type checker
 #   make bench   all_reduce beside Gloo, MPI, and what else is installed
 #
+# The tests have a long form, too, with four times as many examples of hypothesis, a thousand ranks
+# where the short form proves a schedule with hundreds, and every size and combination where the
+# short form takes some of each kind (tests/forms.py). It is for a machine with time:
+#
+#   PHALANX_TESTS_LONG=1 make test
+#
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference

@@ -23,7 +23,9 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen})"
 
 
-def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, object]) -> None:
+def check_same_model(
+    module: nn.Module, backend: Backend, options: Mapping[str, object], *, who: str = "DDP"
+) -> None:
     """Raise `DesyncError` on every rank unless all have parameters alike, in the same order.
 
     Names, shapes, dtypes and `requires_grad` are compared, not values; and `options`, which every
@@ -48,7 +50,7 @@ def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, 
     ]
     place, said = _first_difference(everyone)
     what, remedy = (
-        ("options of DDP", "Pass the same ones on every rank")
+        (f"options of {who}", "Pass the same ones on every rank")
         if place < len(options)
         else ("models", "Build the same model on every rank, in the same order")
     )
@@ -62,7 +64,7 @@ def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, 
         f"{remedy}",
         rank=backend.rank,
         peer=odd[0],
-        op="DDP",
+        op=who,
     )
 
 
