@@ -153,3 +153,19 @@ def test_what_is_saved_in_the_background_is_not_what_is_trained_on(folder: Path)
 
     SharedMemory().run(run, 2)
     check_like_plain_training(folder, 1)
+
+
+def test_a_model_that_was_never_whole_on_a_rank_is_loaded_shard_by_shard(folder: Path) -> None:
+    saved = Tied(seed=0)
+    save_checkpoint(folder, model=saved, step=1)
+
+    def run(backend: Backend) -> None:
+        with torch.device("meta"):
+            module = Tied(seed=0)
+        model = FSDP(module, backend)
+        load_checkpoint(folder, model=model)
+        full = model.full_state_dict()
+        for name, tensor in saved.state_dict().items():
+            assert torch.equal(full[name], tensor)
+
+    Baton().run(run, 3)
