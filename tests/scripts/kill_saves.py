@@ -2,10 +2,13 @@
 
     python tests/scripts/kill_saves.py [--times N] [--seed S] [--only WORDS]
 
-Two ranks, processes of their own, save one checkpoint after the other; the values follow from the
-step. At a random moment both are killed, or one of them (the other ends with an error by itself).
-What is loaded then has to be the last checkpoint that a rank had reported, or the one that was
-being written, bit for bit; and the next pair goes on from there, in the same folder.
+Two ranks, processes of their own, save one checkpoint after the other, every second one in the
+background; the values follow from the step. At a random moment both are killed, or one of them (the
+other ends with an error by itself). What is loaded then has to be the last checkpoint that a rank
+had reported, or the one that was being written, bit for bit; and the next pair goes on from there,
+in the same folder.
+
+The same is done at each call that a save makes to the system, and half way through each write.
 
 The full disk is a tmpfs of a few MiB (needs root), filled to leave room for a random part of a
 save: the save fails on both ranks, which name the file; the last checkpoint loads; nothing is left
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import random
 import signal
@@ -53,12 +57,20 @@ def model_of(step: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def save_step(folder: Path, step: int, backend: Backend) -> None:
+def save_step(folder: Path, step: int, backend: Backend, *, async_save: bool = False) -> None:
     """Save what follows from the step, AdamW's state as well."""
     model = FlatShards(model_of(step), backend)
     optimizer = torch.optim.AdamW(model.parameters())
     step_with(model, optimizer, step)
-    save_checkpoint(folder, model=model, optimizer=optimizer, step=step, extra=step, keep=2)
+    save_checkpoint(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        extra=step,
+        keep=2,
+        async_save=async_save,
+    ).wait()
 
 
 def check_loads(path: Path) -> int:
@@ -80,10 +92,11 @@ def check_loads(path: Path) -> int:
 def keep_saving(backend: Backend, folder: Path) -> None:
     """What a rank does until it is killed."""
     torch.set_num_threads(1)
+    logging.getLogger("phalanx").setLevel(logging.CRITICAL)
     step = load_checkpoint(folder, backend=backend).step if phalanx.latest_checkpoint(folder) else 0
     while True:
         step += 1
-        save_step(folder, step, backend)
+        save_step(folder, step, backend, async_save=step % 2 == 0)
         if backend.rank == 0:
             report(folder, step)
 
@@ -209,8 +222,18 @@ def tell(folder: Path, step: int) -> Callable[[Backend], tuple[int | None, str]]
     return run
 
 
+def every_call(_times: int, _seed: int) -> bool:
+    """A save of two simulated ranks that kills itself in each of its calls to the system."""
+    program = Path(__file__).parent.parent / "checkpoint" / "killed_saves.py"
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, str(program), name, "1"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(f"{'killed at every call':32} {(ended.stdout or ended.stderr).strip()}", flush=True)
+    return ended.returncode == 0
+
+
 def main() -> int:
-    rows = {"kills": kills, "full disks": full_disks}
+    rows = {"kills": kills, "every call": every_call, "full disks": full_disks}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
