@@ -16,7 +16,9 @@ LAYERS = [
     {"errors", "wire"},
     {"backends"},
     {"collectives"},
-    {"parallel"},
+    {"compression"},
+    {"aggregation", "parallel"},
+    {"training"},
     {"launch", "bench", "cli"},
     {"__init__"},
 ]

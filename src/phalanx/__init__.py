@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phalanx.aggregation import *
     from phalanx.backends import *
     from phalanx.collectives import *
+    from phalanx.compression import *
     from phalanx.errors import *
     from phalanx.launch.init import *
     from phalanx.launch.simulate import *
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "phalanx.aggregation": (
+        "AllReduceAggregator",
+        "CompressedAggregator",
+        "GradientAggregator",
+        "LocalAggregator",
+        "ParameterServer",
+    ),
     "phalanx.backends": (
         "Backend",
         "GlooBackend",
@@ -76,6 +85,19 @@ _WHERE = {
         "scatter",
         "send",
         "sendrecv",
+    ),
+    "phalanx.compression": (
+        "CompressedGradient",
+        "Compressor",
+        "ErrorFeedback",
+        "Half",
+        "PowerSGD",
+        "Quantized",
+        "RandomK",
+        "TopK",
+        "TopKCompressor",
+        "compress_gradients",
+        "decompress_gradients",
     ),
     "phalanx.errors": (
         "AuthenticationError",

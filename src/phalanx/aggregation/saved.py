@@ -1,0 +1,71 @@
+"""A compressor's state by ranks, as part of a state dict.
+
+    compression@2/4.residual.layer.weight     what rank 2 of 4 has left over of layer.weight
+
+Every rank has another state, so each key says whose it is: the states of all ranks can be joined,
+one that is missing is noticed, and none is taken for another rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
+
+log = logging.getLogger("phalanx")
+
+_KEY = re.compile(r"compression@(\d+)/(\d+)\.(.*)", re.DOTALL)
+
+
+def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
+    """The compressor's state on this rank, and whose it is."""
+    prefix = f"compression@{backend.rank}/{backend.world_size}."
+    return {prefix + key: value for key, value in compressor.state_dict().items()}
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a key of a state dict is one of a compressor's state."""
+    return _KEY.fullmatch(key) is not None
+
+
+def load_own(compressor: Compressor, state: Mapping[str, Any], backend: Backend) -> None:
+    """Go on from the states in a dict, of which other keys are left alone.
+
+    Without any the compressor keeps the state that it has. Raises ValueError if there are states of
+    different numbers of ranks.
+    """
+    states: dict[int, dict[str, Tensor]] = {}
+    sizes = set()
+    for key, value in state.items():
+        match = _KEY.fullmatch(key)
+        if match is not None:
+            rank, size, name = match.groups()
+            states.setdefault(int(rank), {})[name] = value
+            sizes.add(int(size))
+    if not sizes:
+        return
+    if len(sizes) > 1:
+        raise ValueError(
+            f"rank {backend.rank}: the state dict has states of compressors of {sorted(sizes)} "
+            "ranks: load those of one save"
+        )
+    (size,) = sizes
+    size = max(size, *(rank + 1 for rank in states))
+    missing = sorted(set(range(size)) - states.keys())
+    mine = backend.rank
+    if missing and (size != backend.world_size or mine in missing):
+        log.warning(
+            "rank %d: the state dict lacks what the compressors of ranks %s had left over (of %d "
+            "ranks), and it is lost: save the state dict of every rank",
+            mine,
+            ", ".join(map(str, missing)),
+            size,
+        )
+    resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
+    compressor.load_state_dict(resharded[mine])

@@ -1,0 +1,158 @@
+"""PowerSGD: of each gradient matrix its best approximation of a low rank, found as the steps go by.
+
+    M     [n, m]  a gradient, as a matrix: its first dimension, and all the others
+    P, Q  [n, r], [m, r]   M is about P Q'
+
+    P <- mean over parts of M Q             all-reduce, n r values
+    P <- orthogonalize(P)
+    Q <- mean over parts of M' P            all-reduce, m r values
+    the mean of M is about P Q'; Q is where the next step begins: one step of power iteration each
+
+(Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression".) To be used with error
+feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.compression.bundle import Bundle, Piece
+from phalanx.compression.compressor import Compressor, check_floating, wide
+from phalanx.compression.draws import generator
+from phalanx.compression.exchange import Mean, Part, Rounds
+from phalanx.compression.feedback import FORGET, Feedback
+from phalanx.compression.memory import Memory, Remembers
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A message: two factors of a matrix; or a tensor that is not worth it, whole.
+
+    p, q   [n, r], [m, r], float32 or wider; or the tensor, and None
+    """
+
+    p: Tensor
+    q: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of both factors."""
+        return self.p.nbytes + (self.q.nbytes if self.q is not None else 0)
+
+
+class PowerSGD(Compressor):
+    """Matrices as products of two narrow ones.
+
+    rank   of the products: a matrix of n x m is sent as (n + m) * rank values
+    seed   of the first Q, the same on every part
+
+    Vectors, and matrices that would not become smaller, are sent as they are; so at full rank it is
+    exact. All in float32 (float64 for that), which is small beside what it saves. All matrices of a
+    bundle go in two all-reduces. Parts compute P from the same numbers: where their processors
+    round alike the results are the same bits.
+    """
+
+    def __init__(self, rank: int, *, seed: int = 0) -> None:
+        if rank < 1:
+            raise ValueError(f"PowerSGD approximates by matrices of rank 1 or more, not {rank}")
+        self.rank, self.seed = rank, seed
+        self._q = Memory()
+
+    def __repr__(self) -> str:
+        return f"PowerSGD({self.rank}, seed={self.seed})"
+
+    def compress(self, tensor: Tensor) -> Factors:
+        """This tensor's own factors, from the first Q: one step of power iteration."""
+        check_floating(tensor, self)
+        values = tensor.detach().to(wide(tensor.dtype), copy=True)
+        if not self._pays(tensor.shape):
+            return Factors(values, None, tensor.shape, tensor.dtype)
+        matrix = values.flatten(1)
+        p = _orthogonal(matrix @ self._first_q("", matrix))
+        return Factors(p, matrix.T @ p, tensor.shape, tensor.dtype)
+
+    def decompress(self, message: Factors) -> Tensor:
+        """The factors' product."""
+        values = message.p if message.q is None else message.p @ message.q.T
+        return values.to(message.dtype, copy=True).view(message.shape)
+
+    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """Two rounds; one if there is no matrix to compress."""
+        if len(bundle.flat) == 0:
+            return
+        wanted = feedback.recall(bundle, part)
+        wanted = wanted.to(wide(wanted.dtype))
+        low = [(i, m.flatten(1)) for i, m in bundle.cut(wanted) if self._pays(i.shape)]
+        small = {piece.name for piece, _ in low}
+        whole = [values.flatten() for i, values in bundle.cut(wanted) if i.name not in small]
+
+        ps = [m @ self._last_q(piece, m) for piece, m in low]
+        mean = yield Mean(torch.cat([*(p.flatten() for p in ps), *whole]))
+        *flat_ps, rest = torch.split(mean, [*(p.numel() for p in ps), sum(map(len, whole))])
+        ps = [_orthogonal(flat.view_as(p)) for flat, p in zip(flat_ps, ps, strict=True)]
+        qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
+        feedback.keep(bundle, lambda: _left_out(bundle, wanted, low, ps, qs))
+        if qs:
+            mean = yield Mean(torch.cat([q.flatten() for q in qs]))
+            means = torch.split(mean, [q.numel() for q in qs])
+            qs = [flat.view_as(q).clone() for flat, q in zip(means, qs, strict=True)]
+
+        for (piece, _), p, q in zip(low, ps, qs, strict=True):
+            bundle.flat[piece.start : piece.stop] = (p @ q.T).flatten()
+            self._q.put(piece.name, q)
+        place = 0
+        for piece in bundle.pieces:
+            if piece.name not in small:
+                size = piece.stop - piece.start
+                bundle.flat[piece.start : piece.stop] = rest[place : place + size]
+                place += size
+
+    def remembers(self) -> Mapping[str, Remembers]:
+        """The Q of each matrix."""
+        return {"q.": self._q}
+
+    def _pays(self, shape: torch.Size) -> bool:
+        """Whether the factors of a tensor of this shape are smaller than that."""
+        if len(shape) < 2 or shape.numel() == 0:
+            return False
+        n, m = shape[0], shape.numel() // shape[0]
+        return (n + m) * self.rank < n * m
+
+    def _last_q(self, piece: Piece, matrix: Tensor) -> Tensor:
+        """Where the last step came to; anew if that is zeros, from which nothing comes."""
+        q = self._q.get(piece.name)
+        if q is None or q.shape != (matrix.shape[1], self.rank) or not q.any():
+            return self._first_q(piece.name, matrix)
+        return q.to(matrix)
+
+    def _first_q(self, name: str, matrix: Tensor) -> Tensor:
+        # Drawn on the CPU: the same on every part, whatever its device.
+        cpu = torch.device("cpu")
+        drawn = generator("powersgd", self.seed, name, device=cpu)
+        return torch.randn(matrix.shape[1], self.rank, generator=drawn).to(matrix)
+
+
+def _orthogonal(p: Tensor) -> Tensor:
+    """An orthonormal basis of what the columns span; NaN, if they are not finite."""
+    basis: Tensor = torch.linalg.qr(p).Q
+    return basis
+
+
+def _left_out(
+    bundle: Bundle,
+    wanted: Tensor,
+    low: list[tuple[Piece, Tensor]],
+    ps: list[Tensor],
+    qs: list[Tensor],
+) -> Tensor:
+    """What this part's own factors lack, with the P of all."""
+    rest = torch.zeros_like(wanted)
+    for (piece, matrix), p, q in zip(low, ps, qs, strict=True):
+        rest[piece.start : piece.stop] = (matrix - p @ q.T).flatten()
+    return rest
