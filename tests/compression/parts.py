@@ -53,4 +53,4 @@ def bundles_of(per_part: Sequence[Sequence[Tensor]]) -> list[Bundle]:
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

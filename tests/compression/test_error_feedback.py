@@ -28,7 +28,7 @@ ROUNDED: dict[str, Callable[[], Compressor]] = {
     "PowerSGD": lambda: PowerSGD(2),
 }
 ALL = {**EXACT, **ROUNDED}
-SHAPES = [(7, 9), (5,), (), (0, 3), (4, 3, 2)]
+SHAPES = [(7, 9), (5,), (), (0, 3), (4, 3, 2)]  # 93 values
 
 
 def gradients(part: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -86,8 +86,7 @@ def test_of_other_dtypes_too_with_residuals_in_float32_or_wider(name: str, dtype
         residual = feedback.residual()
         assert sent.dtype == dtype
         assert residual.dtype == former.dtype
-        if "float64" not in str(dtype) or not isinstance(feedback.inner, Half):
-            assert torch.equal(sent.double() + residual.double(), (gradient + former).double())
+        assert torch.equal(sent.double() + residual.double(), (gradient + former).double())
         former = residual
 
 
@@ -126,14 +125,14 @@ def test_a_constant_gradient_arrives_in_full_in_the_long_run(name: str, p: int):
     feedbacks = [ErrorFeedback(ALL[name]()) for _ in range(p)]
     given = [gradients(part, 0) for part in range(p)]
     mean = sum(bundle.flat for bundle in bundles_of(given)) / p
-    steps, total = 60, 0
+    steps, total = 40, 0
     for _ in range(steps):
         bundles = bundles_of(given)
         total = total + average(feedbacks, bundles)[0]
         for feedback in feedbacks:
             feedback.commit()
     lacks = (total / steps - mean).norm() / mean.norm()
-    bound = 0.8 if name == "top-k of one" else 0.15  # of 93 values one a step
+    bound = 0.85 if name == "top-k of one" else 0.2  # of 93 values one a step
     assert lacks < bound
 
 
@@ -148,9 +147,7 @@ def test_a_pass_that_is_rolled_back_was_never_there(name: str):
                 average(feedbacks, bundles_of(bad))
                 for feedback in feedbacks:
                     feedback.rollback()
-            found += average(
-                feedbacks, bundles_of([gradients(part, step) for part in range(2)])
-            )
+            found += average(feedbacks, bundles_of([gradients(part, step) for part in range(2)]))
             for feedback in feedbacks:
                 feedback.commit()
         return found

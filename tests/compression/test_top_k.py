@@ -17,7 +17,7 @@ from phalanx import (
     compress_gradients,
     decompress_gradients,
 )
-from phalanx.compression.index_codes import CODES, code_for
+from phalanx.compression.index_codes import CODES, code_for, encoded_size
 from phalanx.compression.select import largest
 from phalanx.errors import SizeMismatchError
 
@@ -103,7 +103,7 @@ def test_a_message_survives_its_bytes_which_are_as_many_as_it_says(n: int, k: in
     assert torch.equal(again.values, message.values)
     for code in CODES.values():
         encoded = code.encode(indices, n)
-        assert len(encoded) == code.size(n, k)
+        assert len(encoded) == code.bits(n, k)
         assert torch.equal(code.decode(encoded, n, k), indices)
 
 
@@ -120,7 +120,7 @@ def test_a_message_survives_its_bytes_which_are_as_many_as_it_says(n: int, k: in
 )
 def test_indices_take_the_shortest_code(n: int, k: int, code: str, nbytes: int):
     assert code_for(n, k) is CODES[code]
-    assert code_for(n, k).size(n, k) == nbytes
+    assert encoded_size(n, k) == nbytes
 
 
 def test_a_code_is_never_far_from_the_number_of_choices():
@@ -128,7 +128,7 @@ def test_a_code_is_never_far_from_the_number_of_choices():
         for k in (1, n // 100, n // 10, n // 2):
             choices = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
             bits = choices / math.log(2)
-            assert 8 * code_for(n, k).size(n, k) <= bits + 0.6 * k + 16
+            assert code_for(n, k).bits(n, k) <= bits + 0.6 * k + 8
 
 
 def test_bytes_that_are_no_message_are_refused():
@@ -139,7 +139,7 @@ def test_bytes_that_are_no_message_are_refused():
     for code in ("two_parts", "plain", "bitmap"):
         n, k = {"two_parts": (1000, 100), "plain": (300, 1), "bitmap": (10, 9)}[code]
         assert code_for(n, k) is CODES[code]
-        bad = torch.full((4 * k + code_for(n, k).size(n, k),), 255, dtype=torch.uint8)
+        bad = torch.full((4 * k + encoded_size(n, k),), 255, dtype=torch.uint8)
         with pytest.raises(SizeMismatchError, match="which"):
             CompressedGradient.unpack(bad, k, n, torch.float32)
 

@@ -1,4 +1,4 @@
-"""Numbers of a few bits each, as bytes: the first number in the lowest bits of the first byte."""
+"""Bits as bytes, the first bit the lowest of the first byte; and numbers of a few bits each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     return (packed.unsqueeze(-1) >> places & 1).flatten(-2)[..., :count]
 
 
-def pack_numbers(numbers: Tensor, width: int) -> Tensor:
-    """n numbers, 0 <= number < 2**width, as ceil(n * width / 8) bytes."""
+def bits_of(numbers: Tensor, width: int) -> Tensor:
+    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
     places = torch.arange(width, device=numbers.device)
-    return pack_bits((numbers.long().unsqueeze(-1) >> places & 1).flatten())
+    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
 
 
-def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
-    """The first `count` numbers, int64."""
-    places = torch.arange(width, device=packed.device)
-    bits = unpack_bits(packed, count * width).view(count, width).long()
-    return (bits << places).sum(-1, dtype=torch.int64)
+def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
+    """`[count * width]` bits as `[count]` integers, int64."""
+    places = torch.arange(width, device=bits.device)
+    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
 
 
 def bytes_for(bits: int) -> int:

@@ -62,9 +62,9 @@ class Blocks(NamedTuple):
     def unpack(self, packed: Tensor) -> Tensor:
         """`[n, nbytes]` as `[n, length]` float32."""
         split = 4 * self.blocks
-        scales = packed[..., :split].clone(memory_format=torch.contiguous_format)
-        codes = self._unpacked(packed[..., split:]).float()
-        values = self._cut(codes) * scales.view(torch.float32).unsqueeze(-1)
+        scales = packed[..., :split].flatten().clone().view(torch.float32)
+        codes = self._cut(self._unpacked(packed[..., split:]).float())
+        values = codes * scales.view(*codes.shape[:-1], 1)
         return values.flatten(-2)[..., : self.length]
 
     def _cut(self, rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, State, wide
+from phalanx.compression.compressor import Compressor, State, check_floating, wide
 from phalanx.compression.exchange import Part, Rounds
 from phalanx.compression.memory import Memory, Remembers, under
 from phalanx.compression.residuals import (
@@ -67,6 +67,7 @@ class ErrorFeedback(Compressor):
 
     def compress(self, tensor: Tensor, name: str = "") -> Any:
         """The compressor's message for the tensor and what was left over of that name."""
+        check_floating(tensor, self)
         bundle = Bundle.of([tensor], [name])
         wanted = self.recall(bundle, Part(0, 1))
         message = self._inner.compress(wanted.to(tensor.dtype).view(tensor.shape))

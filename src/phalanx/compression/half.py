@@ -65,4 +65,5 @@ class Half(Compressor):
     def _cast(self, values: Tensor, count: int) -> Tensor:
         """So that a sum of that many does not overflow; infinities stay what they are."""
         most = torch.finfo(self.dtype).max / (count + 1 if count > 1 else 1)  # sums are rounded
+        most = min(most, torch.finfo(values.dtype).max)
         return torch.where(values.isinf(), values, values.clamp(-most, most)).to(self.dtype)

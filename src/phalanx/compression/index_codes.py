@@ -20,85 +20,95 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.compression.bits import (
-    bytes_for,
-    pack_bits,
-    pack_numbers,
-    unpack_bits,
-    unpack_numbers,
-)
+from phalanx.compression.bits import bits_of, bytes_for, numbers_of, pack_bits, unpack_bits
 
 
 class Code(NamedTuple):
-    """A code: how many bytes it takes for (n, k), and both ways."""
+    """A code: how many bits it takes for (n, k); bits of k indices below n; and back."""
 
-    size: Callable[[int, int], int]
+    bits: Callable[[int, int], int]
     encode: Callable[[Tensor, int], Tensor]
     decode: Callable[[Tensor, int, int], Tensor]
 
 
 def code_for(n: int, k: int) -> Code:
-    """The smallest one; the first of those in the table."""
-    return min(CODES.values(), key=lambda code: code.size(n, k))
+    """The shortest one; the first of those in the table."""
+    return min(CODES.values(), key=lambda code: code.bits(n, k))
+
+
+def encoded_size(n: int, k: int) -> int:
+    """Bytes of k indices below n."""
+    return bytes_for(code_for(n, k).bits(n, k))
+
+
+def encode(indices: Tensor, n: int) -> Tensor:
+    """`[k]` different indices below n, ascending, as uint8."""
+    return pack_bits(code_for(n, len(indices)).encode(indices.long(), n))
+
+
+def decode(packed: Tensor, n: int, k: int) -> Tensor:
+    """The indices, int64. Bytes that are no code give another number of them, or n and more."""
+    code = code_for(n, k)
+    return code.decode(unpack_bits(packed, code.bits(n, k)), n, k)
 
 
 def _width(n: int) -> int:
     return max(n - 1, 0).bit_length()
 
 
-def _plain_size(n: int, k: int) -> int:
-    return bytes_for(k * _width(n))
+def _plain_bits(n: int, k: int) -> int:
+    return k * _width(n)
 
 
 def _plain_encode(indices: Tensor, n: int) -> Tensor:
-    return pack_numbers(indices, _width(n))
+    return bits_of(indices, _width(n))
 
 
-def _plain_decode(packed: Tensor, n: int, k: int) -> Tensor:
-    return unpack_numbers(packed, _width(n), k)
+def _plain_decode(bits: Tensor, n: int, k: int) -> Tensor:
+    return numbers_of(bits, _width(n), k)
 
 
-def _bitmap_size(n: int, k: int) -> int:
-    return bytes_for(n)
+def _bitmap_bits(n: int, k: int) -> int:
+    return n
 
 
 def _bitmap_encode(indices: Tensor, n: int) -> Tensor:
-    return pack_bits(_ones_at(indices.long(), n))
+    return _ones_at(indices, n)
 
 
-def _bitmap_decode(packed: Tensor, n: int, k: int) -> Tensor:
-    return _ones_of(packed, n)
+def _bitmap_decode(bits: Tensor, n: int, k: int) -> Tensor:
+    return bits.nonzero().flatten()
 
 
-def _low_bits(n: int, k: int) -> int:
+def _low(n: int, k: int) -> int:
+    """How many bits of an index are low ones."""
     return max(n // max(k, 1), 1).bit_length() - 1
 
 
 def _row(n: int, k: int) -> int:
     """Bits of the high parts."""
-    return k + (max(n - 1, 0) >> _low_bits(n, k))
+    return k + (max(n - 1, 0) >> _low(n, k))
 
 
-def _two_parts_size(n: int, k: int) -> int:
-    return bytes_for(k * _low_bits(n, k)) + bytes_for(_row(n, k))
+def _two_parts_bits(n: int, k: int) -> int:
+    return k * _low(n, k) + _row(n, k)
 
 
 def _two_parts_encode(indices: Tensor, n: int) -> Tensor:
-    k, indices = len(indices), indices.long()
-    low = _low_bits(n, k)
+    k = len(indices)
+    low = _low(n, k)
     places = (indices >> low) + torch.arange(k, device=indices.device)
-    lows = pack_numbers(indices & ((1 << low) - 1), low)
-    return torch.cat([lows, pack_bits(_ones_at(places, _row(n, k)))])
+    lows = bits_of(indices & ((1 << low) - 1), low)
+    return torch.cat([lows, _ones_at(places, _row(n, k))])
 
 
-def _two_parts_decode(packed: Tensor, n: int, k: int) -> Tensor:
-    low = _low_bits(n, k)
-    lows, row = packed.tensor_split([bytes_for(k * low)])
-    places = _ones_of(row, _row(n, k))
+def _two_parts_decode(bits: Tensor, n: int, k: int) -> Tensor:
+    low = _low(n, k)
+    places = bits[k * low :].nonzero().flatten()
     if len(places) != k:
-        return places  # too many or too few: the caller refuses them
-    highs = places - torch.arange(k, device=packed.device)
-    return highs << low | unpack_numbers(lows, low, k)
+        return places
+    highs = places - torch.arange(k, device=bits.device)
+    return highs << low | numbers_of(bits[: k * low], low, k)
 
 
 def _ones_at(places: Tensor, count: int) -> Tensor:
@@ -107,14 +117,10 @@ def _ones_at(places: Tensor, count: int) -> Tensor:
     return bits
 
 
-def _ones_of(packed: Tensor, count: int) -> Tensor:
-    return unpack_bits(packed, count).nonzero().flatten()
-
-
 CODES: Mapping[str, Code] = MappingProxyType(
     {
-        "plain": Code(_plain_size, _plain_encode, _plain_decode),
-        "two_parts": Code(_two_parts_size, _two_parts_encode, _two_parts_decode),
-        "bitmap": Code(_bitmap_size, _bitmap_encode, _bitmap_decode),
+        "plain": Code(_plain_bits, _plain_encode, _plain_decode),
+        "two_parts": Code(_two_parts_bits, _two_parts_encode, _two_parts_decode),
+        "bitmap": Code(_bitmap_bits, _bitmap_encode, _bitmap_decode),
     }
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.compression.index_codes import code_for
+from phalanx.compression.index_codes import decode, encode, encoded_size
 from phalanx.errors import SizeMismatchError
 
 
@@ -33,25 +33,23 @@ class CompressedGradient:
     def nbytes(self) -> int:
         """Bytes on the wire: of the values, and of the indices in their shortest code."""
         k = len(self.values)
-        return self.values.nbytes + code_for(self.original_len, k).size(self.original_len, k)
+        return self.values.nbytes + encoded_size(self.original_len, k)
 
     def pack(self) -> Tensor:
         """The bytes on the wire, uint8. Their number follows from k, `original_len` and dtype."""
-        n, k = self.original_len, len(self.values)
-        code = code_for(n, k).encode(self.indices, n)
+        code = encode(self.indices, self.original_len)
         return torch.cat([self.values.contiguous().view(torch.uint8), code])
 
     @classmethod
     def unpack(cls, packed: Tensor, k: int, n: int, dtype: torch.dtype) -> CompressedGradient:
         """What `pack` was given. Raises `SizeMismatchError` for bytes that are no such message."""
         split = k * dtype.itemsize
-        code = code_for(n, k)
-        if len(packed) != split + code.size(n, k):
+        expected = split + encoded_size(n, k)
+        if len(packed) != expected:
             raise SizeMismatchError(
-                f"{k} of {n} values of {dtype} are {split + code.size(n, k)} bytes, not "
-                f"{len(packed)}"
+                f"{k} of {n} values of {dtype} are {expected} bytes, not {len(packed)}"
             )
-        indices = code.decode(packed[split:], n, k)
+        indices = decode(packed[split:], n, k)
         if len(indices) != k or (k and int(indices[-1]) >= n):
             raise SizeMismatchError(f"these bytes do not say which {k} of {n} values they are")
         values = packed[:split].clone().view(dtype)  # at an address that the dtype can have
