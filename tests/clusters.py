@@ -56,8 +56,12 @@ class Cluster(ABC):
         """Run `fn(backend)` on `size` ranks; the results in rank order."""
 
 
+NOTHING_IN_COMMON = MappingProxyType({"memory": "its ranks have none in common"})
 LIBRARYS_OWN = MappingProxyType(
-    {"agreement": "collectives of the library's own run whatever the other ranks call"}
+    {
+        "agreement": "collectives of the library's own run whatever the other ranks call",
+        **NOTHING_IN_COMMON,
+    }
 )
 
 
@@ -170,6 +174,7 @@ class Tcp(Threads):
 
     name = "tcp"
     speaks_tcp = True
+    lacks = NOTHING_IN_COMMON
     kind: type[MeshBackend] = TcpBackend
 
     def host(self, rank: int) -> str:
@@ -198,6 +203,7 @@ class SharedMemory(Tcp):
     """`SharedMemoryBackend`: ranks of this host that have memory in common."""
 
     name = "shm"
+    lacks: Mapping[str, str] = MappingProxyType({})
     kind = SharedMemoryBackend
 
 

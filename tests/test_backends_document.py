@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clusters import CLUSTERS
+
 import phalanx
 from phalanx.backends.library.kinds import KINDS
 from phalanx.launch.factories import BACKENDS
@@ -20,6 +22,17 @@ def test_every_backend_is_in_the_table() -> None:
 def test_every_name_that_init_takes_is_in_the_table() -> None:
     (row,) = (line for line in DOCUMENT.splitlines() if line.startswith("| name for `init`"))
     assert {name for name in BACKENDS if f"`{name}`" not in row} <= {"auto"}
+
+
+def test_whose_ranks_have_memory_in_common_is_as_the_document_says() -> None:
+    (row,) = (line for line in DOCUMENT.splitlines() if line.startswith("| memory that all ranks"))
+    simulated, ours, gloo, *_ = (cell.strip() for cell in row.split("|")[2:])
+    has_some = {cluster.name: "memory" not in cluster.lacks for cluster in CLUSTERS}
+    assert (simulated, gloo) == ("yes", "no")
+    assert has_some["simulated"]
+    assert not has_some["gloo"]
+    for name in ("tcp", "shm"):
+        assert (f"`{name}`" in ours) == has_some[name]
 
 
 def test_what_gloo_computes_is_as_the_document_says() -> None:

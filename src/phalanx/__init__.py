@@ -120,7 +120,14 @@ _WHERE = {
     "phalanx.launch.init": ("init",),
     "phalanx.launch.simulate": ("Simulation", "simulate"),
     "phalanx.launch.spawn": ("spawn",),
-    "phalanx.parallel": ("DDP", "SyncBatchNorm", "convert_sync_batchnorm"),
+    "phalanx.parallel": (
+        "DDP",
+        "FSDP",
+        "MixedPrecision",
+        "ShardingStrategy",
+        "SyncBatchNorm",
+        "convert_sync_batchnorm",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -31,6 +31,12 @@ def until_killed(backend: Backend, wire: Connection) -> tuple[str, int | None]:
     """Collectives of every kind of memory, until somebody dies."""
     tensors = [torch.ones(2), torch.ones(1 << 18), backend.empty(1 << 18).fill_(1)]
     groups = [backend, backend.subgroup(range(backend.world_size))]
+    together = backend.common(backend.world_size << 18)
+    assert together is not None
+    together[backend.rank << 18 : (backend.rank + 1) << 18] = backend.rank
+    backend.barrier()
+    ranks = torch.arange(float(backend.world_size)).repeat_interleave(1 << 18)
+    assert torch.equal(together, ranks)
     for group in groups:
         for tensor in tensors:
             phalanx.all_reduce(tensor, group)
@@ -42,6 +48,7 @@ def until_killed(backend: Backend, wire: Connection) -> tuple[str, int | None]:
                     total = phalanx.all_reduce(tensor, group)
                     assert bool((total == backend.world_size).all())
     except PeerLostError as error:
+        assert torch.equal(together, ranks)
         return str(error), error.peer
 
 

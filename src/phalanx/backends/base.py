@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from phalanx.backends.calls import Calls
+from phalanx.backends.common import common
 from phalanx.backends.engine import (
     Engine,
     Failure,
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 60.0
 _BARRIER = Call("barrier")
+
+
+def _hash(label: str) -> int:
+    return xxh3_64_intdigest(label.encode()) if label else 0
 
 
 class Backend(Calls):
@@ -65,26 +71,43 @@ class Backend(Calls):
 
     # Groups -------------------------------------------------------------------------------
 
-    def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until every rank of the group has called this.
+    def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
+        """Wait until every rank of the group has called this, with the same label.
 
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
         meets = self._meets()
         if meets is not None:
-            self.carry_out("barrier", meets, timeout=timeout)
+            self.carry_out(
+                "barrier", meets, signature=label, fingerprint=_hash(label), timeout=timeout
+            )
         else:
-            self.wait(self.start_barrier(timeout=timeout))
+            self.wait(self.start_barrier(label=label, timeout=timeout))
 
-    def start_barrier(self, *, timeout: float | None = None, background: bool = False) -> Operation:
+    def start_barrier(
+        self, *, label: str = "", timeout: float | None = None, background: bool = False
+    ) -> Operation:
         """Begin a barrier; when the operation is done, every rank has come."""
         steps: Iterable[Step] | None = self._meets()
         if steps is None and self.native is not None and self.native.has(_BARRIER):
             steps = (_BARRIER,)
         if steps is None:
             steps = ring_barrier(self.rank, self.world_size)
-        return self.start("barrier", steps, timeout=timeout, background=background)
+        return self.start(
+            "barrier",
+            steps,
+            signature=label,
+            fingerprint=_hash(label),
+            timeout=timeout,
+            background=background,
+        )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share memory, so that collectives need no thread to move on."""
+        window = self.group.window
+        return window is not None and window.size == self.world_size
 
     def _meets(self) -> Iterator[Meet] | None:
         window = self.group.window
@@ -101,6 +124,31 @@ class Backend(Calls):
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialized tensor in memory that this backend sends without a copy."""
         return self.engine.empty(shape, dtype)
+
+    def common(
+        self, count: int, dtype: torch.dtype = torch.float32, *, timeout: float | None = None
+    ) -> Tensor | None:
+        """Memory that all ranks of the group have in common, as `count` elements, all zero.
+
+        What one rank writes there the others see after the next barrier, or after another
+        collective of the group in which they wait for that rank. Who writes what when is the
+        callers' business: nothing else ever reads or writes it.
+
+        Every rank of the group calls this, in the same order among its collectives, with the same
+        arguments; it blocks until all have the memory. None if they have none in common, which
+        costs no message: over TCP, over another library, and for ranks on several hosts. A group
+        of one rank has its own.
+
+        The tensor is 1-D. Its memory takes pages of the system when these are first written, once
+        for all ranks. It stays until the last tensor in it, on any rank, is gone, also when the
+        backend is closed; it has no name, so nothing is left of processes that are killed. 3(p-1)
+        small messages.
+
+        Raises `BackendUnavailableError` on every rank alike if one of them (`peer`) could not take
+        or attach it: the message says why, and the group goes on. `DesyncError`,
+        `CollectiveTimeoutError`, `PeerLostError`; ValueError for a negative count.
+        """
+        return common(self, count, dtype, timeout=timeout)
 
     # The end ------------------------------------------------------------------------------
 

@@ -17,8 +17,10 @@ from collections import deque
 from typing_extensions import override
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
+from phalanx.backends.common import Source
 from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
 from phalanx.backends.engine.engine import LONGEST_WAIT
+from phalanx.backends.simulated_memory import Shelf, ShelfMemory
 from phalanx.errors import InvalidWorldSizeError
 from phalanx.wire.messages import Answer, Ask
 
@@ -75,6 +77,7 @@ class Hub:
         self.lock = threading.RLock()
         self.ready: deque[Operation] = deque()
         self.scheduler: Scheduler = FreeThreads(self.lock, size)
+        self.shelf = Shelf(self.lock)
         self.engines = [SimulatedEngine(self, rank, size) for rank in range(size)]
 
 
@@ -86,6 +89,10 @@ class SimulatedEngine(Engine):
         self.hub = hub
         self.ready = hub.ready  # whoever delivers last carries the operation on
         self.left = False
+
+    @override
+    def common(self, group: Group) -> Source:
+        return ShelfMemory(self.hub.shelf)
 
     @override
     def transmit(self, send: PostedSend) -> None:

@@ -31,6 +31,7 @@ class Task(Generic[T]):
     source       what this rank gives: contiguous; not written, unless it is `out`
     out          where its result goes: contiguous; apart from `source`, or the same memory
     result       what the caller gets in the end
+    consumes     whether `source` may be overwritten meanwhile, which saves a copy
     """
 
     collective: str
@@ -41,6 +42,7 @@ class Task(Generic[T]):
     result: Callable[[], T]
     op: ReduceOp | None = None
     root: int = 0
+    consumes: bool = False
 
 
 class Out(NamedTuple):

@@ -88,9 +88,9 @@ def _scattered(task: Task[Any], plan: Plan, backend: Backend) -> Work:
 
 
 def _reduced(task: Task[Any], plan: Plan, backend: Backend) -> Work:
-    """reduce_scatter: a copy of the whole, of which this rank's slice is the result."""
+    """reduce_scatter: the whole or a copy of it, of which this rank's slice is the result."""
     assert task.source is not None
-    work = _copy(task.source, backend)
+    work = task.source if task.consumes else _copy(task.source, backend)
     return Work(work, own=_slice(work, backend))
 
 

@@ -2,6 +2,14 @@
 
 from phalanx.parallel.convert_batch_norm import convert_sync_batchnorm
 from phalanx.parallel.ddp import DDP
+from phalanx.parallel.fsdp import FSDP, MixedPrecision, ShardingStrategy
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DDP", "SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "MixedPrecision",
+    "ShardingStrategy",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+]

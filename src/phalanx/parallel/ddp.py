@@ -23,7 +23,8 @@ from phalanx.parallel.drift import DriftCheck
 from phalanx.parallel.finite import FiniteCheck, Skip
 from phalanx.parallel.hints import BEGINNING, UNANSWERED, hint
 from phalanx.parallel.join import Join, check_joinable
-from phalanx.parallel.reducer import Reducer, inside_backward
+from phalanx.parallel.passes import inside_backward
+from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.replicas import check_same_model
 from phalanx.parallel.roll import Turn
 from phalanx.parallel.tensors import broadcast_all_

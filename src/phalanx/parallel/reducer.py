@@ -26,6 +26,7 @@ from phalanx.parallel.finite import FiniteCheck
 from phalanx.parallel.hints import AVERAGING, UNANSWERED, hint
 from phalanx.parallel.hooks import check_alone, watch_gradients
 from phalanx.parallel.join import Join
+from phalanx.parallel.passes import inside_backward
 from phalanx.parallel.roll import Turn
 
 NAMES_SHOWN = 10
@@ -251,11 +252,6 @@ class Reducer:
     def _listed(names: list[str]) -> str:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         return ", ".join(names[:NAMES_SHOWN]) + more
-
-
-def inside_backward() -> bool:
-    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
-    return torch._C._current_graph_task_id() >= 0
 
 
 _THEY_WERE_FROZEN = "requires_grad was switched off after DDP was built"

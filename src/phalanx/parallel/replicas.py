@@ -17,7 +17,9 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen})"
 
 
-def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, object]) -> None:
+def check_same_model(
+    module: nn.Module, backend: Backend, options: Mapping[str, object], *, who: str = "DDP"
+) -> None:
     """Raise `DesyncError` on every rank unless all have parameters alike, in the same order.
 
     Names, shapes, dtypes and `requires_grad` are compared, not values; and `options`, which every
@@ -31,7 +33,7 @@ def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, 
     if differ is None:
         return
     what, remedy = (
-        ("options of DDP", "Pass the same ones on every rank")
+        (f"options of {who}", "Pass the same ones on every rank")
         if differ.place < len(options)
         else ("models", "Build the same model on every rank, in the same order")
     )
@@ -39,5 +41,5 @@ def check_same_model(module: nn.Module, backend: Backend, options: Mapping[str, 
         f"rank {backend.rank}: the ranks' {what} differ: {differ.text}. {remedy}",
         rank=backend.rank,
         peer=differ.odd[0],
-        op="DDP",
+        op=who,
     )

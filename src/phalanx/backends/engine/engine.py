@@ -37,6 +37,7 @@ from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.messages import Answer, Ask, shortened
 
 if TYPE_CHECKING:
+    from phalanx.backends.common import Source
     from phalanx.backends.shm.window import Window
 
 NOT_ASKED = Ask(-1, 0, "")
@@ -128,6 +129,13 @@ class Engine(ABC):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor in memory that is sent without a copy."""
         return torch.empty(shape, dtype=dtype)
+
+    def common(self, group: Group) -> Source | None:
+        """Where memory comes from that all members of a group have in common, if they have any.
+
+        The same answer on every one of them.
+        """
+        return None
 
     def in_background(self, operation: Operation) -> None:  # noqa: B027 - not all need to do a thing
         """See to it that this operation moves on while nobody waits for it. Lock not held."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
 from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.backends.shm.meeting import Meet
+from phalanx.backends.shm.piece import Piece
 from phalanx.backends.shm.window import Window
 from phalanx.backends.tcp.awaited import AllSent, Awaited, NothingLeft
 from phalanx.backends.tcp.mesh import Mesh
@@ -29,6 +30,7 @@ from phalanx.wire.handshake import Identity
 from phalanx.wire.messages import Answer, Ask, encode
 
 if TYPE_CHECKING:
+    from phalanx.backends.common import Source
     from phalanx.backends.shm.commons import Commons
 
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
@@ -108,6 +110,11 @@ class TcpEngine(Engine):
             return super().empty(shape, dtype)
         with self.lock:
             return self.commons.arena.empty(shape, dtype)
+
+    @override
+    def common(self, group: Group) -> Source | None:
+        together = group.window is not None and group.window.size == group.size
+        return Piece() if together else None
 
     @override
     def transmit(self, send: PostedSend) -> None:

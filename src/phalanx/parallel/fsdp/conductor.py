@@ -1,0 +1,260 @@
+"""The conductor: says when each unit is gathered, freed and reduced.
+
+    forward             gather 0 | compute 0 | free 0
+                          gather 1 ......... | compute 1 | free 1
+                                               gather 2  ....
+    backward    ... | compute 1 | free 1, reduce 1 ......
+                      gather 0  | compute 0 | free 0, reduce 0
+                                                       the end: wait, and give
+
+Hooks of the model's modules tell it where a pass is. What comes next is guessed from the last
+forward pass; a wrong guess costs time only. All ranks run the same model, and so do all this in
+the same order. One that does not is told so by the collectives, whose labels name the unit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import ReduceOp, all_reduce_
+from phalanx.errors import MisuseError
+from phalanx.parallel.fsdp.sites import Sites
+from phalanx.parallel.fsdp.unit import Call, Unit
+from phalanx.parallel.fsdp.writing import Writing
+from phalanx.parallel.passes import inside_backward, keeps_graph
+
+
+class Conductor:
+    """Of one FSDP on one rank.
+
+    synchronize     whether backward passes reduce; if not, full gradients add up on this rank
+    forwards        how many forward passes there were
+    looked_ahead    whether units were gathered for a forward pass that has not come
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sites: Sites,
+        writing: Writing,
+        backend: Backend,
+        prefetch: int,
+    ) -> None:
+        self.synchronize = True
+        self.forwards = 0
+        self.looked_ahead = False
+        self._units = units
+        self._sites = sites
+        self._writing = writing
+        self._backend = backend
+        self._prefetch = prefetch
+        self._order: list[Unit] = list(units)  # of the last forward pass; before it, a guess
+        self._seen: list[Unit] = []  # in the one under way, or over
+        self._depth = 0  # of units' forward passes inside each other
+        self._open = False  # a backward pass is under way
+        self._keeps_graph = False
+        self._calls: list[Call] = []  # that it has come to
+        self._reducing: Unit | None = None
+        self._accumulated = False  # gradients that were not reduced
+
+    # Forward --------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit) -> None:
+        """A unit's module is about to compute."""
+        if self._depth == 0 and not inside_backward():
+            self._begin_pass()
+        self._depth += 1
+        self._seen.append(unit)
+        unit.gather()
+        self._look_ahead(self._order, len(self._seen))
+
+    def _begin_pass(self) -> None:
+        if self._open:
+            self._forget()
+        self._writing.settle()
+        self._sites.show()
+        self._seen = []
+        self.forwards += 1
+        self.looked_ahead = False
+
+    def end_forward(self, unit: Unit, inputs: Any, outputs: Any) -> None:
+        """It has computed, or failed."""
+        self._depth -= 1
+        failed = sys.exc_info()[1] is not None
+        if not failed and torch.is_grad_enabled():
+            self._watch(unit, inputs, outputs)
+        if inside_backward():
+            return  # a checkpoint is computed again, and its backward pass comes at once
+        if not failed:
+            unit.free()
+        if self._depth == 0:
+            self._sites.hide()
+            if not failed:
+                self._order = self._seen
+                self.free()
+
+    def free(self) -> None:
+        """Free what is there, what was gathered in vain, too."""
+        for unit in self._units:
+            unit.free()
+
+    def bring_up_to_date(self) -> None:
+        """Gather what was written, and stays. Blocks."""
+        self._writing.settle()
+        for unit in self._units:
+            unit.begin_gather()
+        for unit in self._units:
+            unit.gather()
+
+    def look_at_first(self) -> None:
+        """Begin to gather what the next forward pass begins with."""
+        self._writing.settle()
+        self.looked_ahead = True
+        for unit in self._order[: 1 + self._prefetch]:
+            unit.begin_gather()
+
+    def _look_ahead(self, order: Sequence[Unit], position: int) -> None:
+        for unit in order[position : position + self._prefetch]:
+            unit.begin_gather()
+
+    def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> None:
+        """See to it that the backward pass through this call is noticed."""
+        call = Call(unit, self._writing.epoch)
+        before = [
+            t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad
+        ]
+        attached = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
+        for output in attached:
+            output.register_hook(lambda _: self._backward_reaches(call))  # type: ignore[no-untyped-call]
+        # A leaf would collect the hooks of all passes.
+        if attached and before and not any(tensor.is_leaf for tensor in before):
+            call.inputs = len(before)
+            for tensor in before:
+                tensor.register_hook(lambda _: self._backward_leaves(call))  # type: ignore[no-untyped-call]
+
+    # Backward -------------------------------------------------------------------------------
+
+    def _backward_reaches(self, call: Call) -> None:
+        """The gradient of an output of a unit is there: its own backward pass comes next."""
+        unit = call.unit
+        if call.spent:
+            self._refuse(
+                f"a second backward pass through one forward pass of {unit.title}: its graph is "
+                "gone. Pass retain_graph=True to the first one, or run forward again"
+            )
+        if call.epoch != self._writing.epoch:
+            self._refuse(
+                f"backward through {unit.title}, whose parameters were written after its forward "
+                "pass (an optimizer's step, load_state_dict): run forward again"
+            )
+        self._begin_backward()
+        if call in unit.reached:
+            return
+        self._calls.append(call)
+        unit.begin_backward()
+        unit.reached.add(call)
+        unit.gather()
+        if unit in self._seen:
+            last = len(self._seen) - 1 - self._seen[::-1].index(unit)
+            self._look_ahead(self._seen[:last][::-1], 0)
+
+    def _begin_backward(self) -> None:
+        if not self._open:
+            self._open = True
+            self._keeps_graph = keeps_graph()
+            self._sites.show()  # for checkpoints, which are computed again
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def gradient_came(self, unit: Unit, flat: int, number: int) -> None:
+        """A full parameter's gradient is complete."""
+        self._begin_backward()
+        unit.begin_backward()
+        if self.synchronize:
+            unit.put(flat, number)
+        else:
+            self._accumulated = True
+        if unit.count():
+            if self.synchronize:
+                self._reduce(unit)
+            if not unit.has_frozen:
+                unit.free()
+
+    def _backward_leaves(self, call: Call) -> None:
+        """The gradient of an input of a unit is there."""
+        call.inputs -= 1
+        unit = call.unit
+        if call.inputs or call not in unit.reached:
+            return
+        unit.reached.discard(call)
+        if not unit.reached:  # all that will come has come; the rest was not used
+            if self.synchronize and unit.owes:
+                self._reduce(unit)
+            unit.free()
+
+    def _reduce(self, unit: Unit) -> None:
+        """One at a time: full gradients take memory until they are reduced."""
+        if self._reducing is not None:
+            self._reducing.finish_scattering()
+        unit.reduce()
+        self._reducing = unit
+
+    def _end_backward(self) -> None:
+        for call in self._calls:
+            call.spent = not self._keeps_graph
+        if self.synchronize:
+            self._reduce_rest()
+        self._close()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what was accumulated and not reduced since, if anything."""
+        if self._accumulated:
+            self._reduce_rest()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
+        """What is left of this pass and earlier ones; then means become the gradients."""
+        for unit in self._units:
+            if unit.owes:
+                self._reduce(unit)
+        used = [flag for unit in self._units for flag in unit.used()]
+        flags = torch.tensor(used, dtype=torch.uint8)
+        for unit in self._units:
+            unit.finish()
+        self._reducing = None
+        if len(flags):
+            all_reduce_(flags, self._backend, ReduceOp.MAX)
+        anywhere = [bool(flag) for flag in flags.tolist()]
+        start = 0
+        for unit in self._units:
+            stop = start + sum(len(flat.parameters) for flat in unit.flats)
+            unit.give(anywhere[start:stop])
+            start = stop
+        self._accumulated = False
+
+    def _close(self) -> None:
+        self._open = False
+        self._calls = []
+        self._sites.hide()
+        for unit in self._units:
+            unit.end_backward()
+            unit.free()
+
+    # When something went wrong --------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """A backward pass failed: nothing of it counts."""
+        self._reducing = None
+        for unit in self._units:
+            unit.forget()
+        self._close()
+
+    def _refuse(self, problem: str) -> NoReturn:
+        rank = self._backend.rank
+        raise MisuseError(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")

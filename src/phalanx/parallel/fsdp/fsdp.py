@@ -1,0 +1,345 @@
+"""FSDP: every rank keeps a shard of the parameters, and has the whole of a unit while it computes.
+
+    rank 0    | a a a . . .  b b . .  c c c . |         parameters() and optimizer state: shards
+    rank 1    | . . . a a a  . . b b  . . . c |
+                 gather a -> compute a -> free a         forward
+                 gather a -> compute a -> free a, reduce gradients of a        backward
+
+(Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.backends.base import Backend
+from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
+from phalanx.errors import UnsupportedOperationError as Unsupported
+from phalanx.parallel.fsdp.build import build
+from phalanx.parallel.fsdp.clip import clip_, norm_of
+from phalanx.parallel.fsdp.materialize import Initialize
+from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_of, release
+from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of
+from phalanx.parallel.fsdp.state import full_state, full_values, shards_of
+from phalanx.parallel.fsdp.strategy import ShardingStrategy
+from phalanx.parallel.slices import Slice
+from phalanx.parallel.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from phalanx.parallel.fsdp.units import UnitRule
+
+
+class FSDP(Wrapper):
+    """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
+
+    module       the model; the same on every rank, in structure. Rank 0's values count. It may be
+                 on the meta device: then it is given values unit by unit (`reset_parameters` of
+                 its modules), and no rank ever holds all of it
+    backend      the ranks that train together
+    strategy     what is cut, and when full parameters are there: see `ShardingStrategy`
+    unit         what is gathered together: a class of modules, several, or a function of a module.
+                 By default every direct child that has parameters (of a list of modules, its
+                 members). What is in none of these is a unit, too, while the model computes
+    mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
+    prefetch     how many units are gathered ahead, in forward and in backward
+    initialize   for a model on the meta device: called with each module that has parameters or
+                 buffers of its own there, in the place of its `reset_parameters`
+
+    `fsdp(x)` computes as the module does; when `loss.backward()` returns, each parameter's `.grad`
+    is this rank's part of the mean over all ranks. `parameters()` yields one `Parameter` for each
+    of the module's, under its name: a 1-D slice of it, possibly empty (NO_SHARD: the whole), the
+    same object for the whole run. So any torch optimizer works; one that is not elementwise sees
+    other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
+    nothing; without it each backward pass adds to the shards' `.grad`.
+
+    What a unit computes has to leave it as outputs of its `forward`: a backward pass that comes in
+    by another way (a loss kept as an attribute) is not noticed, and finds the unit freed.
+
+    On one host with shared memory (`backend.common`) the full parameters exist once, and a gather
+    moves nothing: it waits until all ranks have written. Who writes parameters, other than through
+    a torch optimizer or the methods of this class, does so inside `writing()`.
+
+    Moves, per step and rank, with n bytes of parameters and p ranks: FULL_SHARD 3(p-1)/p n,
+    SHARD_GRAD_OP 2(p-1)/p n, NO_SHARD an all-reduce of n. Keeps n/p of parameters, gradients and
+    optimizer state each, and the units in flight: one that computes, with its gradients, `prefetch`
+    that come, and the gradients of one in a reduce-scatter.
+
+    Raises `InvalidWorldSizeError` if the strategy does not fit the number of ranks, `DesyncError`,
+    on every rank, if their models or options differ, and `MisuseError` for a module that is
+    wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        *,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        unit: UnitRule | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | None = None,
+        prefetch: int = 1,
+        initialize: Initialize | None = None,
+    ) -> None:
+        super().__init__(module)
+        if prefetch < 0:
+            raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
+        self.backend = backend
+        self.strategy = strategy
+        self.mixed_precision = precision_of(mixed_precision)
+        self._summoned = False
+        self._warned = False
+        for name, parameter in module.named_parameters():
+            if owner_of(parameter) is not None:
+                self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
+        built = build(
+            module,
+            backend,
+            strategy=strategy,
+            rule=unit,
+            precision=self.mixed_precision,
+            prefetch=prefetch,
+            initialize=initialize,
+        )
+        self._ranks, self._units, self._flats = built.ranks, built.units, built.flats
+        self._writing, self._conductor, self._sites = built.writing, built.conductor, built.sites
+        self._detach = built.hooks
+        self._checked = False
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                claim(parameter, self)
+        weakref.finalize(self, self._detach)
+
+    # As a module ----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Blocks while units are gathered."""
+        if self._summoned:
+            self._refuse("forward inside summon_full_params(): leave it first")
+        if not self._checked:
+            self._sites.check_complete(self.module)
+            self._checked = True
+        return self.module(*args, **kwargs)
+
+    def slices(self) -> dict[str, Slice]:
+        """For each parameter, by name, what part of it this rank's `Parameter` holds."""
+        return {
+            name: Slice(shape, *flat.layout.part(number, flat.place))
+            for flat in self._flats
+            for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
+        }
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the next one outside reduces the sum.
+
+        Full gradients stay in memory meanwhile.
+        """
+        conductor = self._conductor
+        before, conductor.synchronize = conductor.synchronize, False
+        try:
+            yield
+        finally:
+            conductor.synchronize = before
+
+    def sync_gradients(self) -> None:
+        """Reduce gradients that were accumulated under `no_sync` and not reduced since.
+
+        Blocks until they are; every rank has to call it. Does nothing where there are none: after
+        an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
+        """
+        if not self._conductor.forwards:
+            self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
+        self._conductor.reduce_accumulated()
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns what it was.
+
+        The norm is that of the whole gradients, the same on every rank. Changes `.grad` in place.
+        Blocks for one message of 8 bytes; every rank calls it.
+        """
+        parameters = list(self.parameters())
+        total = norm_of(parameters, self._ranks.shards, float(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"rank {self.backend.rank}: FSDP: the norm of the gradients is {total.item()}"
+            )
+        clip_(parameters, total, max_norm)
+        return total
+
+    # By hand --------------------------------------------------------------------------------
+
+    def prefetch_forward_params(self) -> None:
+        """Begin to gather what the next forward pass begins with. Returns at once.
+
+        Every rank calls it. `UnsupportedOperationError` with a strategy that keeps full parameters;
+        `MisuseError` if what was prefetched before was not used.
+        """
+        if self.strategy.keeps_whole:
+            rank = self.backend.rank
+            raise Unsupported(
+                f"rank {rank}: FSDP: prefetch_forward_params() with {self.strategy}, which keeps "
+                "full parameters: there is nothing to gather",
+                rank=rank,
+                op="FSDP",
+            )
+        if self.has_pending_prefetch():
+            self._refuse(
+                "prefetch_forward_params() twice in a row: the first one has not been used by a "
+                "forward pass yet"
+            )
+        self._conductor.look_at_first()
+
+    def has_pending_prefetch(self) -> bool:
+        """Whether `prefetch_forward_params()` was called and no forward pass has come since."""
+        return self._conductor.looked_ahead
+
+    def broadcast_updated_params(self) -> None:
+        """Exchange the shards that an optimizer has written; else the next forward pass does.
+
+        With SHARD_GRAD_OP. Blocks; every rank calls it. Does nothing with the other strategies, nor
+        if nothing was written since.
+        """
+        if self.strategy.keeps_whole:
+            self._conductor.bring_up_to_date()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Parameters are written in here, in place: `with fsdp.writing(): p.mul_(0.5)`.
+
+        Every rank enters it, and waits until none reads parameters that it shares with others. An
+        optimizer's step and the methods of this class do so by themselves.
+        """
+        with self._writing.phase("writing()"):
+            yield
+
+    @torch.no_grad()
+    def update_shards(self, flat: Tensor) -> None:
+        """Overwrite this rank's shards, in the order of `parameters()`, from one flat tensor.
+
+        Every rank calls it. `SizeMismatchError` if its length is not that of all of them together;
+        nothing is changed then.
+        """
+        parameters = list(self.parameters())
+        wanted = sum(p.numel() for p in parameters)
+        if flat.dim() != 1 or flat.numel() != wanted:
+            error = SizeMismatchError(
+                f"rank {self.backend.rank}: FSDP: update_shards() takes a flat tensor of {wanted} "
+                f"elements, all shards of this rank, and was given {flat.numel()} "
+                f"({list(flat.shape)}); nothing was changed",
+                rank=self.backend.rank,
+                op="FSDP",
+            )
+            raise error
+        with self._writing.phase("update_shards()"):
+            pieces = torch.split(flat.detach(), [p.numel() for p in parameters])
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                parameter.copy_(piece.view(parameter.shape))
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's names, and this rank's shards; no communication."""
+        return self.module.state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The plain module's state, whole, on every rank; with `rank0_only` empty on the others.
+
+        Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
+        """
+        self._writing.settle()
+        wanted = not rank0_only or self.backend.rank == 0
+        return full_state(self.module, self._flats, wanted=wanted)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full tensors, as of a plain module, or this rank's shards, as of `state_dict()`.
+
+        Values are copied into the shards. Every rank calls it. `SizeMismatchError` names a tensor
+        that is neither, and nothing is changed.
+        """
+        if assign:
+            self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
+        local = shards_of(state_dict, self.module, self._flats, self.backend.rank)
+        with self._writing.phase("load_state_dict()"):
+            return self.module.load_state_dict(local, strict=strict)
+
+    @contextmanager
+    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
+        """In here modules have full parameters: `fsdp.module.head.weight` has its own shape.
+
+        They are copies, this rank's own. With `writeback`, each rank's part of what it has in the
+        end is its shard afterwards; so every rank makes the same changes. `parameters()` are the
+        shards all the time. Every rank enters and leaves it. Takes memory for the whole model.
+        """
+        if self._summoned:
+            self._refuse("summon_full_params() inside itself")
+        self._writing.settle()
+        self._conductor.free()
+        copies = [flat.all_shards().clone() for flat in self._flats]
+        self._summoned = True
+        try:
+            with self._sites.shown(self._units):
+                for flat, copy in zip(self._flats, copies, strict=True):
+                    flat.lend(copy)
+                yield
+        finally:
+            self._summoned = False
+            for flat in self._flats:
+                flat.take_back()
+        if writeback:
+            with self._writing.phase("summon_full_params()"), torch.no_grad():
+                for flat, copy in zip(self._flats, copies, strict=True):
+                    flat.take(copy)
+
+    @torch.no_grad()
+    def unwrap(self) -> nn.Module:
+        """The plain module, with full parameters: the same `Parameter` objects, without gradients.
+
+        Every rank calls it; this FSDP is of no use afterwards.
+        """
+        self._writing.settle()
+        values = {p: value.clone() for p, value in full_values(self._flats)}
+        if self._ranks.shards is not None:
+            self._ranks.shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
+        self._detach()
+        for parameter, value in values.items():
+            parameter.grad = None
+            parameter.data = value
+            release(parameter)
+        return self.module
+
+    # What optimizers tell -------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to write some of the parameters."""
+        kind = type(optimizer).__name__
+        if kind in NOT_ELEMENTWISE and not self._warned and self.strategy.name != "no_shard":
+            self._warned = True
+            log.warning(
+                "rank %d: FSDP: %s is not elementwise: on flat shards its steps are not those that "
+                "it takes with the plain module. Use an elementwise optimizer (SGD, Adam, AdamW), "
+                "or ShardingStrategy.NO_SHARD",
+                self.backend.rank,
+                kind,
+            )
+        self._writing.begin("step")
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has."""
+        self._writing.end("step")
+
+    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+        rank = self.backend.rank
+        raise kind(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")

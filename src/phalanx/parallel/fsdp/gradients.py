@@ -1,0 +1,162 @@
+"""Gradients of full parameters become gradients of shards.
+
+    autograd gives one of a whole parameter    put      1/p of it copied to flat memory; dropped
+    all of the flat memory's are in            reduce   reduce-scatter: this rank's part of the sum
+    ... between replicas                                all-reduce of that part
+    the end of the backward pass               give     parameters' .grad
+
+So no full gradient lives longer than until its unit is complete. Under `no_sync` autograd's own
+stay, and are added up there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import PendingCollective, ReduceOp
+from phalanx.collectives.run import start
+from phalanx.collectives.task import Task, in_place, memory_for
+from phalanx.errors import UnsupportedOperationError
+from phalanx.parallel.fsdp.flat import Flat
+from phalanx.parallel.fsdp.ranks import Ranks
+
+
+class Gradients:
+    """Of one flat's parameters, in one backward pass.
+
+    used   the numbers of parameters that have had a gradient on this rank
+    """
+
+    def __init__(self, flat: Flat, ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+        self.used: set[int] = set()
+        self._flat = flat
+        self._ranks = ranks
+        self._dtype = reduce_dtype or flat.compute_dtype
+        self._memory: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._missing: set[int] = set()
+        self._scattering: tuple[PendingCollective[Tensor], Tensor] | None = None
+        self._averaging: list[PendingCollective[Tensor]] = []
+        self._means: list[Tensor] = []
+
+    def put(self, number: int) -> None:
+        """Take in autograd's gradient of a parameter, which is gone then."""
+        if self._memory is None:
+            self._begin()
+        whole = self._flat.wholes[number]
+        grad, whole.grad = whole.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            rank = self._ranks.world.rank
+            raise UnsupportedOperationError(
+                f"rank {rank}: FSDP: the gradient of {self._flat.names[number]} is {grad.layout}; "
+                "only dense gradients are reduced (pass sparse=False)",
+                rank=rank,
+                op="FSDP",
+            )
+        view, share = self._views[number], 1 / self._ranks.world.world_size
+        if number not in self._missing:  # a second time, before the others' first
+            view.add_(grad, alpha=share)
+        elif grad.dtype is self._dtype:
+            torch.mul(grad, share, out=view)
+        else:
+            view.copy_(grad).mul_(share)
+        self._missing.discard(number)
+        self.used.add(number)
+
+    def put_rest(self) -> None:
+        """Take in what autograd has left of earlier passes that were not reduced."""
+        for number, whole in enumerate(self._flat.wholes):
+            if whole.grad is not None:
+                self.put(number)
+
+    @property
+    def begun(self) -> bool:
+        """Whether some are in that are not reduced."""
+        return self._memory is not None
+
+    def _begin(self) -> None:
+        flat = self._flat
+        group = self._ranks.shards or self._ranks.replicas or self._ranks.world
+        count = flat.layout.padded
+        self._memory = memory_for(group, (count,), self._dtype, flat.device)
+        self._memory[flat.layout.total :].zero_()
+        self._views = flat.views(self._memory)
+        self._missing = set(range(len(self._views)))
+
+    def reduce(self, label: str) -> None:
+        """Begin to average with the other ranks; parameters without a gradient count as zeros."""
+        if self._memory is None:
+            self._begin()
+        for number in self._missing:
+            self._views[number].zero_()
+        memory, self._memory, self._views = self._memory, None, []
+        assert memory is not None
+        shards, replicas = self._ranks.shards, self._ranks.replicas
+        if shards is None:
+            self._means.append(memory)
+            self._average(memory, label)
+            return
+        shape = (self._flat.layout.shard,)
+        into = memory_for(replicas or shards, shape, self._dtype, self._flat.device)
+        task: Task[Tensor] = Task(
+            *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
+            op=ReduceOp.SUM,
+            consumes=True,
+        )
+        self._scattering = _start(task, shards, label), into
+
+    def finish_scattering(self, label: str) -> None:
+        """Wait for the reduce-scatter under way; its memory is free then."""
+        if self._scattering is not None:
+            (pending, into), self._scattering = self._scattering, None
+            pending.wait()
+            self._means.append(into)
+            self._average(into, label)
+
+    def _average(self, mean: Tensor, label: str) -> None:
+        replicas = self._ranks.replicas
+        if replicas is not None:
+            task = in_place("all_reduce", mean, op=ReduceOp.SUM)
+            self._averaging.append(_start(task, replicas, label))
+
+    def finish(self, label: str) -> None:
+        """Wait until this rank has all that it is to have."""
+        self.finish_scattering(label)
+        averaging, self._averaging = self._averaging, []
+        for pending in averaging:
+            pending.wait()
+
+    def give(self, used: set[int]) -> None:
+        """Add the means to the parameters' gradients, but for those that no rank has used."""
+        flat, means = self._flat, self._means
+        self._means, self.used = [], set()
+        for mean in means:
+            parts = flat.parts(mean.to(flat.dtype))
+            for number, (parameter, part) in enumerate(zip(flat.parameters, parts, strict=True)):
+                if number not in used or not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = part
+                else:
+                    parameter.grad.add_(part)
+
+    def forget(self) -> None:
+        """Drop everything: the pass has failed. What is under way is waited for."""
+        for whole in self._flat.wholes:
+            whole.grad = None
+        self._memory, self._views, self._means, self.used = None, [], [], set()
+        scattering, self._scattering = self._scattering, None
+        averaging, self._averaging = self._averaging, []
+        if scattering is not None:
+            scattering[0].wait()
+        for pending in averaging:
+            pending.wait()
+
+
+def _start(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
+    """In memory nothing has to be moved meanwhile: who waits does all, and the others have come."""
+    return start(task, backend, background=not backend.shares_memory, label=label)
