@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +35,21 @@ def is_own_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def load_own(compressor: Compressor, state: Mapping[str, Any], backend: Backend) -> None:
+def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """A state dict without such keys, itself if it has none; and what is under them."""
+    own = {key: value for key, value in state.items() if is_own_key(key)}
+    if not own:
+        return state, own
+    plain = OrderedDict((key, value) for key, value in state.items() if key not in own)
+    if hasattr(state, "_metadata"):  # versions of modules, which torch keeps there
+        plain._metadata = state._metadata  # type: ignore[attr-defined]
+    return plain, own
+
+
+def load_own(compressor: Compressor | None, state: Mapping[str, Any], backend: Backend) -> None:
     """Go on from the states in a dict, of which other keys are left alone.
 
-    Without any the compressor keeps the state that it has. Raises ValueError if there are states of
+    Without any the compressor keeps the state that it has. A warning says what is lost. Raises ValueError if there are states of
     different numbers of ranks.
     """
     states: dict[int, dict[str, Tensor]] = {}
@@ -49,6 +61,13 @@ def load_own(compressor: Compressor, state: Mapping[str, Any], backend: Backend)
             states.setdefault(int(rank), {})[name] = value
             sizes.add(int(size))
     if not sizes:
+        return
+    if compressor is None:
+        log.warning(
+            "rank %d: the state dict has what compressors had left over, and it is lost: there is "
+            "no compression now",
+            backend.rank,
+        )
         return
     if len(sizes) > 1:
         raise ValueError(
