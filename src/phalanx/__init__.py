@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import *
     from phalanx.launch.spawn import *
     from phalanx.parallel import *
+    from phalanx.training import *
 
 __version__ = "0.1.0"
 
@@ -127,6 +128,13 @@ _WHERE = {
         "ShardingStrategy",
         "SyncBatchNorm",
         "convert_sync_batchnorm",
+    ),
+    "phalanx.training": (
+        "CompressionConfig",
+        "DataParallelConfig",
+        "DistributedConfig",
+        "distributed_train_step",
+        "train_epoch",
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

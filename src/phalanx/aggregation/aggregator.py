@@ -7,9 +7,18 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from phalanx.backends.base import Backend
+
 
 class GradientAggregator(ABC):
-    """Averages gradients over ranks. One method: to write another one, write `aggregate`."""
+    """Averages gradients over ranks. One method: to write another one, write `aggregate`.
+
+    backend   the ranks; None if there is one only
+    steps     how many training steps it has been used for (`distributed_train_step` counts them)
+    """
+
+    backend: Backend | None = None
+    steps: int = 0
 
     @abstractmethod
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -23,6 +23,8 @@ class AllReduceAggregator(GradientAggregator):
     anything is summed; and what `all_reduce_coalesced` raises.
     """
 
+    backend: Backend
+
     def __init__(
         self, backend: Backend, *, reproducible: bool = False, timeout: float | None = None
     ) -> None:

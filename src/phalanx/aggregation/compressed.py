@@ -37,6 +37,8 @@ class CompressedAggregator(GradientAggregator):
     such a step is skipped. So it does if a call fails.
     """
 
+    backend: Backend
+
     def __init__(self, backend: Backend, compressor: Compressor) -> None:
         self.backend = backend
         self.compressor = deepcopy(compressor)

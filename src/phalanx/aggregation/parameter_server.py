@@ -34,6 +34,8 @@ class ParameterServer(GradientAggregator):
     message.
     """
 
+    backend: Backend
+
     def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
         self.backend = backend
         self.timeout = timeout

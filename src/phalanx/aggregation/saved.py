@@ -49,8 +49,8 @@ def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, 
 def load_own(compressor: Compressor | None, state: Mapping[str, Any], backend: Backend) -> None:
     """Go on from the states in a dict, of which other keys are left alone.
 
-    Without any the compressor keeps the state that it has. A warning says what is lost. Raises ValueError if there are states of
-    different numbers of ranks.
+    Without any the compressor keeps the state that it has. A warning in the log says what is lost.
+    Raises ValueError if there are states of different numbers of ranks.
     """
     states: dict[int, dict[str, Tensor]] = {}
     sizes = set()
