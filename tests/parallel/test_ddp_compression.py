@@ -133,8 +133,9 @@ def test_fewer_bytes_are_sent_and_as_many_as_messages_say():
         ddp = DDP(model, backend, compression=compression)
         ddp(noise(4, 100)).sum().backward()
         ddp.zero_grad()
-        watched = Watched(backend)
+        watched, before = Watched(backend), ddp.bytes_sent
         ddp(noise(4, 100)).sum().backward()
+        assert ddp.bytes_sent - before == watched.bytes_sent
         return watched.bytes_sent
 
     dense = simulate(lambda b: run(b, None), 2)[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.aggregation.aggregator import GradientAggregator, checked
 from phalanx.aggregation.agreement import check_same_list
-from phalanx.aggregation.exchange import begin, finish
+from phalanx.aggregation.exchange import Exchange
 from phalanx.aggregation.flat import cut_like, numbers_by_kind
 from phalanx.aggregation.saved import load_own, own_state
 from phalanx.backends.base import Backend
@@ -42,6 +42,12 @@ class CompressedAggregator(GradientAggregator):
     def __init__(self, backend: Backend, compressor: Compressor) -> None:
         self.backend = backend
         self.compressor = deepcopy(compressor)
+        self._exchange = Exchange(backend)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank so far, as rings and direct messages send them."""
+        return self._exchange.bytes_sent
 
     @torch.no_grad()
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -58,10 +64,10 @@ class CompressedAggregator(GradientAggregator):
         part = Part(self.backend.rank, self.backend.world_size)
         try:
             under_way = [
-                begin(self.compressor.average_(bundle, part), self.backend, who)
+                self._exchange.begin(self.compressor.average_(bundle, part), who)
                 for bundle in bundles
             ]
-            finish(under_way, self.backend)
+            self._exchange.finish(under_way)
         except BaseException:
             self.compressor.rollback()
             raise

@@ -7,7 +7,8 @@ finish  all requests of some averages, whose first ones have begun: round after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
 from phalanx.collectives.run import start
 from phalanx.collectives.task import Task, in_place, memory_for
-from phalanx.compression.exchange import Gather, Mean, Request, Rounds
+from phalanx.compression.exchange import Gather, Mean, Request, Rounds, Swap
 
 
 class Under(NamedTuple):
@@ -27,33 +28,50 @@ class Under(NamedTuple):
     label: str
 
 
-def begin(rounds: Rounds, backend: Backend, label: str) -> Under | None:
-    """Do the arithmetic before the first request and begin that; None if there is none.
+class Exchange:
+    """Carries out requests over the ranks of a backend.
 
-    label   what it is, in errors: ranks whose labels differ do not mean the same
+    bytes_sent   by this rank so far, as rings and direct messages send them: of each mean 2(p-1)/p
+                 of its bytes, of what is gathered p-1 times, of what is swapped (p-1)/p
     """
-    request = next(rounds, None)
-    return None if request is None else Under(rounds, _begin(request, backend, label), label)
+
+    def __init__(self, backend: Backend) -> None:
+        self.bytes_sent = 0
+        self._backend = backend
+
+    def begin(self, rounds: Rounds, label: str) -> Under | None:
+        """Do the arithmetic before the first request and begin that; None if there is none.
+
+        label   what it is, in errors: ranks whose labels differ do not mean the same
+        """
+        request = next(rounds, None)
+        return None if request is None else self._begun(rounds, request, label)
+
+    def finish(self, averages: Sequence[Under | None]) -> None:
+        """Wait for all of them, and do what comes next."""
+        under_way = [average for average in averages if average is not None]
+        while under_way:
+            following = []
+            for rounds, pending, label in under_way:
+                result = pending.wait()
+                try:
+                    request = rounds.send(result)
+                except StopIteration:
+                    continue
+                following.append(self._begun(rounds, request, label))
+            under_way = following
+
+    def _begun(self, rounds: Rounds, request: Request, label: str) -> Under:
+        self.bytes_sent += bytes_of(request, self._backend.world_size)
+        pending = start(_task(request, self._backend), self._backend, background=True, label=label)
+        return Under(rounds, pending, label)
 
 
-def finish(averages: Sequence[Under | None], backend: Backend) -> None:
-    """Wait for all of them, and do what comes next."""
-    under_way = [average for average in averages if average is not None]
-    while under_way:
-        following = []
-        for rounds, pending, label in under_way:
-            result = pending.wait()
-            try:
-                request = rounds.send(result)
-            except StopIteration:
-                continue
-            following.append(Under(rounds, _begin(request, backend, label), label))
-        under_way = following
-
-
-def _begin(request: Request, backend: Backend, label: str) -> PendingCollective[Tensor]:
-    task = _task(request, backend)
-    return start(task, backend, background=True, label=label)
+def bytes_of(request: Request, ranks: int) -> int:
+    """What each rank sends for it."""
+    twice, of = _SENT[type(request)]
+    share = (ranks - 1) * twice * request.tensor.nbytes
+    return share // ranks if of else share
 
 
 def _task(request: Request, backend: Backend) -> Task[Tensor]:
@@ -64,3 +82,9 @@ def _task(request: Request, backend: Backend) -> Task[Tensor]:
     name = "all_gather" if isinstance(request, Gather) else "all_to_all"
     result = memory_for(backend, rows, given.dtype, given.device)
     return Task(name, rows, given.dtype, given, result, lambda: result)
+
+
+_SENT: Mapping[type, tuple[int, bool]] = MappingProxyType(
+    {Mean: (2, True), Gather: (1, False), Swap: (1, True)}
+)
+"""How often, and whether a p-th of it."""

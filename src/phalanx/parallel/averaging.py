@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.aggregation.exchange import begin, finish
+from phalanx.aggregation.exchange import Exchange, bytes_of
 from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
 from phalanx.collectives.run import start
 from phalanx.collectives.task import in_place
 from phalanx.compression import Compressor
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.exchange import Part
+from phalanx.compression.exchange import Mean, Part
 from phalanx.compression.finite import is_finite
 
 
@@ -33,6 +33,10 @@ class Gradients(Protocol):
 
 class Averaging(Protocol):
     """Averages gradients over the ranks, in place."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank so far, as rings and direct messages send them."""
 
     def begin(self, gradients: Gradients, label: str) -> Any:
         """Begin to average with those of that label on the other ranks; a handle for `finish`."""
@@ -48,10 +52,12 @@ class AllReduced:
     """By one all-reduce each, in the background."""
 
     def __init__(self, backend: Backend) -> None:
+        self.bytes_sent = 0
         self._backend = backend
 
     def begin(self, gradients: Gradients, label: str) -> PendingCollective[Tensor]:
         """Start the all-reduce."""
+        self.bytes_sent += bytes_of(Mean(gradients.flat), self._backend.world_size)
         return start(
             in_place("all_reduce", gradients.flat, op=ReduceOp.MEAN),
             self._backend,
@@ -86,8 +92,13 @@ class Compressed:
     ) -> None:
         self.compressor = compressor
         self._names = names
-        self._backend = backend
+        self._exchange = Exchange(backend)
         self._part = Part(backend.rank, backend.world_size)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank so far."""
+        return self._exchange.bytes_sent
 
     @torch.no_grad()
     def begin(self, gradients: Gradients, label: str) -> Any:
@@ -97,13 +108,13 @@ class Compressed:
             [self._names[parameter] for parameter in gradients.parameters],
             [parameter.shape for parameter in gradients.parameters],
         )
-        return begin(self.compressor.average_(bundle, self._part), self._backend, label)
+        return self._exchange.begin(self.compressor.average_(bundle, self._part), label)
 
     @torch.no_grad()
     def finish(self, begun: Sequence[Any]) -> None:
         """Carry out all that is left."""
         try:
-            finish(begun, self._backend)
+            self._exchange.finish(begun)
         except BaseException:
             self.compressor.rollback()
             raise

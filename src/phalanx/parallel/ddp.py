@@ -123,19 +123,20 @@ class DDP(Wrapper):
         trained = {p: name for name, p in named.items() if p.requires_grad}
         self.compression = deepcopy(compression)
         self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
+        self._averaging = self._new_averaging(trained)
         self._reducer = Reducer(
             named,
             backend,
             bucket_size=bucket_size,
             find_unused_parameters=find_unused_parameters,
-            averaging=self._averaging(trained),
+            averaging=self._averaging,
             finite=self._finite,
             drift=DriftCheck(module.named_parameters, backend, check_replicas_every)
             if check_replicas_every
             else None,
         )
 
-    def _averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
+    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
         if self.compression is None:
             return AllReduced(self.backend)
         for parameter in trained:
@@ -288,6 +289,14 @@ class DDP(Wrapper):
                 self._reducer.answer(turn)
                 if step is not None:
                     step()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent so far, as rings and direct messages send
+        them: 2(p-1)/p of what is all-reduced, what is gathered p-1 times, (p-1)/p of what is
+        exchanged. In shared memory ranks read them instead.
+        """
+        return self._averaging.bytes_sent
 
     @property
     def skipped_steps(self) -> int:

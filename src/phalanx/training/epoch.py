@@ -57,6 +57,10 @@ def train_epoch(
                 apply_gradients,
                 aggregator,
             )
-            total, count = total + float(loss), count + 1
+            total, count = total + _number(loss), count + 1
             bar.update(task, advance=1, loss=f"{total / count:.4g}")
     return total / count if count else math.nan
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
