@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from parts import average, bundles_of, noise
 
-from phalanx import Half, RandomK
+from phalanx import ErrorFeedback, Half, RandomK, TopK
 
 
 def places(compressor: RandomK, n: int) -> list[int]:
@@ -58,3 +59,17 @@ def test_a_cast_saturates_before_a_sum_overflows_and_keeps_infinity():
     assert found[0].isinf()
     assert found[1].isnan()
     assert Half(torch.float16).compress(torch.tensor([1e30])).values.tolist() == [65504.0]
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.5), lambda: RandomK(1), lambda: Half(torch.float16)])
+def test_what_was_left_over_may_exceed_the_gradients_dtype_and_comes_in_parts(make):
+    """An infinity that came of a cast would come again in every pass."""
+    feedback = ErrorFeedback(make())
+    feedback.load_state_dict(
+        {"residual.g0": torch.tensor([1.5e5, 0.0]), "inner.draws": torch.tensor(0)}
+    )
+    came = 0
+    for _ in range(8):
+        came = came + average([feedback], bundles_of([[torch.zeros(2).half()]]))[0].double()
+        feedback.commit()
+    assert came.tolist() == [1.5e5, 0]

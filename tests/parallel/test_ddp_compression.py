@@ -21,6 +21,7 @@ from phalanx import (
     PowerSGD,
     Quantized,
     RandomK,
+    SizeMismatchError,
     TopK,
     UnsupportedOperationError,
     simulate,
@@ -435,3 +436,13 @@ def test_the_compressor_in_use_is_the_ddp_s_own():
     simulate(run, 2)
     assert shared.residual("0.weight") is None
     assert DDP.__init__.__kwdefaults__["compression"] is None
+
+
+def test_the_state_of_another_model_is_refused_by_the_parameter_s_name():
+    def run(backend: Backend) -> None:
+        ddp = DDP(mlp(), backend, compression=ErrorFeedback(TopK(0.1)))
+        for name, words in (("0.weight", "48 values"), ("9.weight", "no such gradient")):
+            with pytest.raises(SizeMismatchError, match=f"over of {name}, and .* has {words}"):
+                ddp.load_own_state({f"compression@0/1.residual.{name}": torch.zeros(5)})
+
+    simulate(run, 1)

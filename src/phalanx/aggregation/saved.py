@@ -18,6 +18,9 @@ from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
+from phalanx.compression.memory import under
+from phalanx.compression.residuals import RESIDUAL
+from phalanx.errors import SizeMismatchError
 
 log = logging.getLogger("phalanx")
 
@@ -46,8 +49,17 @@ def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, 
     return plain, own
 
 
-def load_own(compressor: Compressor | None, state: Mapping[str, Any], backend: Backend) -> None:
+def load_own(
+    compressor: Compressor | None,
+    state: Mapping[str, Any],
+    backend: Backend,
+    *,
+    sizes_of: Mapping[str, int] | None = None,
+) -> None:
     """Go on from the states in a dict, of which other keys are left alone.
+
+    sizes_of   of each gradient, by name, if they are known: `SizeMismatchError`, which names it,
+               for what was left over of one that is not there, or has another size
 
     Without any the compressor keeps the state that it has. A warning in the log says what is lost.
     Raises ValueError if there are states of different numbers of ranks.
@@ -87,4 +99,17 @@ def load_own(compressor: Compressor | None, state: Mapping[str, Any], backend: B
             size,
         )
     resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
+    if sizes_of is not None:
+        _check_sizes(resharded[mine], sizes_of, backend)
     compressor.load_state_dict(resharded[mine])
+
+
+def _check_sizes(state: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
+    for name, left in under(RESIDUAL, state).items():
+        if sizes.get(name) != left.numel():
+            has = f"{sizes[name]} values" if name in sizes else "no such gradient"
+            raise SizeMismatchError(
+                f"rank {backend.rank}: the state dict has {left.numel()} values that were left "
+                f"over of {name}, and this model has {has}: it is the state of another model",
+                rank=backend.rank,
+            )

@@ -122,6 +122,19 @@ def check_floating(tensor: Tensor, what: object) -> None:
 _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
+    """Values in the dtype in which they are sent, rounded to nearest.
+
+    Those that are too large for it are its largest, or as large as a sum over so many parts can
+    bear: an infinity that came of a cast would come again and again. Infinities stay.
+    """
+    if dtype is values.dtype and parts == 1:
+        return values
+    most = torch.finfo(dtype).max / (parts + 1 if parts > 1 else 1)  # sums are rounded
+    most = min(most, torch.finfo(values.dtype).max)
+    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute with: float64 for that, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32

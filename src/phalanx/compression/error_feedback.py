@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, State, check_floating, wide
+from phalanx.compression.compressor import Compressor, State, check_floating, narrowed, wide
 from phalanx.compression.exchange import Part, Rounds
 from phalanx.compression.memory import Memory, Remembers, under
 from phalanx.compression.residuals import (
@@ -70,7 +70,7 @@ class ErrorFeedback(Compressor):
         check_floating(tensor, self)
         bundle = Bundle.of([tensor], [name])
         wanted = self.recall(bundle, Part(0, 1))
-        message = self._inner.compress(wanted.to(tensor.dtype).view(tensor.shape))
+        message = self._inner.compress(narrowed(wanted, tensor.dtype).view(tensor.shape))
         sent = self._inner.decompress(message).flatten()
         self.keep(bundle, lambda: wanted - sent.to(wanted.dtype))
         self.commit()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, check_floating
+from phalanx.compression.compressor import Compressor, check_floating, narrowed
 from phalanx.compression.exchange import Mean, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 
@@ -47,7 +47,7 @@ class Half(Compressor):
     def compress(self, tensor: Tensor) -> Cast:
         """The tensor, rounded to nearest."""
         check_floating(tensor, self)
-        return Cast(self._cast(tensor.detach(), 1), tensor.dtype)
+        return Cast(narrowed(tensor.detach(), self.dtype), tensor.dtype)
 
     def decompress(self, message: Cast) -> Tensor:
         """The rounded tensor, in its former dtype."""
@@ -58,12 +58,6 @@ class Half(Compressor):
         if len(bundle.flat) == 0:
             return
         wanted = feedback.recall(bundle, part)
-        sent = self._cast(wanted, part.parts)
+        sent = narrowed(wanted, self.dtype, part.parts)
         feedback.keep(bundle, lambda: wanted - sent.to(wanted.dtype))
         bundle.flat.copy_((yield Mean(sent.clone())))
-
-    def _cast(self, values: Tensor, count: int) -> Tensor:
-        """So that a sum of that many does not overflow; infinities stay what they are."""
-        most = torch.finfo(self.dtype).max / (count + 1 if count > 1 else 1)  # sums are rounded
-        most = min(most, torch.finfo(values.dtype).max)
-        return torch.where(values.isinf(), values, values.clamp(-most, most)).to(self.dtype)

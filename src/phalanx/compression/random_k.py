@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, check_floating
+from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.draws import generator
 from phalanx.compression.exchange import Mean, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
@@ -76,7 +76,8 @@ class RandomK(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         places = self._places(flat, self._turns.next())
-        values = wanted[places].to(flat.dtype)
+        parts = 1 if flat.dtype is wide(flat.dtype) else part.parts
+        values = narrowed(wanted[places], flat.dtype, parts)
         sent = CompressedGradient(places, values, len(flat))
         feedback.keep(bundle, lambda: wanted - sent.dense())
         if not is_finite(wanted):  # at places that are not drawn, perhaps

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, check_floating, wide
+from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.exchange import Gather, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.select import largest
@@ -58,7 +58,7 @@ class TopK(Compressor):
         if n == 0:
             return
         wanted = feedback.recall(bundle, part)
-        mine = self.compress(wanted.to(dtype))
+        mine = self.compress(narrowed(wanted, dtype))
         feedback.keep(bundle, lambda: _without(wanted, mine))
         rows = yield Gather(mine.pack())
         total = torch.zeros(n, dtype=wide(dtype), device=wanted.device)

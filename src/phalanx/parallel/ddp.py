@@ -122,6 +122,7 @@ class DDP(Wrapper):
         named = dict(module.named_parameters())
         trained = {p: name for name, p in named.items() if p.requires_grad}
         self.compression = deepcopy(compression)
+        self._sizes = {name: parameter.numel() for parameter, name in trained.items()}
         self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
         self._averaging = self._new_averaging(trained)
         self._reducer = Reducer(
@@ -188,9 +189,9 @@ class DDP(Wrapper):
 
         For as many ranks as before, each needs its own only; else all are needed, and what averages
         lack stays the same, to a rounding. A warning in the log says what is missing. Nothing is
-        sent.
+        sent. `SizeMismatchError` if it is of a model with other parameters.
         """
-        load_own(self.compression, state, self.backend)
+        load_own(self.compression, state, self.backend, sizes_of=self._sizes)
 
     # For the user ---------------------------------------------------------------------------
 
