@@ -33,7 +33,7 @@ def test_averages_are_the_mean_over_the_ranks(name: str, p: int):
         torch.testing.assert_close(found, mean_of(p))
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 5])
+@pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize("name", ALL)
 def test_every_rank_has_new_tensors_of_the_same_bits_and_the_gradients_are_not_changed(
     name: str, p: int

@@ -90,7 +90,7 @@ def test_of_other_dtypes_too_with_residuals_in_float32_or_wider(name: str, dtype
         former = residual
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 5])
+@pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize("name", ALL)
 def test_all_that_averages_lack_is_left_over_somewhere(name: str, p: int):
     """mean of gradients + mean of former residuals == average + mean of residuals + owned."""
@@ -118,7 +118,7 @@ def total_missing(feedbacks: list[ErrorFeedback]) -> dict[str, Tensor]:
     return short_of([feedback.state_dict() for feedback in feedbacks], len(feedbacks))
 
 
-@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("p", [3])
 @pytest.mark.parametrize("name", ALL)
 def test_a_constant_gradient_arrives_in_full_in_the_long_run(name: str, p: int):
     """What is left over stays bounded, so the mean of many averages is the gradient."""
@@ -188,7 +188,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit(name: str):
 
 
 @pytest.mark.parametrize("name", ["top-k", "1 bit", "PowerSGD"])
-@pytest.mark.parametrize(("p", "q"), [(4, 2), (2, 4), (3, 5), (5, 3), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("p", "q"), [(2, 4), (5, 3), (4, 1)])
 def test_another_number_of_parts_has_as_much_left_over_for_averages(name: str, p: int, q: int):
     feedbacks = [ErrorFeedback(ALL[name]()) for _ in range(p)]
     for step in range(3):

