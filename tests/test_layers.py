@@ -18,7 +18,7 @@ LAYERS = [
     {"collectives"},
     {"compression"},
     {"aggregation", "parallel"},
-    {"training"},
+    {"checkpoint", "training"},
     {"launch", "bench", "cli"},
     {"__init__"},
 ]

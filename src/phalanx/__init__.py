@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.aggregation import *
     from phalanx.backends import *
+    from phalanx.checkpoint import *
     from phalanx.collectives import *
     from phalanx.compression import *
     from phalanx.errors import *
@@ -42,6 +43,13 @@ _WHERE = {
         "TcpBackend",
         "TorchBackend",
         "UccBackend",
+    ),
+    "phalanx.checkpoint": (
+        "Checkpoint",
+        "PendingSave",
+        "latest_checkpoint",
+        "load_checkpoint",
+        "save_checkpoint",
     ),
     "phalanx.collectives": (
         "PendingCollective",
@@ -103,6 +111,11 @@ _WHERE = {
     "phalanx.errors": (
         "AuthenticationError",
         "BackendUnavailableError",
+        "CheckpointDamagedError",
+        "CheckpointError",
+        "CheckpointIOError",
+        "CheckpointMismatchError",
+        "CheckpointNotFoundError",
         "CollectiveTimeoutError",
         "DeadlockError",
         "DesyncError",
@@ -124,6 +137,7 @@ _WHERE = {
     "phalanx.parallel": (
         "DDP",
         "FSDP",
+        "GradScaler",
         "MixedPrecision",
         "ShardingStrategy",
         "SyncBatchNorm",

@@ -93,7 +93,7 @@ class FSDP(Wrapper):
         self.backend = backend
         self.strategy = strategy
         self.mixed_precision = precision_of(mixed_precision)
-        self._summoned = False
+        self._summoned = self._unwrapped = False
         self._warned = False
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
@@ -122,10 +122,16 @@ class FSDP(Wrapper):
         """The module's forward. Blocks while units are gathered."""
         if self._summoned:
             self._refuse("forward inside summon_full_params(): leave it first")
+        if self._unwrapped:
+            self._refuse("forward after unwrap(): call the module itself, or wrap it again")
         if not self._checked:
             self._sites.check_complete(self.module)
             self._checked = True
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._conductor.abandon_forward()
+            raise
 
     def slices(self) -> dict[str, Slice]:
         """For each parameter, by name, what part of it this rank's `Parameter` holds."""
@@ -314,6 +320,7 @@ class FSDP(Wrapper):
         if self._ranks.shards is not None:
             self._ranks.shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
         self._detach()
+        self._unwrapped = True
         for parameter, value in values.items():
             parameter.grad = None
             parameter.data = value

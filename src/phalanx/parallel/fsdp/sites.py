@@ -25,6 +25,7 @@ class _Place(NamedTuple):
     attribute: str
     parameter: nn.Parameter
     whole: Whole
+    address: int  # of the shard, which the parameter is a view of
 
 
 class Sites:
@@ -34,7 +35,10 @@ class Sites:
         self, sites: Mapping[str, Site], wholes: Mapping[nn.Parameter, Whole], rank: int
     ) -> None:
         self._places = [
-            _Place(name, site.module, site.attribute, site.parameter, wholes[site.parameter])
+            _Place(
+                *(name, site.module, site.attribute, site.parameter, wholes[site.parameter]),
+                site.parameter.data_ptr(),
+            )
             for name, site in sites.items()
         ]
         self._rank = rank
@@ -42,10 +46,19 @@ class Sites:
         self._recurrent = [m for m in {p.module for p in self._places} if isinstance(m, nn.RNNBase)]
 
     def show(self) -> None:
-        """Let modules compute with full parameters. `MisuseError` if one was replaced."""
+        """Let modules compute with full parameters. `MisuseError` if one was replaced.
+
+        They need gradients if the shards do now.
+        """
         for place in self._places:
-            if place.module._parameters.get(place.attribute) is not place.parameter:
+            module, parameter = place.module, place.parameter
+            if (
+                module._parameters.get(place.attribute) is not parameter
+                or parameter.data_ptr() != place.address
+            ):
                 self._refuse(place)
+            if parameter.requires_grad is not place.whole.requires_grad:
+                place.whole.requires_grad_(parameter.requires_grad)
             place.module.__dict__[place.attribute] = place.whole
         self._list_again()
 
@@ -89,8 +102,9 @@ class Sites:
         self.hide()
         raise MisuseError(
             f"rank {self._rank}: FSDP: the parameter {place.name} was replaced after FSDP was "
-            "built, so it is no shard any more: change values with load_state_dict or "
-            "summon_full_params, or build FSDP after the change",
+            "built, or its .data was (as by .half() or .double()), so it is no shard any more: "
+            "change values with load_state_dict or summon_full_params, or build FSDP after the "
+            "change",
             rank=self._rank,
             op="FSDP",
         )

@@ -7,6 +7,9 @@ and in a backward pass its gradients:  put, put, ... all in: reduce -> means of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from weakref import WeakSet
+
 from torch import nn
 
 from phalanx.parallel.fsdp.flat import Flat
@@ -18,16 +21,24 @@ class Call:
     """One forward pass of a unit, for its backward pass.
 
     epoch    of the parameters that it has read
-    spent    a backward pass went through it and did not keep the graph
+    earlier  the units that were called before it in its pass, the last one first
+    outer    the call of a unit around it, in which it was made
+    through  the numbers of outputs by which the backward pass under way has come in
+    spent    those by which one came in that did not keep the graph
     inputs   how many of its inputs a backward pass has still to reach; -1: nobody knows
     """
 
-    __slots__ = ("epoch", "inputs", "spent", "unit")
+    __slots__ = (
+        *("__weakref__", "earlier", "epoch", "inputs", "outer", "spent", "through", "unit"),
+    )
 
-    def __init__(self, unit: Unit, epoch: int) -> None:
+    def __init__(self, unit: Unit, epoch: int, earlier: Sequence[Unit], outer: Call | None) -> None:
         self.unit = unit
         self.epoch = epoch
-        self.spent = False
+        self.earlier = earlier
+        self.outer = outer
+        self.through: set[int] = set()
+        self.spent: set[int] = set()
         self.inputs = -1
 
 
@@ -35,9 +46,12 @@ class Unit:
     """One unit on this rank.
 
     name       of its module in the model; "" is the model itself
+    surrounds  whether there are other units inside it
+    waiting    calls that no backward pass has come to, as long as their graph is there
     reached    calls that the backward pass under way has come to, and whose inputs it has not
     touched    whether the backward pass under way has come to it
     reduced    whether its gradients are, or are on their way
+    finished   whether that pass is thought to have no more to do here
     """
 
     def __init__(
@@ -51,11 +65,17 @@ class Unit:
         self.name = name
         self.module = module
         self.flats = flats
+        self.surrounds = False
+        self.waiting: WeakSet[Call] = WeakSet()
         self.reached: set[Call] = set()
-        self.touched = self.reduced = False
+        self.touched = self.reduced = self.finished = False
         self._gradients = gradients
         self.presence = presence
         self._awaited = self._trained = 0
+
+    def is_around(self, other: Unit) -> bool:
+        """Whether the other one is inside this one."""
+        return other is not self and (not self.name or other.name.startswith(f"{self.name}."))
 
     @property
     def title(self) -> str:
@@ -162,7 +182,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """The pass is over."""
-        self.touched = self.reduced = False
+        self.touched = self.reduced = self.finished = False
         self.reached.clear()
 
     def forget(self) -> None:

@@ -47,7 +47,7 @@ def sites_of(module: nn.Module) -> dict[str, Site]:
     """All places of parameters, those that share one included, by name."""
     return {
         f"{prefix}.{attribute}" if prefix else attribute: Site(owner, attribute, parameter)
-        for prefix, owner in module.named_modules()
+        for prefix, owner in module.named_modules(remove_duplicate=False)
         for attribute, parameter in owner._parameters.items()
         if parameter is not None
     }
@@ -63,19 +63,24 @@ def cut(module: nn.Module, rule: UnitRule | None) -> list[Part]:
     modules = dict(module.named_modules())
     chosen = _children(module) if rule is None else _fitting(modules, rule)
     parts = {name: Part(name, modules[name]) for name in ["", *chosen]}
-    around: dict[nn.Parameter, list[str]] = {}
+    around: dict[nn.Parameter, list[list[nn.Module]]] = {}
     names: dict[nn.Parameter, str] = {}
     for name, site in sites_of(module).items():
         names.setdefault(site.parameter, name)
-        around.setdefault(site.parameter, []).append(name)
-    for parameter, places in around.items():
-        fitting = [unit for unit in parts if all(_inside(place, unit) for place in places)]
-        parts[max(fitting, key=len)].parameters[names[parameter]] = parameter
+        around.setdefault(site.parameter, []).append(_on_the_way(module, name))
+    units = {part.module: part for part in parts.values()}
+    for parameter, ways in around.items():
+        innermost = next(m for m in reversed(ways[0]) if m in units and all(m in w for w in ways))
+        units[innermost].parameters[names[parameter]] = parameter
     return list(parts.values())
 
 
-def _inside(place: str, unit: str) -> bool:
-    return not unit or place.startswith(f"{unit}.")
+def _on_the_way(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules around a place, from the model to the one that has it."""
+    way = [model]
+    for step in name.split(".")[:-1]:
+        way.append(way[-1].get_submodule(step))
+    return way
 
 
 def _children(module: nn.Module, prefix: str = "") -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 
 class Presence:
-    """Whether the full parameters of a unit may be used now."""
+    """Whether the full parameters of a unit may be used now.
 
-    __slots__ = ("now", "unit")
+    reached   told when a backward pass comes to what was computed from them in the forward pass
+              under way
+    """
+
+    __slots__ = ("now", "reached", "unit")
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.now = False
+        self.reached: Callable[[], None] | None = None
 
 
 class Whole(nn.Parameter):
@@ -55,8 +60,10 @@ class Whole(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """What torch does, and what it gives; but not with what is freed."""
+        used: set[Presence] = set()
         if not _looks_only(func):
-            for whole in _among(args):
+            for whole in _among((*args, *kwargs.values()) if kwargs else args):
+                used.add(whole.presence)
                 if not whole.presence.now:
                     raise MisuseError(
                         f"FSDP: {whole.label} was used while its unit ({whole.presence.unit}) was "
@@ -65,7 +72,10 @@ class Whole(nn.Parameter):
                         "read values with summon_full_params(), and clone what is to be kept"
                     )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            for presence in used:
+                _watch(result, presence)
+        return result
 
     def __repr__(self) -> str:  # type: ignore[override]
         if self.presence.now:
@@ -82,6 +92,16 @@ def _among(args: Iterable[Any]) -> Iterator[Whole]:
             yield from (item for item in value if isinstance(item, Whole))
 
 
+def _watch(result: Any, presence: Presence) -> None:
+    """Tell of the backward pass before it comes to this result of a full parameter."""
+    told = presence.reached
+    if told is None:
+        return
+    for value in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.grad_fn.register_prehook(lambda _: told())
+
+
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _LOOKS = frozenset(
     {
@@ -95,6 +115,8 @@ _LOOKS = frozenset(
 def _looks_only(func: Any) -> bool:
     """Whether it asks about a tensor, and not for its values."""
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
+    if name in ("__set__", "__delete__"):
+        return True
+    if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
     return name in _LOOKS

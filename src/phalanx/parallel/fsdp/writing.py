@@ -38,7 +38,7 @@ class Writing:
         self._converted = [f for f in flats if f.apart]
         self._copies = group is not None and any(f.common for f in self._converted)
         self._published: Operation | None = None
-        self._under_way = False
+        self._under_way: str | None = None
         self._versions = self._look()
         self._stale = True
         if self._in_place:
@@ -55,24 +55,26 @@ class Writing:
 
     def begin(self, what: str) -> None:
         """This rank reads no more, and is about to write. Blocks until the others are, too."""
-        if self._under_way:
+        if self._under_way is not None:
             return
         self._wait()
         for flat in self._flats:
             flat.free()
         if self._in_place:
             self._meet(f"FSDP: before {what}, {self.epoch}")
-        self._under_way = True
+        self._under_way = what
 
     def end(self, what: str) -> None:
         """This rank has written."""
-        self._under_way = False
+        self._under_way = None
         self._written()
         if self._in_place:
             self._say_written(what)
 
     def settle(self) -> None:
         """Before full parameters are read: what was written is there, on all ranks."""
+        if self._under_way is not None:  # a step that failed, or one that computes a closure
+            self.end(self._under_way)
         self._notice()
         self._wait()
         if not self._stale:
@@ -87,7 +89,7 @@ class Writing:
 
     def _notice(self) -> None:
         """Parameters may have been written by someone who did not say so, as `p.sub_(...)` does."""
-        if not self._under_way and self._look() != self._versions:
+        if self._look() != self._versions:
             self._written()
             if self._in_place:
                 self._meet(f"FSDP: parameters were written, {self.epoch}")

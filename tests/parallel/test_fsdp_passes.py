@@ -1,0 +1,218 @@
+"""Forward and backward passes in any order that plain training allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import mlp, noise
+from ddp_runs import assert_close, values
+from fsdp_runs import (
+    COMMON,
+    FULL_SHARD,
+    MESSAGES,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    gradient_pieces,
+    joined,
+    on_ranks,
+)
+from torch import Tensor, nn
+
+from phalanx import FSDP, Backend
+
+RANKS = 2
+Play = Callable[[nn.Module, int], Any]  # what is done with a model on a rank
+
+
+def x_of(rank: int, number: int = 0) -> Tensor:
+    return noise(4, 6, seed=10 * number + rank)
+
+
+def once(model: nn.Module, rank: int) -> None:
+    model(x_of(rank)).pow(2).sum().backward()
+
+
+def two_forwards_then_backwards(model: nn.Module, rank: int) -> None:
+    first, second = model(x_of(rank)), model(x_of(rank, 1))
+    second.pow(2).sum().backward()
+    first.pow(2).sum().backward()
+
+
+def two_forwards_one_backward(model: nn.Module, rank: int) -> None:
+    (model(x_of(rank)) * model(x_of(rank, 1))).sum().backward()
+
+
+def one_forward_two_backwards(model: nn.Module, rank: int) -> None:
+    output = model(x_of(rank))
+    output.pow(2).sum().backward(retain_graph=True)
+    output.sum().backward()
+
+
+def a_column_at_a_time(model: nn.Module, rank: int) -> None:
+    output = model(x_of(rank))
+    output[:, 0].sum().backward(retain_graph=True)
+    output[:, 1:].pow(2).sum().backward()
+
+
+def a_list_of_losses(model: nn.Module, rank: int) -> None:
+    output = model(x_of(rank))
+    torch.autograd.backward([output[:2].sum(), output[2:].pow(2).sum()])
+
+
+def chained(model: nn.Module, rank: int) -> None:
+    x = model(x_of(rank))
+    model(torch.cat([x, x], 1)).pow(2).sum().backward()
+
+
+def evaluation_between(model: nn.Module, rank: int) -> None:
+    output = model(x_of(rank))
+    model.eval()
+    with torch.no_grad():
+        model(x_of(rank, 1))
+    with torch.inference_mode():
+        model(x_of(rank, 2))
+    model.train()
+    output.pow(2).sum().backward()
+
+
+def a_forward_that_is_not_used(model: nn.Module, rank: int) -> None:
+    model(x_of(rank, 1))
+    once(model, rank)
+    model(x_of(rank, 1))
+
+
+def gradients_of_inputs(model: nn.Module, rank: int) -> Tensor:
+    x = x_of(rank).requires_grad_()
+    model(x).pow(2).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def gradients_of_inputs_alone(model: nn.Module, rank: int) -> Tensor:
+    x = x_of(rank).requires_grad_()
+    (found,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+    once(model, rank)
+    return found
+
+
+def a_trunk_before_and_a_head_after(model: nn.Module, rank: int) -> Tensor:
+    trunk, head = noise(6, 6, seed=50).requires_grad_(), noise(3, seed=51).requires_grad_()
+    (model(torch.tanh(x_of(rank) @ trunk)) @ head).sum().backward()
+    assert trunk.grad is not None
+    assert head.grad is not None
+    return torch.cat([trunk.grad.flatten(), head.grad])
+
+
+def one_row_only(model: nn.Module, rank: int) -> None:
+    model(x_of(rank))[rank].sum().backward()
+
+
+def steps_with_accumulation(model: nn.Module, rank: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    for number in range(4):
+        (model(x_of(rank, number)).pow(2).sum() / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 1)
+    once(model, rank)
+
+
+PLAYS: dict[str, Play] = {
+    play.__name__.replace("_", " "): play
+    for play in (
+        *(once, two_forwards_then_backwards, two_forwards_one_backward, one_forward_two_backwards),
+        *(a_column_at_a_time, a_list_of_losses, chained, evaluation_between),
+        *(a_forward_that_is_not_used, gradients_of_inputs, gradients_of_inputs_alone),
+        *(a_trunk_before_and_a_head_after, one_row_only, steps_with_accumulation),
+    )
+}
+
+
+def plain(play: Play) -> tuple[Any, list[Any]]:
+    """The mean gradient over the ranks, and what the play gave on each.
+
+    Of a play that steps the ranks are one model: then each step needs the mean.
+    """
+    models = [mlp() for _ in range(RANKS)]
+    given = [play(model, rank) for rank, model in enumerate(models)]
+    grads = {
+        name: torch.stack([dict(m.named_parameters())[name].grad for m in models]).mean(0)
+        for name, _ in models[0].named_parameters()
+    }
+    return grads, given
+
+
+@pytest.mark.parametrize("unit", [nn.Linear, nn.Sequential], ids=["layers", "whole"])
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, COMMON)],
+    ids=["full-common", "full-messages", "grad_op-messages", "no_shard"],
+)
+@pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+def test_gradients_are_those_of_plain_passes(play: Play, strategy: Any, where: Any, unit: Any):
+    same_data = play is steps_with_accumulation  # so that plain models stay the same, too
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, strategy=strategy, unit=unit)
+        given = play(fsdp, 0 if same_data else backend.rank)
+        return gradient_pieces(fsdp), given
+
+    if same_data:
+        model = mlp()
+        steps_with_accumulation(model, 0)
+        wanted, given = {n: p.grad for n, p in model.named_parameters()}, [None] * RANKS
+    else:
+        wanted, given = plain(play)
+    ranks = on_ranks(where, RANKS, mlp, body)
+    assert_close(joined([pieces for pieces, _ in ranks]), wanted)
+    for (_, found), expected in zip(ranks, given, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+def test_evaluation_gives_what_the_plain_model_gives_and_needs_no_backward(grad: Any, where: Any):
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        for number in range(3):
+            once(fsdp, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            with grad():
+                found = fsdp(x_of(backend.rank, number))
+            state = fsdp.full_state_dict()
+            other = mlp()
+            other.load_state_dict(state)
+            torch.testing.assert_close(found, other(x_of(backend.rank, number)).detach())
+            assert not found.requires_grad
+
+    on_ranks(where, RANKS, mlp, body)
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_common():
+    """There no messages are sent for a forward pass."""
+
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        with torch.no_grad():
+            for number in range(backend.rank):
+                fsdp(x_of(0, number))
+        once(fsdp, backend.rank)
+
+    on_ranks(COMMON, 3, mlp, body)
+
+
+def test_buffers_are_rank_0_s_when_it_is_built_and_each_rank_s_own_afterwards():
+    def body(model: nn.Module, backend: Backend) -> list[float]:
+        model[0].running_mean.fill_(backend.rank + 1)
+        fsdp = FSDP(model, backend)
+        start = values(model)["0.running_mean"].tolist()
+        fsdp(x_of(backend.rank)).sum().backward()
+        return start
+
+    build = lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))  # noqa: E731
+    assert on_ranks(COMMON, 2, build, body) == [[1.0] * 6] * 2
