@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,16 @@ def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
 def is_own_key(key: str) -> bool:
     """Whether a key of a state dict is one of a compressor's state."""
     return _KEY.fullmatch(key) is not None
+
+
+def needed(keys: Iterable[str], backend: Backend) -> list[str]:
+    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks; else
+    all.
+    """
+    listed = list(keys)
+    mine = f"compression@{backend.rank}/{backend.world_size}."
+    own = [key for key in listed if key.startswith(mine)]
+    return own or listed
 
 
 def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
