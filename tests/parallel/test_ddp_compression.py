@@ -15,6 +15,7 @@ from torch import nn
 from phalanx import (
     DDP,
     Backend,
+    CompressedAggregator,
     DesyncError,
     ErrorFeedback,
     Half,
@@ -444,5 +445,19 @@ def test_the_state_of_another_model_is_refused_by_the_parameter_s_name():
         for name, words in (("0.weight", "48 values"), ("9.weight", "no such gradient")):
             with pytest.raises(SizeMismatchError, match=f"over of {name}, and .* has {words}"):
                 ddp.load_own_state({f"compression@0/1.residual.{name}": torch.zeros(5)})
+
+    simulate(run, 1)
+
+
+@pytest.mark.parametrize("none", [TopK, "top_k", 0.01])
+def test_what_is_no_compressor_is_refused_before_anything_is_sent(none):
+    def run(backend: Backend) -> None:
+        for refuses in (
+            lambda: DDP(mlp(), backend, compression=none),
+            lambda: CompressedAggregator(backend, none),
+            lambda: ErrorFeedback(none),
+        ):
+            with pytest.raises(TypeError, match=r"takes a compressor, such as TopK\(0.01\)"):
+                refuses()
 
     simulate(run, 1)

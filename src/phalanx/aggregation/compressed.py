@@ -16,7 +16,7 @@ from phalanx.aggregation.saved import load_own, own_state
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import check_floating
+from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.compression.exchange import Part
 from phalanx.compression.finite import is_finite
 
@@ -40,6 +40,7 @@ class CompressedAggregator(GradientAggregator):
     backend: Backend
 
     def __init__(self, backend: Backend, compressor: Compressor) -> None:
+        check_compressor(compressor, "CompressedAggregator")
         self.backend = backend
         self.compressor = deepcopy(compressor)
         self._exchange = Exchange(backend)

@@ -122,6 +122,12 @@ def check_floating(tensor: Tensor, what: object) -> None:
 _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+def check_compressor(compressor: object, who: str) -> None:
+    """TypeError unless it is one: a class is none yet."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
+
+
 def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
     """Values in the dtype in which they are sent, rounded to nearest.
 

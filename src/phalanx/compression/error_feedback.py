@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.compressor import Compressor, State, check_floating, narrowed, wide
+from phalanx.compression.compressor import (
+    Compressor,
+    State,
+    check_compressor,
+    check_floating,
+    narrowed,
+    wide,
+)
 from phalanx.compression.exchange import Part, Rounds
 from phalanx.compression.memory import Memory, Remembers, under
 from phalanx.compression.residuals import (
@@ -48,6 +55,7 @@ class ErrorFeedback(Compressor):
     """
 
     def __init__(self, compressor: Compressor) -> None:
+        check_compressor(compressor, "ErrorFeedback")
         if isinstance(compressor, ErrorFeedback):
             raise ValueError(f"{compressor!r} forgets nothing already")  # noqa: TRY004 - not a type
         self._inner = compressor.contraction()

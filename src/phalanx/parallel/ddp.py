@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from phalanx.aggregation.saved import load_own, own_state
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_floating
+from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
 from phalanx.parallel.drift import DriftCheck
 from phalanx.parallel.finite import FiniteCheck, Skip
@@ -106,6 +106,8 @@ class DDP(Wrapper):
                 f"check_replicas_every must be a number of backward passes, or 0 for never, not "
                 f"{check_replicas_every}"
             )
+        if compression is not None:
+            check_compressor(compression, "DDP(compression=)")
         self.backend = backend
         self.broadcast_buffers = broadcast_buffers
         options = {
