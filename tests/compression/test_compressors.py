@@ -73,6 +73,7 @@ def test_what_leaves_nothing_out_is_exact(name: str):
         (Quantized(4), 500 + 4 * 4),
         (Quantized(1), 125 + 4 * 4),
         (PowerSGD(2), 2 * (20 + 50) * 4),
+        (PowerSGD(2, dtype=torch.bfloat16), 2 * (20 + 50) * 2),
         (ErrorFeedback(TopK(0.01)), 40 + 11),
     ],
 )
@@ -142,6 +143,7 @@ def test_bad_options_are_refused():
         lambda: Quantized(2),
         lambda: Quantized(8, block=0),
         lambda: PowerSGD(0),
+        lambda: PowerSGD(1, dtype=torch.int8),
         lambda: Half(torch.float32),
         lambda: RandomK(2),
     ):

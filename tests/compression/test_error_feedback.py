@@ -26,6 +26,7 @@ ROUNDED: dict[str, Callable[[], Compressor]] = {
     "1 bit": lambda: Quantized(1, block=16),
     "8 bits at random": lambda: Quantized(8, block=16, stochastic=True),
     "PowerSGD": lambda: PowerSGD(2),
+    "PowerSGD in bfloat16": lambda: PowerSGD(2, dtype=torch.bfloat16),
 }
 ALL = {**EXACT, **ROUNDED}
 SHAPES = [(7, 9), (5,), (), (0, 3), (4, 3, 2)]  # 93 values
@@ -107,7 +108,7 @@ def test_all_that_averages_lack_is_left_over_somewhere(name: str, p: int):
             feedback.commit()
         now = torch.cat([total_missing(feedbacks)[f"g{i}"] for i in range(len(SHAPES))])
         # What a sum of halves rounds away is not known to anybody.
-        atol = 0.02 if isinstance(feedbacks[0].inner, Half) and p > 1 else 2e-6
+        atol = 0.05 if "float" in name and p > 1 else 2e-6
         torch.testing.assert_close(first.double() + now, mean + missing, rtol=0, atol=atol)
         missing = now
 

@@ -24,7 +24,10 @@ CONFIG = DistributedConfig(3, 1, "node1:29500")
 COMPRESSIONS = {
     "ErrorFeedback(TopK(0.01))": CompressionConfig("top_k", {"ratio": 0.01}, True),
     "RandomK(0.1, seed=4)": CompressionConfig("random_k", {"ratio": 0.1, "seed": 4}),
-    "PowerSGD(4, seed=0)": CompressionConfig("power_sgd", {"rank": 4}),
+    "PowerSGD(4, dtype=None, seed=0)": CompressionConfig("power_sgd", {"rank": 4}),
+    "PowerSGD(4, dtype=torch.bfloat16, seed=0)": CompressionConfig(
+        "power_sgd", {"rank": 4, "dtype": "bfloat16"}
+    ),
     "Quantized(bits=1, block=256, stochastic=None, seed=0)": CompressionConfig(
         "quantized", {"bits": 1, "stochastic": None}
     ),
@@ -125,7 +128,8 @@ def test_so_are_they_when_they_are_written_down():
         ("top_k", {"ratio": 2.0}, "between 0 and 1"),
         ("top_k", {"ratio": 0.1, "size": 3}, "size"),
         ("quantized", {"bits": 3}, "8, 4 or 1"),
-        ("half", {"dtype": "float33"}, "casts to"),
+        ("half", {"dtype": "float33"}, "'float33' is no dtype"),
+        ("half", {"dtype": "int8"}, "casts to"),
         ("gossip", {}, "is no method; there are top_k"),
     ],
 )

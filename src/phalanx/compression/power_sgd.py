@@ -14,14 +14,14 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.compression.bundle import Bundle, Piece
-from phalanx.compression.compressor import Compressor, check_floating, wide
+from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.draws import generator
 from phalanx.compression.exchange import Mean, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
@@ -32,7 +32,7 @@ from phalanx.compression.memory import Memory, Remembers
 class Factors:
     """A message: two factors of a matrix; or a tensor that is not worth it, whole.
 
-    p, q   [n, r], [m, r], float32 or wider; or the tensor, and None
+    p, q   [n, r], [m, r], as they travel; or the tensor, and None
     """
 
     p: Tensor
@@ -50,36 +50,42 @@ class PowerSGD(Compressor):
     """Matrices as products of two narrow ones.
 
     rank   of the products: a matrix of n x m is sent as (n + m) * rank values
+    dtype  in which they travel: float32 (None; float64 for that), or half as many bytes as
+           `torch.bfloat16` or `torch.float16`
     seed   of the first Q, the same on every part
 
     Vectors, and matrices that would not become smaller, are sent as they are; so at full rank it is
-    exact. All in float32 (float64 for that), which is small beside what it saves. All matrices of a
-    bundle go in two all-reduces. Parts compute P from the same numbers: where their processors
-    round alike the results are the same bits.
+    exact, if `dtype` is. All matrices of a bundle go in two all-reduces. Parts compute P from the
+    same numbers: where their processors round alike the results are the same bits.
     """
 
-    def __init__(self, rank: int, *, seed: int = 0) -> None:
+    def __init__(self, rank: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> None:
         if rank < 1:
             raise ValueError(f"PowerSGD approximates by matrices of rank 1 or more, not {rank}")
-        self.rank, self.seed = rank, seed
+        if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"PowerSGD sends bfloat16, float16 or float32, not {dtype}")
+        self.rank, self.dtype, self.seed = rank, dtype, seed
         self._q = Memory()
 
     def __repr__(self) -> str:
-        return f"PowerSGD({self.rank}, seed={self.seed})"
+        return f"PowerSGD({self.rank}, dtype={self.dtype}, seed={self.seed})"
 
     def compress(self, tensor: Tensor) -> Factors:
         """This tensor's own factors, from the first Q: one step of power iteration."""
         check_floating(tensor, self)
         values = tensor.detach().to(wide(tensor.dtype), copy=True)
         if not self._pays(tensor.shape):
-            return Factors(values, None, tensor.shape, tensor.dtype)
+            return Factors(self._travelling(values), None, tensor.shape, tensor.dtype)
         matrix = values.flatten(1)
-        p = _orthogonal(matrix @ self._first_q("", matrix))
-        return Factors(p, matrix.T @ p, tensor.shape, tensor.dtype)
+        p = self._travelling(_orthogonal(matrix @ self._first_q("", matrix)))
+        q = self._travelling(matrix.T @ p.to(matrix))
+        return Factors(p, q, tensor.shape, tensor.dtype)
 
     def decompress(self, message: Factors) -> Tensor:
         """The factors' product."""
-        values = message.p if message.q is None else message.p @ message.q.T
+        values = message.p.to(wide(message.dtype))
+        if message.q is not None:
+            values = values @ message.q.to(values).T
         return values.to(message.dtype, copy=True).view(message.shape)
 
     def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
@@ -93,29 +99,30 @@ class PowerSGD(Compressor):
         whole = [values.flatten() for i, values in bundle.cut(wanted) if i.name not in small]
 
         ps = [m @ self._last_q(piece, m) for piece, m in low]
-        mean = yield Mean(torch.cat([*(p.flatten() for p in ps), *whole]))
-        *flat_ps, rest = torch.split(mean, [*(p.numel() for p in ps), sum(map(len, whole))])
-        ps = [_orthogonal(flat.view_as(p)) for flat, p in zip(flat_ps, ps, strict=True)]
-        qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
-        feedback.keep(bundle, lambda: _left_out(bundle, wanted, low, ps, qs))
-        if qs:
-            mean = yield Mean(torch.cat([q.flatten() for q in qs]))
-            means = torch.split(mean, [q.numel() for q in qs])
-            qs = [flat.view_as(q).clone() for flat, q in zip(means, qs, strict=True)]
+        sent = self._travelling(torch.cat([*(p.flatten() for p in ps), *whole]), part.parts)
+        sizes = [p.numel() for p in ps] + [len(values) for values in whole]
+        mine = torch.split(sent.to(wanted), sizes)[len(ps) :]
+        mean = yield Mean(sent)
+        means = torch.split(mean.to(wanted), sizes)
+        ps = [_orthogonal(flat.view_as(p)) for flat, p in zip(means, ps, strict=False)]
 
-        for (piece, _), p, q in zip(low, ps, qs, strict=True):
-            bundle.flat[piece.start : piece.stop] = (p @ q.T).flatten()
-            self._q.put(piece.name, q)
-        place = 0
-        for piece in bundle.pieces:
-            if piece.name not in small:
-                size = piece.stop - piece.start
-                bundle.flat[piece.start : piece.stop] = rest[place : place + size]
-                place += size
+        qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
+        sent = self._travelling(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), part.parts)
+        qs = _like(qs, sent.to(wanted))
+        feedback.keep(bundle, lambda: wanted - _joined(bundle, small, ps, qs, mine))
+        if qs:
+            mean = yield Mean(sent.clone())
+            qs = _like(qs, mean.to(wanted))
+            for (piece, _), q in zip(low, qs, strict=True):
+                self._q.put(piece.name, q.clone())
+        bundle.flat.copy_(_joined(bundle, small, ps, qs, means[len(ps) :]))
 
     def remembers(self) -> Mapping[str, Remembers]:
         """The Q of each matrix."""
         return {"q.": self._q}
+
+    def _travelling(self, values: Tensor, parts: int = 1) -> Tensor:
+        return values if self.dtype is None else narrowed(values, self.dtype, parts)
 
     def _pays(self, shape: torch.Size) -> bool:
         """Whether the factors of a tensor of this shape are smaller than that."""
@@ -144,15 +151,28 @@ def _orthogonal(p: Tensor) -> Tensor:
     return basis
 
 
-def _left_out(
+def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Flat memory as tensors of those shapes."""
+    pieces = torch.split(flat, [one.numel() for one in tensors])
+    return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=False)]
+
+
+def _joined(
     bundle: Bundle,
-    wanted: Tensor,
-    low: list[tuple[Piece, Tensor]],
-    ps: list[Tensor],
-    qs: list[Tensor],
+    small: set[str],
+    ps: Sequence[Tensor],
+    qs: Sequence[Tensor],
+    whole: Sequence[Tensor],
 ) -> Tensor:
-    """What this part's own factors lack, with the P of all."""
-    rest = torch.zeros_like(wanted)
-    for (piece, matrix), p, q in zip(low, ps, qs, strict=True):
-        rest[piece.start : piece.stop] = (matrix - p @ q.T).flatten()
-    return rest
+    """Products of factors, for gradients in `small`, and whole ones, in the bundle's order."""
+    products, others = zip(ps, qs, strict=True), iter(whole)
+    return torch.cat(
+        [
+            _product(*next(products)) if piece.name in small else next(others)
+            for piece in bundle.pieces
+        ]
+    )
+
+
+def _product(p: Tensor, q: Tensor) -> Tensor:
+    return (p @ q.T).flatten()

@@ -110,7 +110,7 @@ class CompressionConfig(_Config, frozen=True):
     """A compressor.
 
     method          top_k, random_k, power_sgd, quantized or half
-    options         what its class takes, by name: `{"ratio": 0.01}`; half: `{"dtype": "float16"}`
+    options         what its class takes, by name: `{"ratio": 0.01}`, `{"dtype": "float16"}`
     error_feedback  whether it is inside of one
 
     Raises ValueError for options that the method does not take.
@@ -214,7 +214,18 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def _half(dtype: str = "bfloat16") -> Half:
-    return Half(getattr(torch, dtype, None))  # type: ignore[arg-type]  # which it refuses
+    return Half(_dtype(dtype))
+
+
+def _power_sgd(rank: int, dtype: str | None = None, seed: int = 0) -> PowerSGD:
+    return PowerSGD(rank, dtype=None if dtype is None else _dtype(dtype), seed=seed)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"compression: {name!r} is no dtype of torch's")  # noqa: TRY004
+    return dtype
 
 
 def _compressed(backend: Backend, compression: CompressionConfig | None) -> GradientAggregator:
@@ -226,7 +237,7 @@ _COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
     {
         "top_k": TopK,
         "random_k": RandomK,
-        "power_sgd": PowerSGD,
+        "power_sgd": _power_sgd,
         "quantized": Quantized,
         "half": _half,
     }
