@@ -40,6 +40,8 @@ def met(requests: list[Request]) -> list[Tensor]:
     given = torch.stack([request.tensor for request in requests])
     p = len(requests)
     if isinstance(requests[0], Mean):
+        for request in requests:
+            request.tensor.fill_(torch.nan)  # as it may be overwritten
         return [(given.double().sum(0) / p).to(given.dtype) for _ in range(p)]
     if isinstance(requests[0], Gather):
         return [given.clone() for _ in range(p)]

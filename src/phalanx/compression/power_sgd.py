@@ -102,7 +102,7 @@ class PowerSGD(Compressor):
         sent = self._travelling(torch.cat([*(p.flatten() for p in ps), *whole]), part.parts)
         sizes = [p.numel() for p in ps] + [len(values) for values in whole]
         mine = torch.split(sent.to(wanted), sizes)[len(ps) :]
-        mean = yield Mean(sent)
+        mean = yield Mean(sent.clone())
         means = torch.split(mean.to(wanted), sizes)
         ps = [_orthogonal(flat.view_as(p)) for flat, p in zip(means, ps, strict=False)]
 
