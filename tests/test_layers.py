@@ -16,8 +16,9 @@ LAYERS = [
     {"errors", "wire"},
     {"backends"},
     {"collectives"},
-    {"parallel"},
-    {"checkpoint"},
+    {"compression"},
+    {"aggregation", "parallel"},
+    {"checkpoint", "training"},
     {"launch", "bench", "cli"},
     {"__init__"},
 ]

@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phalanx.aggregation import *
     from phalanx.backends import *
     from phalanx.checkpoint import *
     from phalanx.collectives import *
+    from phalanx.compression import *
     from phalanx.errors import *
     from phalanx.launch.init import *
     from phalanx.launch.simulate import *
@@ -19,10 +21,18 @@ if TYPE_CHECKING:
     from phalanx.parallel import *
     from phalanx.parallel.mesh import *
     from phalanx.parallel.tensor import *
+    from phalanx.training import *
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "phalanx.aggregation": (
+        "AllReduceAggregator",
+        "CompressedAggregator",
+        "GradientAggregator",
+        "LocalAggregator",
+        "ParameterServer",
+    ),
     "phalanx.backends": (
         "Backend",
         "GlooBackend",
@@ -87,6 +97,19 @@ _WHERE = {
         "send",
         "sendrecv",
     ),
+    "phalanx.compression": (
+        "CompressedGradient",
+        "Compressor",
+        "ErrorFeedback",
+        "Half",
+        "PowerSGD",
+        "Quantized",
+        "RandomK",
+        "TopK",
+        "TopKCompressor",
+        "compress_gradients",
+        "decompress_gradients",
+    ),
     "phalanx.errors": (
         "AuthenticationError",
         "BackendUnavailableError",
@@ -146,6 +169,13 @@ _WHERE = {
         "scatter_sum",
         "scatter_to_ranks",
         "shard_tensor",
+    ),
+    "phalanx.training": (
+        "CompressionConfig",
+        "DataParallelConfig",
+        "DistributedConfig",
+        "distributed_train_step",
+        "train_epoch",
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from phalanx.aggregation.saved import needed
 from phalanx.backends.base import Backend
 from phalanx.backends.memory import copy_bits
 from phalanx.checkpoint import rng
@@ -146,7 +147,14 @@ class _Load:
             raise CheckpointMismatchError(self._about(error.message)) from error
         for name in (self._rng_name(), *tensors_in(self._manifest.extra)):
             self._reader.whole(name)
+        own = self._own_names()
+        for names in own:
+            for name in names.values():
+                self._reader.whole(name)
         self._reader.read()
+        self._own = [
+            {key: self._reader.whole(name) for key, name in names.items()} for names in own
+        ]
         self._loading: Loading = loading
         self._rng = self._reader.whole(self._rng_name())
         try:
@@ -156,17 +164,29 @@ class _Load:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
         return loading.unused
 
+    def _own_names(self) -> list[dict[str, str]]:
+        """For each wrapper of the model, what ranks have had of their own and this one needs."""
+        found = []
+        for number, wrapper in enumerate(self._parts.wrappers if self._parts is not None else []):
+            prefix = f"own/{number}/"
+            keys = [n[len(prefix) :] for n in self._manifest.state if n.startswith(prefix)]
+            found.append({key: prefix + key for key in needed(keys, wrapper.backend)})
+        return found
+
     def _rng_name(self) -> str:
         names = self._manifest.rng
         return names[self._ranks.rank if len(names) == self._ranks.size else 0]
 
     def apply(self, random_state: bool) -> Checkpoint:
         """Put everything where it belongs."""
+        wrappers = self._parts.wrappers if self._parts is not None else []
         with ExitStack() as writing, torch.no_grad():
-            for wrapper in self._parts.wrappers if self._parts is not None else []:
+            for wrapper in wrappers:
                 writing.enter_context(wrapper.writing())
             for tensor, flat in self._loading.tensors:
                 copy_bits(tensor.detach(), flat.view(tensor.shape))
+        for wrapper, own in zip(wrappers, self._own, strict=True):
+            wrapper.load_own_state(own)
         for module, value in self._loading.values:
             module.set_extra_state(from_json(value, self._reader.whole))
         if self._optimizer is not None:

@@ -41,7 +41,7 @@ def save_checkpoint(
     model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes what it
                 holds; what several ranks hold one of them writes, so that all write about as much.
                 Parameters, and the buffers and extra state that a state dict has, those as rank 0
-                has them
+                has them; what each rank has of its own (DDP's compression), as it has it
     step        how far training is, 0 or more
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
@@ -116,6 +116,9 @@ def _describe(
     parts = parts_of(model)
     values = mine.add_model(parts)
     about = describe_optimizer(optimizer, parts.parameters, mine) if optimizer else None
+    for number, wrapper in enumerate(parts.wrappers):
+        for key, tensor in wrapper.own_state().items():  # keys say whose they are
+            mine.add("state", f"own/{number}/{key}", tensor, equal=False)
     state = f"rng/{ranks.rank}"
     mine.add("state", state, rng.capture(), equal=False)
     kept = mine.json(extra, "extra") if ranks.rank == 0 else None

@@ -10,13 +10,13 @@ in their order, the same on every rank, whatever the order in which gradients co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
-from phalanx.collectives import PendingCollective, ReduceOp
-from phalanx.collectives.run import start
-from phalanx.collectives.task import in_place, memory_for
+from phalanx.collectives.task import memory_for
+from phalanx.parallel.averaging import Averaging
 from phalanx.parallel.tensors import batches
 
 
@@ -27,7 +27,6 @@ class Bucket:
         self.parameters = parameters
         count, first = sum(p.numel() for p in parameters), parameters[0]
         self.flat = memory_for(backend, (count,), first.dtype, first.device)
-        self.pending: PendingCollective[Tensor] | None = None
         self._views: dict[nn.Parameter, Tensor] = {}
         self._missing = set(parameters)
         start = 0
@@ -73,29 +72,16 @@ class Bucket:
         """Whether this parameter's gradient is not in."""
         return parameter in self._missing
 
-    def start(self, backend: Backend, label: str) -> None:
-        """Begin to average with the buckets of that label on the other ranks."""
-        self.pending = start(
-            in_place("all_reduce", self.flat, op=ReduceOp.MEAN),
-            backend,
-            background=backend.spares_a_processor,
-            label=label,
-        )
-
-    def finish(self, scale: float) -> None:
-        """Wait for the average, scale it, and be ready for the next gradients."""
-        pending, self.pending = self.pending, None
+    def open(self) -> None:
+        """Be ready for the next gradients."""
         self._missing = set(self.parameters)
-        if pending is not None:
-            pending.wait()
-            if scale != 1:
-                self.flat.mul_(scale)
 
 
 class Buckets:
     """All gradients of a model, in buckets of about `size` bytes.
 
-    look   is shown each bucket when it is full, before it is averaged
+    averaging   how they are averaged
+    look        is shown each bucket when it is full, before it is averaged
     """
 
     def __init__(
@@ -103,16 +89,17 @@ class Buckets:
         parameters: Iterable[nn.Parameter],
         backend: Backend,
         size: int,
+        averaging: Averaging,
         look: Callable[[Bucket], None] | None = None,
     ) -> None:
-        self._backend = backend
+        self._averaging = averaging
         self._look = look
         self._all = [
             Bucket([p for p in batch if isinstance(p, nn.Parameter)], backend)
             for batch in batches(parameters, size)
         ]
         self._of = {p: bucket for bucket in self._all for p in bucket.parameters}
-        self._started = 0
+        self._begun: list[Any] = []  # the averages of the first buckets
         self._pass = 0  # so that buckets of different passes are not taken for each other
 
     @property
@@ -128,7 +115,7 @@ class Buckets:
     @property
     def busy(self) -> bool:
         """Whether some gradient is in that is not averaged yet."""
-        return self._started > 0 or any(
+        return bool(self._begun) or any(
             len(bucket.missing) < len(bucket.parameters) for bucket in self._all
         )
 
@@ -144,12 +131,13 @@ class Buckets:
         self._start_full_ones()
 
     def _start_full_ones(self) -> None:
-        while self._started < len(self._all) and self._all[self._started].full:
-            bucket = self._all[self._started]
+        while len(self._begun) < len(self._all) and self._all[len(self._begun)].full:
+            number = len(self._begun)
+            bucket = self._all[number]
             if self._look is not None:
                 self._look(bucket)
-            bucket.start(self._backend, f"DDP's pass {self._pass}, bucket {self._started}")
-            self._started += 1
+            label = f"DDP's pass {self._pass}, bucket {number}"
+            self._begun.append(self._averaging.begin(bucket, label))
 
     def awaits(self, parameter: nn.Parameter) -> bool:
         """Whether this parameter's gradient has not come in this pass."""
@@ -163,13 +151,11 @@ class Buckets:
         """Wait until all that was started is averaged; scale it. Raises the first error, after all
         ended.
         """
-        self._started = 0
+        begun, self._begun = self._begun, []
         self._pass += 1
-        problem: BaseException | None = None
         for bucket in self._all:
-            try:
-                bucket.finish(scale)
-            except Exception as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
+            bucket.open()
+        self._averaging.finish(begun)
+        if scale != 1:
+            for bucket in self._all[: len(begun)]:
+                bucket.flat.mul_(scale)

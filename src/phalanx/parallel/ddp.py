@@ -11,14 +11,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.aggregation.saved import load_own, own_state
 from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
 from phalanx.parallel.drift import DriftCheck
 from phalanx.parallel.finite import FiniteCheck, Skip
 from phalanx.parallel.hints import BEGINNING, UNANSWERED, hint
@@ -57,6 +62,7 @@ class DDP(Wrapper):
                    parameters is compared over the ranks: `DesyncError`, on every rank, names the
                    first one that differs and the ranks in the minority. 0: never. Costs reading
                    the parameters once, and a message of 8 bytes
+    compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
 
     When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
     and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
@@ -66,8 +72,18 @@ class DDP(Wrapper):
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
+    With `compression` buckets are averaged by a copy of that compressor, `.compression`: as they
+    are when a pass ends, so gradients of several passes are to be added up under `no_sync`. What it
+    remembers of each gradient (what error feedback has left over) stays as it was if a pass fails,
+    if its step is skipped, or if the averages are not finite; it counts like a gradient in every
+    other way, and follows from a rank that has no batch left. With a scaled loss (torch's
+    GradScaler) it has that scale: call `.compression.scale_` when that changes. `state_dict` has
+    this rank's, too, under keys of its own (`own_state`), which `load_state_dict` of a DDP takes,
+    and that of a plain module only with `strict=False`; `.module.state_dict()` is without them.
+
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
-    parameter or option that does.
+    parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
+    compressed.
     """
 
     def __init__(
@@ -80,6 +96,7 @@ class DDP(Wrapper):
         find_unused_parameters: bool = False,
         skip_nonfinite: bool = False,
         check_replicas_every: int = 0,
+        compression: Compressor | None = None,
     ) -> None:
         super().__init__(module, rank=backend.rank)
         if bucket_size < 1:
@@ -89,6 +106,8 @@ class DDP(Wrapper):
                 f"check_replicas_every must be a number of backward passes, or 0 for never, not "
                 f"{check_replicas_every}"
             )
+        if compression is not None:
+            check_compressor(compression, "DDP(compression=)")
         self.backend = backend
         self.broadcast_buffers = broadcast_buffers
         options = {
@@ -97,23 +116,35 @@ class DDP(Wrapper):
             "find_unused_parameters": find_unused_parameters,
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
+            "compression": compression,
         }
         check_same_model(module, backend, options)
         self.broadcast_parameters()
         self._complete = False  # nobody has looked yet
         named = dict(module.named_parameters())
         trained = {p: name for name, p in named.items() if p.requires_grad}
+        self.compression = deepcopy(compression)
+        self._sizes = {name: parameter.numel() for parameter, name in trained.items()}
         self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
+        self._averaging = self._new_averaging(trained)
         self._reducer = Reducer(
             named,
             backend,
             bucket_size=bucket_size,
             find_unused_parameters=find_unused_parameters,
+            averaging=self._averaging,
             finite=self._finite,
             drift=DriftCheck(module.named_parameters, backend, check_replicas_every)
             if check_replicas_every
             else None,
         )
+
+    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
+        if self.compression is None:
+            return AllReduced(self.backend)
+        for parameter in trained:
+            check_floating(parameter, self.compression)
+        return Compressed(self.compression, trained, self.backend)
 
     # As a module ----------------------------------------------------------------------------
 
@@ -150,6 +181,19 @@ class DDP(Wrapper):
         with hint(UNANSWERED if self._reducer.unanswered else BEGINNING):
             root = join.leader if join is not None else 0
             broadcast_all_(buffers, self.backend, root, label="DDP's buffers, at a forward pass")
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`."""
+        return {} if self.compression is None else own_state(self.compression, self.backend)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from such states, of any number of ranks, joined into one dict.
+
+        For as many ranks as before, each needs its own only; else all are needed, and what averages
+        lack stays the same, to a rounding. A warning in the log says what is missing. Nothing is
+        sent. `SizeMismatchError` if it is of a model with other parameters.
+        """
+        load_own(self.compression, state, self.backend, sizes_of=self._sizes)
 
     # For the user ---------------------------------------------------------------------------
 
@@ -248,6 +292,14 @@ class DDP(Wrapper):
                 self._reducer.answer(turn)
                 if step is not None:
                     step()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent so far, as rings and direct messages send
+        them: 2(p-1)/p of what is all-reduced, what is gathered p-1 times, (p-1)/p of what is
+        exchanged. In shared memory ranks read them instead.
+        """
+        return self._averaging.bytes_sent
 
     @property
     def skipped_steps(self) -> int:

@@ -12,8 +12,8 @@ from xxhash import xxh3_64_intdigest
 from phalanx.backends.base import Backend
 from phalanx.backends.memory import readable_bytes
 from phalanx.collectives import all_gather
+from phalanx.collectives.alike import minority
 from phalanx.errors import DesyncError
-from phalanx.parallel.replicas import minority
 
 
 class DriftCheck:

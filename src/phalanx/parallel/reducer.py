@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
+from phalanx.parallel.averaging import Averaging
 from phalanx.parallel.buckets import Buckets
 from phalanx.parallel.drift import DriftCheck
 from phalanx.parallel.finite import FiniteCheck
@@ -48,6 +49,7 @@ class Reducer:
         *,
         bucket_size: int,
         find_unused_parameters: bool,
+        averaging: Averaging,
         finite: FiniteCheck | None,
         drift: DriftCheck | None,
     ) -> None:
@@ -58,6 +60,7 @@ class Reducer:
         self._backend = backend
         self._bucket_size = bucket_size
         self._find_unused = find_unused_parameters
+        self._averaging = averaging
         self._finite = finite
         self._drift = drift
         self._names = {p: name for name, p in parameters.items()}
@@ -84,6 +87,7 @@ class Reducer:
                 self._finite.forget()
             with hint(AVERAGING):
                 self._buckets.finish()
+            self._averaging.settle(self._buckets.all, skipped=True)
 
     def watch(self, outputs: Any) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
@@ -201,18 +205,22 @@ class Reducer:
             self._open = self._unsynchronized = False
             if self._find_unused:
                 self._forget_unused(without)
-            if self._finite is not None and self._finite.agree(self._buckets.all):
+            skipped = self._finite is not None and self._finite.agree(self._buckets.all)
+            self._averaging.settle(self._buckets.all, skipped=skipped)
+            if skipped:
                 for parameter in self._trained:
                     parameter.grad = None
         if self._drift is not None:
             self._drift.pass_is_over(self.join.active if self.join else list(range(world)))
 
     def _forget_unused(self, without: set[nn.Parameter]) -> None:
-        """Gradients of parameters that no rank has used stay None, as in one process."""
+        """Gradients of parameters that no rank has used stay None, as in one process; unless some
+        of an earlier one comes only now (see compression).
+        """
         used = torch.tensor([p not in without for p in self._trained], dtype=torch.int32)
         all_reduce_(used, self._backend, ReduceOp.MAX)
         for parameter, anywhere in zip(self._trained, used.tolist(), strict=True):
-            if not anywhere:
+            if not anywhere and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
     def _first_pass_is_over(self) -> None:
@@ -235,7 +243,7 @@ class Reducer:
 
     def _new_buckets(self, parameters: list[nn.Parameter]) -> Buckets:
         look = self._finite.look if self._finite is not None else None
-        return Buckets(parameters, self._backend, self._bucket_size, look)
+        return Buckets(parameters, self._backend, self._bucket_size, self._averaging, look)
 
     # Refusals -------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx.aggregation.saved import is_own_key, without_own
 from phalanx.backends.base import Backend
 from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
@@ -40,12 +41,27 @@ class Wrapper(nn.Module):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's."""
-        return self.module.state_dict(*args, **kwargs)
+        """The plain module's, and `own_state`, if there is any."""
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        state.update({prefix + key: value for key, value in self.own_state().items()})
+        return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the plain module; every rank has to load the same."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Into the plain module; every rank has to load the same. `own_state` goes to its rank."""
+        plain, own = without_own(state_dict)
+        result = self.module.load_state_dict(plain, *args, **kwargs)
+        self.load_own_state(own)
+        return result
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone holds, besides parameters: by keys that say whose it is, so that
+        those of all ranks can be joined. Here nothing.
+        """
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from such states of all ranks that there were. Here nothing is done with them."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain module's, under their own names."""
@@ -70,7 +86,13 @@ class Wrapper(nn.Module):
         return nullcontext()
 
 
-def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let a module that holds a wrapper load the plain names that it saved."""
+def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let a module that holds a wrapper load what it saved: plain names, and `own_state`."""
+    own = {}
     for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
+        name = key[len(prefix) :]
+        if is_own_key(name):
+            own[name] = state.pop(key)
+        else:
+            state[f"{prefix}module.{name}"] = state.pop(key)
+    wrapper.load_own_state(own)

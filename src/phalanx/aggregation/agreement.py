@@ -1,0 +1,32 @@
+"""Whether all ranks give lists of gradients alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.collectives.alike import difference
+from phalanx.errors import DesyncError
+
+
+def check_same_list(gradients: Sequence[Tensor], backend: Backend, who: str) -> None:
+    """Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
+    many, of the same shapes and dtypes. Blocks for one message of 16 bytes, before any sum.
+    """
+    mine = [
+        f"gradient {number} ({str(gradient.dtype).removeprefix('torch.')} {list(gradient.shape)})"
+        for number, gradient in enumerate(gradients)
+    ]
+    differ = difference([who, *mine], backend, end="no more gradients")
+    if differ is None:
+        return
+    raise DesyncError(
+        f"rank {backend.rank}: {who}: the ranks' lists of gradients differ: {differ.text}. Give "
+        "the gradients of the same parameters on every rank, in the same order, and zeros for one "
+        "that a rank does not have",
+        rank=backend.rank,
+        peer=differ.odd[0],
+        op="aggregate",
+    )

@@ -1,0 +1,125 @@
+"""A compressor's state by ranks, as part of a state dict.
+
+    compression@2/4.residual.layer.weight     what rank 2 of 4 has left over of layer.weight
+
+Every rank has another state, so each key says whose it is: the states of all ranks can be joined,
+one that is missing is noticed, and none is taken for another rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
+from phalanx.compression.memory import under
+from phalanx.compression.residuals import RESIDUAL
+from phalanx.errors import SizeMismatchError
+
+log = logging.getLogger("phalanx")
+
+_KEY = re.compile(r"compression@(\d+)/(\d+)\.(.*)", re.DOTALL)
+
+
+def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
+    """The compressor's state on this rank, and whose it is."""
+    prefix = f"compression@{backend.rank}/{backend.world_size}."
+    return {prefix + key: value for key, value in compressor.state_dict().items()}
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a key of a state dict is one of a compressor's state."""
+    return _KEY.fullmatch(key) is not None
+
+
+def needed(keys: Iterable[str], backend: Backend) -> list[str]:
+    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks; else
+    all.
+    """
+    listed = list(keys)
+    mine = f"compression@{backend.rank}/{backend.world_size}."
+    own = [key for key in listed if key.startswith(mine)]
+    return own or listed
+
+
+def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """A state dict without such keys, itself if it has none; and what is under them."""
+    own = {key: value for key, value in state.items() if is_own_key(key)}
+    if not own:
+        return state, own
+    plain = OrderedDict((key, value) for key, value in state.items() if key not in own)
+    if hasattr(state, "_metadata"):  # versions of modules, which torch keeps there
+        plain._metadata = state._metadata  # type: ignore[attr-defined]
+    return plain, own
+
+
+def load_own(
+    compressor: Compressor | None,
+    state: Mapping[str, Any],
+    backend: Backend,
+    *,
+    sizes_of: Mapping[str, int] | None = None,
+) -> None:
+    """Go on from the states in a dict, of which other keys are left alone.
+
+    sizes_of   of each gradient, by name, if they are known: `SizeMismatchError`, which names it,
+               for what was left over of one that is not there, or has another size
+
+    Without any the compressor keeps the state that it has. A warning in the log says what is lost.
+    Raises ValueError if there are states of different numbers of ranks.
+    """
+    states: dict[int, dict[str, Tensor]] = {}
+    sizes = set()
+    for key, value in state.items():
+        match = _KEY.fullmatch(key)
+        if match is not None:
+            rank, size, name = match.groups()
+            states.setdefault(int(rank), {})[name] = value
+            sizes.add(int(size))
+    if not sizes:
+        return
+    if compressor is None:
+        log.warning(
+            "rank %d: the state dict has what compressors had left over, and it is lost: there is "
+            "no compression now",
+            backend.rank,
+        )
+        return
+    if len(sizes) > 1:
+        raise ValueError(
+            f"rank {backend.rank}: the state dict has states of compressors of {sorted(sizes)} "
+            "ranks: load those of one save"
+        )
+    (size,) = sizes
+    size = max(size, *(rank + 1 for rank in states))
+    missing = sorted(set(range(size)) - states.keys())
+    mine = backend.rank
+    if missing and (size != backend.world_size or mine in missing):
+        log.warning(
+            "rank %d: the state dict lacks what the compressors of ranks %s had left over (of %d "
+            "ranks), and it is lost: save the state dict of every rank",
+            mine,
+            ", ".join(map(str, missing)),
+            size,
+        )
+    resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
+    if sizes_of is not None:
+        _check_sizes(resharded[mine], sizes_of, backend)
+    compressor.load_state_dict(resharded[mine])
+
+
+def _check_sizes(state: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
+    for name, left in under(RESIDUAL, state).items():
+        if sizes.get(name) != left.numel():
+            has = f"{sizes[name]} values" if name in sizes else "no such gradient"
+            raise SizeMismatchError(
+                f"rank {backend.rank}: the state dict has {left.numel()} values that were left "
+                f"over of {name}, and this model has {has}: it is the state of another model",
+                rank=backend.rank,
+            )

@@ -1,0 +1,146 @@
+"""`Compressor`: how gradients are made smaller, and how they are averaged in that form.
+
+    compress      a tensor -> a message that counts its bytes
+    decompress    a message -> what a receiver makes of it
+    average_      a generator: local arithmetic between requests (exchange.py), so that the same
+                  code is carried out at once, in the background, or by a test without any rank
+
+    kind             how parts meet                                         who
+    linear           the mean of messages is a message: all-reduce          Half, RandomK, PowerSGD
+    sparse           messages are gathered, and summed by every part        TopK
+    quantized        each part sums a slice: all-to-all, sum, all-gather    Quantized
+
+What a part leaves out of its message is lost, unless a `Feedback` (feedback.py) keeps it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.compression.bundle import Bundle
+from phalanx.compression.exchange import Part, Rounds
+from phalanx.compression.feedback import FORGET, Feedback
+from phalanx.compression.memory import Remembers, under
+from phalanx.errors import UnsupportedOperationError
+
+State = Mapping[str, Tensor]
+
+
+class Message(Protocol):
+    """A compressed tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, exactly."""
+
+
+class Compressor(ABC):
+    """A way to make gradients smaller.
+
+    Tensors are float16, bfloat16, float32 or float64, of any shape, on any device; other dtypes
+    raise `UnsupportedOperationError`. What is not finite stays visible: wherever a gradient of one
+    part is infinite or NaN, the average of its bundle is not finite either, on all parts.
+
+    Some have a state: random numbers that go on, what was sent before. It changes for good with
+    `commit`, after a pass over all gradients; `rollback` forgets a pass that came to nothing.
+    """
+
+    @abstractmethod
+    def compress(self, tensor: Tensor) -> Any:
+        """A `Message` that stands for the tensor, which is not changed."""
+
+    @abstractmethod
+    def decompress(self, message: Any) -> Tensor:
+        """What a receiver makes of a message: a new tensor, of the compressed one's shape, dtype
+        and device.
+        """
+
+    @abstractmethod
+    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """Overwrite the bundle with the mean over all parts: the same bits on every part.
+
+        A generator: it yields requests, and is sent their results. All parts have to run it for
+        bundles alike, in the same order.
+        """
+
+    def contraction(self) -> Compressor:
+        """The form of this that error feedback works with: what it leaves out is smaller than what
+        it is given, on average over time. Itself, unless it trades that for being unbiased.
+        """
+        return self
+
+    def remembers(self) -> Mapping[str, Remembers]:
+        """What it has a state in, by the prefix of the keys under which that is saved."""
+        return {}
+
+    def commit(self) -> None:
+        """The averages since the last commit count: remember what they leave behind."""
+        for memory in self.remembers().values():
+            memory.commit()
+
+    def rollback(self) -> None:
+        """They do not count: be as after the last commit."""
+        for memory in self.remembers().values():
+            memory.rollback()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this part remembers, as of the last commit: copies, by names."""
+        return {
+            prefix + key: value
+            for prefix, memory in self.remembers().items()
+            for key, value in memory.state_dict().items()
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Be as the part, or one like it, was whose `state_dict` this is."""
+        for prefix, memory in self.remembers().items():
+            memory.load_state_dict(under(prefix, state))
+
+    def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
+        """The states of another number of parts.
+
+        states   of all parts that there were, in their order; None where one is lost
+        """
+        known = next((state for state in states if state is not None), {})
+        return [dict(known) for _ in range(parts)]
+
+
+def check_floating(tensor: Tensor, what: object) -> None:
+    """Raise `UnsupportedOperationError` unless it has a dtype that gradients are compressed in."""
+    if tensor.dtype not in _FLOATING:
+        raise UnsupportedOperationError(
+            f"{what} compresses float16, bfloat16, float32 and float64, not "
+            f"{str(tensor.dtype).removeprefix('torch.')}; average such gradients uncompressed"
+        )
+
+
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def check_compressor(compressor: object, who: str) -> None:
+    """TypeError unless it is one: a class is none yet."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
+
+
+def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
+    """Values in the dtype in which they are sent, rounded to nearest.
+
+    Those that are too large for it are its largest, or as large as a sum over so many parts can
+    bear: an infinity that came of a cast would come again and again. Infinities stay.
+    """
+    if dtype is values.dtype and parts == 1:
+        return values
+    most = torch.finfo(dtype).max / (parts + 1 if parts > 1 else 1)  # sums are rounded
+    most = min(most, torch.finfo(values.dtype).max)
+    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute with: float64 for that, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

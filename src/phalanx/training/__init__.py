@@ -1,0 +1,13 @@
+"""The smallest training loop, and what describes one rank of it."""
+
+from phalanx.training.config import CompressionConfig, DataParallelConfig, DistributedConfig
+from phalanx.training.epoch import train_epoch
+from phalanx.training.step import distributed_train_step
+
+__all__ = [
+    "CompressionConfig",
+    "DataParallelConfig",
+    "DistributedConfig",
+    "distributed_train_step",
+    "train_epoch",
+]

@@ -1,0 +1,254 @@
+"""Which rank of what this is, and how it averages gradients: as data, checked, to and from text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+import msgspec
+import torch
+
+from phalanx.aggregation import (
+    AllReduceAggregator,
+    CompressedAggregator,
+    GradientAggregator,
+    LocalAggregator,
+    ParameterServer,
+)
+from phalanx.backends import Backend, TcpBackend
+from phalanx.compression import (
+    Compressor,
+    ErrorFeedback,
+    Half,
+    PowerSGD,
+    Quantized,
+    RandomK,
+    TopK,
+)
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.wire.address import parse_address
+
+T = TypeVar("T", bound="_Config")
+
+
+class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    def to_json(self) -> str:
+        """As text, which `from_json` reads."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls: type[T], text: str | bytes) -> T:
+        """From text. Raises ValueError, which names the field, for what is none."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            if isinstance(error.__cause__, ValueError):  # of our own
+                raise error.__cause__ from None
+            raise ValueError(f"{cls.__name__} from JSON: {error}") from None
+
+
+class DistributedConfig(_Config, frozen=True):
+    """Which rank this is, of how many, and where they meet.
+
+    world_size        1 or more
+    rank              0 <= rank < world_size
+    coordinator_addr  `"host:port"` of rank 0
+
+    Raises `InvalidWorldSizeError`, `InvalidRankError`, or ValueError for an address that is none.
+    In the environment: WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, as launchers leave them.
+    """
+
+    world_size: int
+    rank: int
+    coordinator_addr: str
+
+    def __post_init__(self) -> None:
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise InvalidWorldSizeError(
+                f"world_size must be a number of at least 1, not {self.world_size!r}"
+            )
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise InvalidRankError(
+                f"rank {self.rank!r} is not one of {self.world_size}: ranks count from 0, the last "
+                f"is {self.world_size - 1}",
+            )
+        parse_address(self.coordinator_addr)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
+        """What is in the environment. Raises ValueError, which names the variable."""
+        names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+        for name in names:
+            if name not in environ:
+                raise ValueError(f"{name} is not in the environment; {', '.join(names)} have to be")
+        host = environ["MASTER_ADDR"]
+        host = f"[{host}]" if ":" in host else host
+        return cls(
+            _number("WORLD_SIZE", environ),
+            _number("RANK", environ),
+            f"{host}:{_number('MASTER_PORT', environ)}",
+        )
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that `from_environment` reads, and `phalanx.init`."""
+        host, port = parse_address(self.coordinator_addr)
+        return {
+            "WORLD_SIZE": str(self.world_size),
+            "RANK": str(self.rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+
+    def connect(self, *, timeout: float = 60.0) -> TcpBackend:
+        """This rank's backend. Blocks until all ranks have met; raises as `TcpBackend` does."""
+        return TcpBackend(self.rank, self.world_size, self.coordinator_addr, timeout=timeout)
+
+
+class CompressionConfig(_Config, frozen=True):
+    """A compressor.
+
+    method          top_k, random_k, power_sgd, quantized or half
+    options         what its class takes, by name: `{"ratio": 0.01}`, `{"dtype": "float16"}`
+    error_feedback  whether it is inside of one
+
+    Raises ValueError for options that the method does not take.
+    """
+
+    method: Literal["top_k", "random_k", "power_sgd", "quantized", "half"]
+    options: dict[str, bool | int | float | str | None] = {}
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    def build(self) -> Compressor:
+        """The compressor, new."""
+        if self.method not in _COMPRESSORS:
+            raise ValueError(
+                f"compression: {self.method!r} is no method; there are {', '.join(_COMPRESSORS)}"
+            )
+        try:
+            compressor = _COMPRESSORS[self.method](**self.options)
+        except TypeError as error:
+            raise ValueError(
+                f"compression: {self.method} cannot be made with the options {self.options}: "
+                f"{error}"
+            ) from None
+        return ErrorFeedback(compressor) if self.error_feedback else compressor
+
+
+class DataParallelConfig(_Config, frozen=True):
+    """How a rank trains with the others.
+
+    config       which rank it is
+    aggregator   local, all_reduce, parameter_server or compressed
+    compression  with compressed: how
+
+    Raises ValueError if one of the last two is missing, or not wanted. In the environment, beside
+    those of `DistributedConfig`: PHALANX_AGGREGATOR, and PHALANX_COMPRESSION as JSON.
+    """
+
+    config: DistributedConfig
+    aggregator: Literal["local", "all_reduce", "parameter_server", "compressed"] = "all_reduce"
+    compression: CompressionConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.aggregator not in _AGGREGATORS:
+            raise ValueError(
+                f"aggregator: {self.aggregator!r} is none; there are {', '.join(_AGGREGATORS)}"
+            )
+        if (self.aggregator == "compressed") != (self.compression is not None):
+            raise ValueError(
+                f"aggregator={self.aggregator!r} and compression={self.compression!r}: the "
+                "aggregator 'compressed' takes a compression, and no other does"
+            )
+        if self.aggregator == "local" and self.config.world_size > 1:
+            raise ValueError(
+                f"aggregator='local' averages nothing, and there are {self.config.world_size} ranks"
+            )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DataParallelConfig:
+        """What is in the environment. Raises ValueError, which names the variable."""
+        config = DistributedConfig.from_environment(environ)
+        compression = environ.get("PHALANX_COMPRESSION")
+        try:
+            return msgspec.convert(
+                {
+                    "config": config,
+                    "aggregator": environ.get("PHALANX_AGGREGATOR", "all_reduce"),
+                    "compression": CompressionConfig.from_json(compression)
+                    if compression
+                    else None,
+                },
+                type=cls,
+            )
+        except ValueError as error:
+            raise ValueError(f"PHALANX_AGGREGATOR, PHALANX_COMPRESSION: {error}") from None
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that `from_environment` reads."""
+        variables = {**self.config.to_environment(), "PHALANX_AGGREGATOR": self.aggregator}
+        if self.compression is not None:
+            variables["PHALANX_COMPRESSION"] = self.compression.to_json()
+        return variables
+
+    def build(self, backend: Backend) -> GradientAggregator:
+        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config."""
+        if (backend.rank, backend.world_size) != (self.config.rank, self.config.world_size):
+            raise MisuseError(
+                f"the config is of rank {self.config.rank} of {self.config.world_size}, and the "
+                f"backend is rank {backend.rank} of {backend.world_size}",
+                rank=backend.rank,
+            )
+        return _AGGREGATORS[self.aggregator](backend, self.compression)
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(f"{name}={environ[name]!r} in the environment is no number") from None
+
+
+def _half(dtype: str = "bfloat16") -> Half:
+    return Half(_dtype(dtype))
+
+
+def _power_sgd(rank: int, dtype: str | None = None, seed: int = 0) -> PowerSGD:
+    return PowerSGD(rank, dtype=None if dtype is None else _dtype(dtype), seed=seed)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"compression: {name!r} is no dtype of torch's")  # noqa: TRY004
+    return dtype
+
+
+def _compressed(backend: Backend, compression: CompressionConfig | None) -> GradientAggregator:
+    assert compression is not None
+    return CompressedAggregator(backend, compression.build())
+
+
+_COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
+    {
+        "top_k": TopK,
+        "random_k": RandomK,
+        "power_sgd": _power_sgd,
+        "quantized": Quantized,
+        "half": _half,
+    }
+)
+_AGGREGATORS: Mapping[str, Callable[[Backend, CompressionConfig | None], GradientAggregator]] = (
+    MappingProxyType(
+        {
+            "local": lambda backend, compression: LocalAggregator(),
+            "all_reduce": lambda backend, compression: AllReduceAggregator(backend),
+            "parameter_server": lambda backend, compression: ParameterServer(backend),
+            "compressed": _compressed,
+        }
+    )
+)

@@ -1,0 +1,81 @@
+"""PowerSGD: exact at full rank, the best approximation in the long run, few bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parts import average, bundles_of, noise
+
+from phalanx import ErrorFeedback, PowerSGD
+
+
+def commit(compressors: list) -> None:
+    for compressor in compressors:
+        compressor.commit()
+
+
+@pytest.mark.parametrize("rank", [7, 8, 20])
+def test_at_full_rank_it_is_exact(rank: int):
+    given = [[noise(7, 9, seed=part), noise(5, seed=part)] for part in range(3)]
+    expected = sum(bundle.flat.double() for bundle in bundles_of(given)) / 3
+    found = average([PowerSGD(rank) for _ in range(3)], bundles_of(given))[0]
+    assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_mean_of_that_rank_comes_exactly_by_its_factors(rank: int):
+    factors = [(noise(20, rank, seed=p), noise(rank, 30, seed=p + 9)) for p in range(2)]
+    shared = noise(20, rank)
+    given = [[shared @ right] for _, right in factors]  # so that the mean is of that rank, too
+    expected = sum(mine[0] for mine in given) / 2
+    compressors = [PowerSGD(rank) for _ in range(2)]
+    found = average(compressors, bundles_of(given))[0].view(20, 30)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_repeated_steps_find_the_best_approximation():
+    """Power iteration from where the last step ended converges to the singular vectors."""
+    u, _ = torch.linalg.qr(noise(30, 30))
+    v, _ = torch.linalg.qr(noise(40, 30, seed=1))
+    matrix = u @ torch.diag(0.7 ** torch.arange(30.0)) @ v.T
+    compressors = [PowerSGD(2)]
+    for _ in range(20):
+        bundles = bundles_of([[matrix]])
+        found = average(compressors, bundles)[0].view(30, 40)
+        commit(compressors)
+    left, singular, right = torch.linalg.svd(matrix)
+    best = left[:, :2] @ torch.diag(singular[:2]) @ right[:2]
+    assert (matrix - found).norm() <= 1.001 * (matrix - best).norm()
+
+
+def test_a_matrix_of_zeros_does_not_stop_it():
+    compressors = [PowerSGD(2)]
+    for given in (torch.zeros(20, 30), noise(20, 2) @ noise(2, 30, seed=1)):
+        bundles = bundles_of([[given]])
+        found = average(compressors, bundles)[0].view(20, 30)
+        commit(compressors)
+        torch.testing.assert_close(found, given, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_more_dimensions_are_matrices_by_their_first_one():
+    kernel = (noise(16, 2) @ noise(2, 27, seed=1)).view(16, 3, 3, 3)
+    message = PowerSGD(2).compress(kernel)
+    assert message.nbytes == 4 * 2 * (16 + 27)
+    torch.testing.assert_close(PowerSGD(2).decompress(message), kernel, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_worth_it_goes_whole_with_the_first_factors():
+    compressor = PowerSGD(4)
+    for shape in [(6, 5), (100,), (), (1, 50)]:
+        assert compressor.compress(noise(*shape)).q is None
+    given = [[noise(6, 5, seed=p), noise(100, seed=p)] for p in range(2)]
+    expected = sum(bundle.flat for bundle in bundles_of(given)) / 2
+    assert torch.equal(average([PowerSGD(4), PowerSGD(4)], bundles_of(given))[0], expected)
+
+
+def test_its_state_is_where_the_next_step_begins():
+    compressors = [ErrorFeedback(PowerSGD(1))]
+    average(compressors, bundles_of([[noise(8, 9)]]))
+    assert not compressors[0].state_dict()  # until the pass counts
+    commit(compressors)
+    assert compressors[0].state_dict()["inner.q.g0"].shape == (9, 1)

@@ -1,0 +1,178 @@
+"""`distributed_train_step` and `train_epoch`: the smallest training loop."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from phalanx import (
+    AllReduceAggregator,
+    Backend,
+    CompressedAggregator,
+    ErrorFeedback,
+    GradientAggregator,
+    LocalAggregator,
+    ParameterServer,
+    TopK,
+    distributed_train_step,
+    simulate,
+    train_epoch,
+)
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = X @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
+
+
+class Training:
+    """Linear regression on a share of the data."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.model = nn.Linear(4, 1)
+        nn.init.zeros_(self.model.weight)
+        nn.init.zeros_(self.model.bias)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.5)
+        self.x, self.y = X[rank::ranks], Y[rank::ranks]
+
+    def compute(self, rows: slice = slice(None)):
+        loss = nn.functional.mse_loss(self.model(self.x[rows]), self.y[rows])
+        return loss, torch.autograd.grad(loss, list(self.model.parameters()))
+
+    def apply(self, averages: list[torch.Tensor]) -> None:
+        for parameter, average in zip(self.model.parameters(), averages, strict=True):
+            parameter.grad = average
+        self.optimizer.step()
+
+
+def trained(aggregator: GradientAggregator, training: Training, steps: int = 10):
+    losses = [
+        distributed_train_step(training.compute, training.apply, aggregator).item()
+        for _ in range(steps)
+    ]
+    return losses, [p.detach().clone() for p in training.model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [AllReduceAggregator, ParameterServer])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_ranks_train_as_one_process_does_with_all_the_data(kind, p: int):
+    def run(backend: Backend):
+        return trained(kind(backend), Training(backend.rank, backend.world_size))
+
+    losses, parameters = trained(LocalAggregator(), Training())
+    per_rank = simulate(run, p)
+    for found in per_rank:
+        torch.testing.assert_close(found[1], parameters)
+    means = [sum(step) / p for step in zip(*(found[0] for found in per_rank), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_compressed_aggregator_trains_to_the_same_end():
+    def run(backend: Backend):
+        aggregator = CompressedAggregator(backend, ErrorFeedback(TopK(0.3)))
+        return trained(aggregator, Training(backend.rank, backend.world_size), steps=80)
+
+    for losses, _ in simulate(run, 2):
+        assert losses[0] > 1
+        assert losses[-1] < 1e-3
+
+
+def test_the_loss_is_what_compute_returns():
+    loss = object()
+    found = distributed_train_step(lambda: (loss, []), lambda averages: None, LocalAggregator())
+    assert found is loss
+
+
+class Problem(Exception):
+    """Of a test's own function."""
+
+
+def fail(*_: object) -> None:
+    raise Problem("the cat walked over the keyboard")
+
+
+class Failing(GradientAggregator):
+    aggregate = fail
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+@pytest.mark.parametrize(
+    ("compute", "aggregator", "apply", "doing"),
+    [
+        (fail, LocalAggregator(), fail, "computing"),
+        (lambda: (0, []), Failing(), fail, "aggregating"),
+        (lambda: (0, []), LocalAggregator(), fail, "applying"),
+    ],
+)
+def test_errors_pass_through_with_the_step_s_number(compute, aggregator, apply, doing: str):
+    with pytest.raises(Problem, match="the cat walked") as caught:
+        distributed_train_step(compute, apply, aggregator, step=41)
+    assert caught.value.__notes__ == [f"in training step 41, {doing} gradients"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+def test_steps_are_counted_where_nobody_gives_a_number():
+    aggregator, training = LocalAggregator(), Training()
+    trained(aggregator, training, steps=3)
+    with pytest.raises(Problem) as caught:
+        distributed_train_step(fail, training.apply, aggregator)
+    assert "step 3," in caught.value.__notes__[0]
+    assert LocalAggregator().steps == 0
+
+
+def test_an_epoch_is_a_step_for_each_batch_and_gives_the_mean_loss():
+    one, other = Training(), Training()
+    rows = [slice(0, 8), slice(8, 16), slice(16, 24)]
+    mean = train_epoch(rows, one.compute, one.apply, LocalAggregator())
+    losses = [
+        distributed_train_step(lambda r=r: other.compute(r), other.apply, LocalAggregator()).item()
+        for r in rows
+    ]
+    assert mean == pytest.approx(sum(losses) / 3)
+    assert torch.equal(one.model.weight, other.model.weight)
+    assert math.isnan(train_epoch([], one.compute, one.apply, LocalAggregator()))
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+
+
+def test_the_bar_counts_batches_and_shows_the_loss():
+    console, training = terminal(), Training()
+    rows = [slice(0, 12), slice(12, 24)]
+    train_epoch(
+        rows,
+        training.compute,
+        training.apply,
+        LocalAggregator(),
+        description="epoch 7 [warm-up]",
+        console=console,
+    )
+    shown = console.file.getvalue()
+    assert "epoch 7 [warm-up]" in shown
+    assert "2/2" in shown
+    assert "loss " in shown
+
+
+def test_data_without_a_length_and_ranks_but_the_first_work_too():
+    def run(backend: Backend) -> str:
+        console, training = terminal(), Training(backend.rank, backend.world_size)
+        batches = (slice(0, 4) for _ in range(3))
+        aggregator = AllReduceAggregator(backend)
+        train_epoch(batches, training.compute, training.apply, aggregator, console=console)
+        return console.file.getvalue()
+
+    first, second = simulate(run, 2)
+    assert "3/?" in first
+    assert second == ""
+
+
+def test_what_is_no_terminal_stays_empty():
+    console = Console(file=io.StringIO())
+    training = Training()
+    train_epoch([slice(0, 4)], training.compute, training.apply, LocalAggregator(), console=console)
+    assert console.file.getvalue() == ""
