@@ -33,8 +33,7 @@ class FlatShards(Wrapper):
         *,
         joined: bool = False,
     ) -> None:
-        super().__init__(module)
-        self.backend = backend
+        super().__init__(module, backend)
         shards = shards or backend.world_size
         total = sum(parameter.numel() for parameter in module.parameters())
         first, last = chunk_ranges(total, shards)[backend.rank % shards]

@@ -98,7 +98,7 @@ class DDP(Wrapper):
         check_replicas_every: int = 0,
         compression: Compressor | None = None,
     ) -> None:
-        super().__init__(module, rank=backend.rank)
+        super().__init__(module, backend)
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 byte, not {bucket_size}")
         if check_replicas_every < 0:
@@ -108,7 +108,6 @@ class DDP(Wrapper):
             )
         if compression is not None:
             check_compressor(compression, "DDP(compression=)")
-        self.backend = backend
         self.broadcast_buffers = broadcast_buffers
         options = {
             "bucket_size": bucket_size,

@@ -35,7 +35,7 @@ class DeviceMesh:
 
     Ranks are placed in row-major order: neighbours along the last axis have neighbouring numbers,
     so give that to what talks most (tensor parallelism). The axes' groups are made here. Blocks for
-    one message of 8 bytes, since ranks that made different grids would wait for each other for
+    one message of 16 bytes, since ranks that made different grids would wait for each other for
     ever: they get a `DesyncError` that names them. Raises `InvalidWorldSizeError` if the sizes do
     not multiply to the world size, `ValueError` for names that are not, before that.
     """

@@ -23,11 +23,9 @@ class Wrapper(nn.Module):
     in its own way.
     """
 
-    backend: Backend
-
-    def __init__(self, module: nn.Module, *, rank: int) -> None:
+    def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
-        kind = type(self).__name__
+        kind, rank = type(self).__name__, backend.rank
         for name, inner in module.named_modules():
             if isinstance(inner, Wrapper) and type(inner) is not type(self):
                 raise MisuseError(
@@ -38,6 +36,7 @@ class Wrapper(nn.Module):
                     op=kind,
                 )
         self.module = module
+        self.backend = backend
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -87,10 +87,9 @@ class FSDP(Wrapper):
         prefetch: int = 1,
         initialize: Initialize | None = None,
     ) -> None:
-        super().__init__(module, rank=backend.rank)
+        super().__init__(module, backend)
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
-        self.backend = backend
         self.strategy = strategy
         self.mixed_precision = precision_of(mixed_precision)
         self._summoned = self._unwrapped = False

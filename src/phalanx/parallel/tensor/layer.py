@@ -97,7 +97,7 @@ class ParallelLayer(nn.Module):
         self.train(plain.training)
 
     def hold_alike(self, plain: nn.Module, backend: Backend) -> None:
-        """`hold`, once all ranks were found to mean the same. Blocks for a message of 8 bytes."""
+        """`hold`, once all ranks were found to mean the same. Blocks for a message of 16 bytes."""
         style, label = self.style, type(self).__name__
         splits = checked_splits(plain, style, backend.world_size, label)
         lines = [f"{label} of {plain} with {style}", *described(plain)]

@@ -78,7 +78,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
     `check_whole_parameters` finds what was forgotten.
 
-    Blocks for a message of 8 bytes: `DesyncError` names what differs between the ranks, parameters'
+    Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
     matches nothing, two that disagree about a layer, a layer that cannot be cut over so many ranks;
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights

@@ -71,7 +71,7 @@ class RowParallelLinear(ParallelLayer):
     Forward sums the output, an all_reduce of its bytes; backward sends nothing if the input is
     parallel, else an all_gather of the input's gradient. With `sequence_dim`, forward is a
     reduce_scatter and backward an all_gather, together the same bytes, and an all_reduce of the
-    bias. Construction blocks for a message of 8 bytes: `DesyncError` if the ranks' options or
+    bias. Construction blocks for a message of 16 bytes: `DesyncError` if the ranks' options or
     values differ. Raises `ValueError` if there are fewer units than ranks; in forward,
     `SizeMismatchError` for an input of another width.
     """

@@ -64,7 +64,7 @@ class SequenceParallelNorm(ParallelLayer):
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
-        """A plain norm's parameters, copied. Blocks for a message of 8 bytes."""
+        """A plain norm's parameters, copied. Blocks for a message of 16 bytes."""
         layer = cls.empty(SequenceNormStyle())
         layer.hold_alike(norm, backend)
         return layer
