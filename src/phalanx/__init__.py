@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import *
     from phalanx.launch.spawn import *
     from phalanx.parallel import *
+    from phalanx.parallel.pipeline import *
 
 __version__ = "0.1.0"
 
@@ -99,6 +100,15 @@ _WHERE = {
     "phalanx.launch.simulate": ("Simulation", "simulate"),
     "phalanx.launch.spawn": ("spawn",),
     "phalanx.parallel": ("DDP", "SyncBatchNorm", "convert_sync_batchnorm"),
+    "phalanx.parallel.pipeline": (
+        "Pipeline",
+        "PipelineBubble",
+        "PipelineParallelConfig",
+        "PipelineStage",
+        "balance_stages",
+        "measure_layer_costs",
+        "split_into_stages",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
