@@ -1,8 +1,8 @@
 """Pipeline: every rank has some of the layers, and the parts of a batch go through all of them.
 
-rank 0   F0   F1   F2   .    .    B0   F3   B1   .    B2   .    B3
-rank 1   .    F0   F1   .    B0   F2   B1   F3   B2   .    B3   .
-rank 2   .    .    F0   B0   F1   B1   F2   B2   F3   B3   .    .       1F1B: schedules.py
+rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .        1F1B; the others are in schedules.py
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Pipeline(Wrapper):
     draws on each rank from that rank's random state.
 
     `parameters()` are this rank's, under the names that they have in the whole: the `state_dict`s
-    of all ranks together are the plain model's. What layers pass on is a tensor, or tuples, lists and
-    dicts of tensors and None; its shapes are sent once for each kind of batch, and not again.
+    of all ranks together are the plain model's. What layers pass on is a tensor, or tuples, lists
+    and dicts of tensors and None; its shapes are sent once for each kind of batch, not again.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
