@@ -141,6 +141,9 @@ def _raise_the_problem(call: str, problem: Exception | None, backend: Backend) -
     mine = None if problem is None else [type(problem).__name__, str(problem)]
     told = all_gather_object(mine, backend)
     if problem is not None:
+        if isinstance(problem, DistributedError) and not problem.message.startswith("rank "):
+            problem.message = f"rank {backend.rank}: {call}: {problem.message}"
+            problem.rank = backend.rank
         raise problem
     peer, name, text = next((peer, *said) for peer, said in enumerate(told) if said is not None)  # type: ignore[misc]
     if not text.startswith("rank "):

@@ -1,8 +1,10 @@
 """Pipeline: every rank has some of the layers, and the parts of a batch go through all of them.
 
-rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
-rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
-rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .        1F1B; the others are in schedules.py
+    rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+The schedule that is drawn is 1F1B; all are in schedules.py.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ __all__ = ["FIRST_TAG", "KnownLayouts", "Parcel", "Wires"]
 
 FIRST_TAG = 2**30
 LOSS_TAG = FIRST_TAG - 1
+A_DAY = 86_400.0  # seconds; while this rank computes, nobody waits, and no timeout runs
 MOST_KNOWN = 1024  # layouts of one edge that are kept; one is some hundred bytes
 _LENGTH = struct.Struct("<q")
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -91,7 +92,7 @@ class Wires:
         self._circumstances = circumstances
         self._sizes = sizes
         self._num_stages = num_stages
-        self._timeout = timeout
+        self._timeout = backend.timeout if timeout is None else timeout
         self._coming: dict[Parcel, tuple[Layout, list[Tensor], list[PendingCollective[int]]]] = {}
         self._sent: list[PendingCollective[None]] = []
 
@@ -110,7 +111,7 @@ class Wires:
             self._receive(parcel, edge[kind])
         layout, tensors, pending = self._coming.pop(parcel)
         for message in pending:
-            message.wait()
+            message.wait(self._timeout)
         return layout, tensors
 
     def give(self, parcel: Parcel, tree: Tree, name: str) -> tuple[Layout, list[Tensor]]:
@@ -140,7 +141,7 @@ class Wires:
         if self._is_local(parcel):
             self._coming[parcel] = layout, [leaf.detach() for leaf in leaves], []
         else:
-            self._sent = [message for message in self._sent if not message.done()]
+            self._let_go_of_what_is_sent()
             for leaf in leaves:
                 self._send(parcel, leaf.detach())
         return layout, leaves
@@ -150,21 +151,27 @@ class Wires:
         row = torch.tensor([loss.item(), _LOSS_DTYPES.index(loss.dtype)], dtype=torch.float64)
         size, rank = self._backend.world_size, self._backend.rank
         for peer in (*range(rank), *range(rank + 1, size)):
-            self._sent.append(isend(row, peer, self._backend, tag=LOSS_TAG, timeout=self._timeout))
+            self._sent.append(isend(row, peer, self._backend, tag=LOSS_TAG, timeout=A_DAY))
 
     def hear(self) -> Tensor:
         """The loss that the rank of the last stage has announced; blocks until it has come."""
         row = torch.empty(2, dtype=torch.float64)
         last = self._backend.world_size - 1
-        irecv(row, last, self._backend, tag=LOSS_TAG, timeout=self._timeout).wait()
+        self._backend.recv(row, last, tag=LOSS_TAG, timeout=self._timeout)
         value, dtype = row.tolist()
         return torch.tensor(value, dtype=_LOSS_DTYPES[int(dtype)])
 
     def finish(self) -> None:
         """Block until everything that was given has been sent."""
         for message in self._sent:
-            message.wait()
+            message.wait(self._timeout)
         self._sent.clear()
+
+    def _let_go_of_what_is_sent(self) -> None:
+        done = [message for message in self._sent if message.done()]
+        self._sent = [message for message in self._sent if message not in done]
+        for message in done:
+            message.wait()  # which raises what went wrong with it
 
     def _kind(self, parcel: Parcel) -> tuple[int, int]:
         return self._circumstances, self._sizes[parcel.micro_batch]
@@ -186,7 +193,7 @@ class Wires:
                 self._rank_of(parcel.stage),
                 self._backend,
                 tag=self._tag(parcel),
-                timeout=self._timeout,
+                timeout=A_DAY,
             )
         )
 
@@ -201,7 +208,7 @@ class Wires:
             self._rank_of(parcel.sender),
             self._backend,
             tag=self._tag(parcel),
-            timeout=self._timeout,
+            timeout=A_DAY,
         )
 
     def _send_layout(self, parcel: Parcel, layout: Layout) -> None:
@@ -211,7 +218,7 @@ class Wires:
 
     def _receive_layout(self, parcel: Parcel) -> Layout:
         announced = bytearray(_LENGTH.size)
-        self._begin_to_receive(parcel, announced).wait()
+        self._begin_to_receive(parcel, announced).wait(self._timeout)
         (length,) = _LENGTH.unpack(announced)
         if not 0 < length <= MOST_BYTES:
             raise MalformedObjectError(
@@ -222,7 +229,7 @@ class Wires:
                 op="Pipeline",
             )
         content = bytearray(length)
-        self._begin_to_receive(parcel, content).wait()
+        self._begin_to_receive(parcel, content).wait(self._timeout)
         return Layout.decode(content)
 
 
