@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
+from phalanx.backends.messages import check_timeout
 from phalanx.collectives import chunk_ranges
 from phalanx.errors import (
     DistributedError,
@@ -202,8 +203,10 @@ class Pipeline(Wrapper):
         rank, size = backend.rank, backend.world_size
         samples, problem = (NO_BATCH, NO_BATCH), None
         try:
+            if timeout is not None:
+                check_timeout(timeout)
             samples = self._samples(turn, inputs, targets, loss)
-        except DistributedError as error:
+        except Exception as error:
             problem = error
         mine = circumstances(self.module, inputs if rank == 0 and problem is None else None)
         agreed = begin(turn, samples, mine, problem, backend)

@@ -168,10 +168,13 @@ class Wires:
         self._sent.clear()
 
     def _let_go_of_what_is_sent(self) -> None:
-        done = [message for message in self._sent if message.done()]
-        self._sent = [message for message in self._sent if message not in done]
-        for message in done:
-            message.wait()  # which raises what went wrong with it
+        waiting = []
+        for message in self._sent:
+            if message.done():
+                message.wait()  # which raises what went wrong with it
+            else:
+                waiting.append(message)
+        self._sent = waiting
 
     def _kind(self, parcel: Parcel) -> tuple[int, int]:
         return self._circumstances, self._sizes[parcel.micro_batch]
