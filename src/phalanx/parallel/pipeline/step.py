@@ -124,7 +124,7 @@ class Step:
         outputs = inputs
         del inputs  # or it would live as long as what follows
         for name in self.plan.names_in(stage):
-            outputs = self.module.get_submodule(name)(outputs)
+            outputs = getattr(self.module, name)(outputs)
         if self._is_last(stage):
             root = self._loss_of(outputs, j)
             departure, departed, connected = Joint(), [], []
