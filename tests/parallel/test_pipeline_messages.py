@@ -378,7 +378,7 @@ def test_a_lost_peer_is_named_by_all_that_are_left() -> None:
         return outcome_of(lambda: pipeline.train_step(*batch(6), F.mse_loss))
 
     first, second, _ = simulate(run, 3)
-    for error in (first, second):
+    for rank, error in enumerate((first, second)):
         assert isinstance(error, PeerLostError)
         assert error.peer == 2
-        assert "Pipeline: in " in str(error)
+        assert f"Pipeline: rank {rank} was in " in str(error)

@@ -67,7 +67,7 @@ def check_same_plan(lines: list[str], problem: Exception | None, backend: Backen
     if all(theirs == mine for _, theirs in rows):
         return
     everyone: list[list[str]] = all_gather_object(lines, backend)  # type: ignore[assignment]
-    for place in zip_longest(*everyone, fillvalue="no more layers"):
+    for place in zip_longest(*everyone, fillvalue="nothing more"):
         said = dict(enumerate(place))
         odd = minority(said)
         if len(odd) == len(said):  # nobody knows who is right: take rank 0 for it

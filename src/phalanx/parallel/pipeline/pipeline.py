@@ -241,7 +241,7 @@ class Pipeline(Wrapper):
         rank, last = self.backend.rank, self.backend.world_size - 1
         for name, tree, user in (("inputs", inputs, 0), ("targets", targets, last)):
             if tree is None and rank == user:
-                raise MisuseError(f"rank {rank} has no {name}, and is the one that uses them")
+                raise MisuseError(f"there are no {name}, and this is the rank that uses them")
         if rank == last and not callable(loss):
             raise MisuseError(f"the loss has to be a function of outputs and targets, not {loss!r}")
         counts = [
@@ -273,7 +273,9 @@ class Pipeline(Wrapper):
         except DistributedError as error:
             if not error.message.startswith("rank "):
                 error.message = f"rank {rank}: {error.message}"
-            error.message = f"{error.message.rstrip('.')}. Pipeline: in {step.doing}"
+            error.message = (
+                f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {step.doing}"
+            )
             error.rank = rank
             self.backend.fail(error)
             raise

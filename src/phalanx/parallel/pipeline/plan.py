@@ -89,9 +89,14 @@ def make_plan(
     plan = Plan(
         tuple(layers),
         tuple(cut._replace(rank=number % p) for number, cut in enumerate(cuts)),
-        [config.to_json(), f"stages {[tuple(cut[:2]) for cut in cuts]}"],
+        [
+            *(_description(name, layer) for name, layer in layers.items()),
+            f"num_micro_batches={config.num_micro_batches}",
+            f"schedule={config.schedule!r}",
+            f"num_chunks={config.chunks}",
+            f"stages {[tuple(cut[:2]) for cut in cuts]}",
+        ],
     )
-    plan.lines.extend(_description(name, layer) for name, layer in layers.items())
     _check_not_shared(plan, layers)
     _check_is_real(plan, layers, rank)
     return plan

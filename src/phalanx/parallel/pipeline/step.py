@@ -156,6 +156,7 @@ class Step:
         loss = self.loss_function(outputs, self.batch.targets[j])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            what = what.removeprefix("torch.")
             raise MisuseError(
                 f"the loss function has to return one real number, the mean over the samples of a "
                 f"micro-batch, not {what}"
