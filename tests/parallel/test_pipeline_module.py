@@ -68,6 +68,20 @@ def test_names_and_state_of_all_ranks_together_are_the_plain_model_s() -> None:
     assert torch.equal(fresh.head.weight, plain["head.weight"])
 
 
+def test_every_rank_may_load_the_plain_model_s_state() -> None:
+    plain = deep(seed=5)
+
+    def run(backend: Backend) -> None:
+        pipeline = piped(backend, deep(seed=6))
+        pipeline.load_state_dict(plain.state_dict())
+        for name, value in pipeline.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name])
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            pipeline.load_state_dict({**plain.state_dict(), "12.weight": torch.ones(1)})
+
+    simulate(run, 3)
+
+
 def test_an_interleaved_rank_holds_a_run_of_layers_for_each_chunk() -> None:
     def run(backend: Backend) -> list[str]:
         pipeline = piped(backend, deep(), 2, "interleaved_1f1b")

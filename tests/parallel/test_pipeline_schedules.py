@@ -37,6 +37,32 @@ def test_an_action_is_written_as_in_the_papers() -> None:
     assert [str(a) for a in (F(3), B(1), F(3, 2), B(12, 1))] == ["F3", "B1", "F3.2", "B12.1"]
 
 
+PICTURES = {
+    ("gpipe", 4, 4, 1): """
+        rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B3 B2 B1 B0
+        rank 1   .  F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0 .
+        rank 2   .  .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .  .
+        rank 3   .  .  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .  .
+        """,
+    ("1f1b", 4, 6, 1): """
+        rank 0   F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
+        rank 1   .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
+        rank 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
+        rank 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
+        """,
+    ("interleaved_1f1b", 2, 2, 2): """
+        rank 0   F0 F1 F0.1 F1.1 .    B0.1 .    B1.1 B0 B1
+        rank 1   .  F0 F1   F0.1 B0.1 F1.1 B1.1 B0   B1 .
+        """,
+}
+
+
+@pytest.mark.parametrize("drawn", PICTURES)
+def test_a_schedule_looks_like_this(drawn: tuple[str, int, int, int]) -> None:
+    lines = PICTURES[drawn].split("\n")[1:-1]
+    assert picture(*drawn).split("\n") == [line.strip() for line in lines]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_of_a_schedule_is_what_it_does(name: str) -> None:
     text = inspect.getdoc(SCHEDULES[name].generator) or ""

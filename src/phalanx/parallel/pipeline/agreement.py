@@ -91,6 +91,8 @@ def begin(
     circumstances: int,
     problem: Exception | None,
     backend: Backend,
+    *,
+    timeout: float | None = None,
 ) -> Beginning:
     """Begin a step together; blocks until all ranks have come.
 
@@ -101,7 +103,7 @@ def begin(
     `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
     """
     rank, call = backend.rank, _CALLS[turn]
-    rows = _gathered([int(problem is not None), turn, *samples, circumstances], backend)
+    rows = _gathered([int(problem is not None), turn, *samples, circumstances], backend, timeout)
     if any(row[0] for row in rows):
         _raise_the_problem(call, problem, backend)
     for peer, row in enumerate(rows):
@@ -131,8 +133,9 @@ def begin(
     return Beginning(count, digest_of(turn, *(row[4] for row in rows)))
 
 
-def _gathered(row: list[int], backend: Backend) -> list[list[int]]:
-    everyone: list[list[int]] = all_gather(torch.tensor([row]), backend).tolist()
+def _gathered(row: list[int], backend: Backend, timeout: float | None = None) -> list[list[int]]:
+    rows = all_gather(torch.tensor([row]), backend, timeout=timeout)
+    everyone: list[list[int]] = rows.tolist()
     return everyone
 
 

@@ -10,7 +10,7 @@ The schedule that is drawn is 1F1B; all are in schedules.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -70,8 +70,9 @@ class Pipeline(Wrapper):
     draws on each rank from that rank's random state.
 
     `parameters()` are this rank's, under the names that they have in the whole: the `state_dict`s
-    of all ranks together are the plain model's. What layers pass on is a tensor, or tuples, lists
-    and dicts of tensors and None; its shapes are sent once for each kind of batch, not again.
+    of all ranks together are the plain model's, which each rank can load. What layers pass on is a
+    tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
+    each kind of batch, and not again.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
@@ -118,6 +119,12 @@ class Pipeline(Wrapper):
         At one time, at most; 1F1B: the number of stages from this one on.
         """
         return self._peak
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's layers; `state_dict` may be the whole model's."""
+        others = [f"{name}." for name in self._plan.names if name not in self.module._modules]
+        own = {key: value for key, value in state_dict.items() if not key.startswith(tuple(others))}
+        return super().load_state_dict(own, *args, **kwargs)
 
     def train_step(
         self,
@@ -209,7 +216,8 @@ class Pipeline(Wrapper):
         except Exception as error:
             problem = error
         mine = circumstances(self.module, inputs if rank == 0 and problem is None else None)
-        agreed = begin(turn, samples, mine, problem, backend)
+        seconds = timeout if problem is None else None
+        agreed = begin(turn, samples, mine, problem, backend, timeout=seconds)
         began = perf_counter()
         m = min(config.num_micro_batches, agreed.samples)
         ranges = chunk_ranges(agreed.samples, m)
