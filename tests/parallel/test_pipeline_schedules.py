@@ -19,8 +19,8 @@ from phalanx.parallel.pipeline.timeline import picture, timeline
 SHAPES = [
     (name, p, m, v)
     for name, row in SCHEDULES.items()
-    for p, m in product(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17))
-    for v in ((2, 3, 4) if row.interleaved else (1,))
+    for p, m in product(range(1, 9), (1, 2, 3, 5, 8, 9, 16))
+    for v in ((2, 3) if row.interleaved else (1,))
 ]
 DRAWN = re.compile(r"With (\d+) stages(?:,| and) (\d+) micro-batches(?: and (\d+) chunks)?:")
 
