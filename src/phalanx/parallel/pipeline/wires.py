@@ -7,8 +7,7 @@
 Nothing blocks but `take`, if the message is not there, and `finish`. A message of tensors is these
 tensors, one after the other; before the first of a kind, its layout. Both sides know what has been
 told: a kind is an edge between two stages, the number of samples, and the circumstances of the step
-(`agreement.py`). Tags from 2 ** 30 - 1 up are
-the pipeline's.
+(`circumstances.py`). Tags from 2 ** 30 - 1 up are the pipeline's.
 """
 
 from __future__ import annotations
@@ -236,15 +235,13 @@ class Wires:
         return Layout.decode(content)
 
 
-def _with_zeros(layout: Layout, gradients: list[Tensor | None], name: str) -> Any:
+def _with_zeros(
+    layout: Layout, gradients: list[Tensor | None], name: str
+) -> tuple[Layout, list[Tensor]]:
     """Gradients with zeros where there is none for once: the receiver expects them."""
-    dtypes = {number: getattr(torch, spec.dtype) for number, spec in enumerate(layout.specs)}
-    return Layout.of(
-        [
-            torch.zeros(layout.specs[number].shape, dtype=dtypes[number])
-            if gradient is None and number is not None
-            else gradient
-            for number, gradient in zip(layout.structure, gradients, strict=True)
-        ],
-        name,
-    )
+    zeros = [memory.zero_() for memory in layout.empty()]
+    filled = [
+        zeros[number] if gradient is None and number is not None else gradient
+        for number, gradient in zip(layout.structure, gradients, strict=True)
+    ]
+    return Layout.of(filled, name)
