@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from clusters import CLUSTERS, Cluster
+from clusters import Cluster, Tcp
 from ddp_runs import outcome_of
 from pipeline_runs import SCHEDULES, SIZE, batch, deep, piped
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from phalanx import (
     simulate,
 )
 
-FREE = [cluster for cluster in CLUSTERS if cluster.name in ("simulated", "tcp")]
 PATIENCE = 20.0
 
 
@@ -201,7 +200,9 @@ def test_an_error_on_one_rank_is_raised_there_and_the_others_learn_of_it(
             assert isinstance(first, PeerLostError)
             assert (first.rank, first.peer) == (rank, culprit)
             assert re.search(said, str(first))
-            assert re.search(rf"rank {rank} was in (\w\d of stage|the end)", str(first))
+            assert re.search(
+                rf"rank {rank} was in (\w\d of stage|the beginning|the end)", str(first)
+            )
 
 
 @pytest.mark.parametrize(
@@ -242,8 +243,7 @@ def test_an_interrupt_ends_the_step_of_all() -> None:
     assert "F0 of stage 1 (layer 1) failed: KeyboardInterrupt()" in str(first)
 
 
-@pytest.mark.parametrize("kind", FREE, ids=[cluster.name for cluster in FREE])
-def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up(kind: Cluster) -> None:
+def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up() -> None:
     over = threading.Semaphore(0)
 
     class Sleeps(nn.Module):
@@ -260,14 +260,14 @@ def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up(kind: Clu
     def run(backend: Backend) -> BaseException | None:
         layers = [nn.Linear(SIZE, SIZE), Sleeps(), nn.Linear(SIZE, SIZE)]
         pipeline = piped(backend, layers, 4)
-        timeout = PATIENCE if backend.rank == 1 else 1.0
+        timeout = PATIENCE if backend.rank == 1 else 2.0
         backend.barrier()
         try:
             return outcome_of(lambda: pipeline.train_step(*batch(8), F.mse_loss, timeout=timeout))
         finally:
             over.release()
 
-    for rank, error in enumerate(kind.run(run, 3)):
+    for rank, error in enumerate(Tcp().run(run, 3)):
         assert isinstance(error, CollectiveTimeoutError), error
         assert error.rank == rank
         if rank != 1:

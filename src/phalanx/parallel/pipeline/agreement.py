@@ -61,7 +61,7 @@ def check_same_plan(lines: list[str], problem: Exception | None, backend: Backen
     are a `DesyncError` that names the first.
     """
     mine = digest_of(*lines)
-    rows = _gathered([int(problem is not None), mine], backend)
+    rows = _gathered([int(problem is not None), mine], "the making of a pipeline", backend)
     if any(flag for flag, _ in rows):
         _raise_the_problem("Pipeline", problem, backend)
     if all(theirs == mine for _, theirs in rows):
@@ -103,7 +103,8 @@ def begin(
     `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
     """
     rank, call = backend.rank, _CALLS[turn]
-    rows = _gathered([int(problem is not None), turn, *samples, circumstances], backend, timeout)
+    mine = [int(problem is not None), turn, *samples, circumstances]
+    rows = _gathered(mine, f"the beginning of {call}", backend, timeout)
     if any(row[0] for row in rows):
         _raise_the_problem(call, problem, backend)
     for peer, row in enumerate(rows):
@@ -133,8 +134,15 @@ def begin(
     return Beginning(count, digest_of(turn, *(row[4] for row in rows)))
 
 
-def _gathered(row: list[int], backend: Backend, timeout: float | None = None) -> list[list[int]]:
-    rows = all_gather(torch.tensor([row]), backend, timeout=timeout)
+def _gathered(
+    row: list[int], doing: str, backend: Backend, timeout: float | None = None
+) -> list[list[int]]:
+    try:
+        rows = all_gather(torch.tensor([row]), backend, timeout=timeout)
+    except DistributedError as error:
+        rank = backend.rank
+        error.message = f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {doing}"
+        raise
     everyone: list[list[int]] = rows.tolist()
     return everyone
 
