@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.launch.spawn import *
     from phalanx.parallel import *
     from phalanx.parallel.mesh import *
+    from phalanx.parallel.pipeline import *
     from phalanx.parallel.tensor import *
     from phalanx.training import *
 
@@ -146,6 +147,15 @@ _WHERE = {
         "convert_sync_batchnorm",
     ),
     "phalanx.parallel.mesh": ("DeviceMesh",),
+    "phalanx.parallel.pipeline": (
+        "Pipeline",
+        "PipelineBubble",
+        "PipelineParallelConfig",
+        "PipelineStage",
+        "balance_stages",
+        "measure_layer_costs",
+        "split_into_stages",
+    ),
     "phalanx.parallel.tensor": (
         "ColumnParallelLinear",
         "ColumnStyle",

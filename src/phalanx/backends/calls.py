@@ -182,11 +182,13 @@ class Calls(Messages):
         """Break the group on every rank because of an error of this one, which raises it itself.
 
         For code above the collectives that finds out, between two of them, that this rank cannot
-        go on: the others wait for it, and learn here why it will not come.
+        go on: the others wait for it, and learn here why it will not come. They blame the error's
+        `peer`, or else this rank.
         """
         with self.engine.lock:
-            whole = self.group.ranks[self.rank]
-            self.group.fail(Failure(type(error), whole, whole, str(error)))
+            ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
+            failure = Failure(type(error), ranks[blamed], ranks[self.rank], str(error))
+            self.group.fail(failure)
             self.engine.run_ready()
 
 
