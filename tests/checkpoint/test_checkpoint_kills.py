@@ -163,7 +163,7 @@ def test_the_next_save_removes_what_a_killed_one_left(
         assert_same(load_plain(killed, make=small), EXPECTED[1])
 
 
-@pytest.mark.parametrize(("error", "first"), [(errno.ENOSPC, 0), (errno.EIO, 1)])
+@pytest.mark.parametrize(("error", "first"), [(errno.ENOSPC, 0), (errno.EIO, 1), (errno.EDQUOT, 2)])
 def test_an_error_at_any_call_fails_on_all_ranks_and_leaves_the_old_checkpoint(
     error: int, first: int, folder: Path
 ) -> None:
