@@ -111,10 +111,9 @@ def test_changes_are_written_back_if_that_was_asked_for(
 def test_an_error_inside_leaves_everything_as_it_was():
     def body(model: nn.Module, backend: Backend) -> Any:
         fsdp = FSDP(model, backend)
-        with pytest.raises(ArithmeticError):  # noqa: PT012 - an error inside a context
-            with fsdp.summon_full_params():
-                nn.init.zeros_(model[0].weight)
-                raise ArithmeticError
+        with pytest.raises(ArithmeticError), fsdp.summon_full_params():  # noqa: PT012
+            nn.init.zeros_(model[0].weight)
+            raise ArithmeticError
         assert_same_bits([values(mlp()), fsdp.full_state_dict()])
         loss_of(fsdp, backend.rank).backward()
         return gradient_pieces(fsdp)

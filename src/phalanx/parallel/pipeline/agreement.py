@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx import errors
 from phalanx.backends.base import Backend
-from phalanx.collectives import all_gather
+from phalanx.collectives import all_gather, all_gather_object
 from phalanx.collectives.alike import difference
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
 
@@ -66,8 +66,8 @@ def check_same_plan(lines: list[str], problem: Exception | None, backend: Backen
     if differ is None:
         return
     raise DesyncError(
-        f"rank {backend.rank}: the ranks' pipelines differ: {differ.text}. Give every rank the same "
-        "layers, stages and configuration",
+        f"rank {backend.rank}: the ranks' pipelines differ: {differ.text}. Give every rank the "
+        "same layers, stages and configuration",
         rank=backend.rank,
         peer=differ.odd[0],
         op="Pipeline",

@@ -99,8 +99,8 @@ class Pipeline(Wrapper):
             problem = error
         check_same_plan(plan.lines, problem, backend)
         mine = [name for number in plan.of_rank(backend.rank) for name in plan.names_in(number)]
-        super().__init__(nn.Sequential(OrderedDict((name, named[name]) for name in mine)))
-        self.backend = backend
+        own = nn.Sequential(OrderedDict((name, named[name]) for name in mine))
+        super().__init__(own, backend)
         self.config = config
         self._plan = plan
         self._known = KnownLayouts()
