@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from clusters import Hybrid
 from ddp_models import noise, seeded
 from ddp_runs import assert_close, gradients, outcome_of
