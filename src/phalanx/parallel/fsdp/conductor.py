@@ -313,11 +313,11 @@ class Conductor:
             task = in_place("all_reduce", flags, op=ReduceOp.MAX)
             start(task, self._backend, label="FSDP asks which parameters were used").wait()
         anywhere = [bool(flag) for flag in flags.tolist()]
-        start = 0
+        first = 0
         for unit in self._units:
-            stop = start + sum(len(flat.parameters) for flat in unit.flats)
-            unit.give(anywhere[start:stop])
-            start = stop
+            last = first + sum(len(flat.parameters) for flat in unit.flats)
+            unit.give(anywhere[first:last])
+            first = last
         self._accumulated = False
 
     def _close(self) -> None:
