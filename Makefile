@@ -5,6 +5,12 @@
 #   make lint    formatter, linter and strict type checker
 #   make bench   all_reduce beside Gloo, MPI, and what else is installed
 #
+# The tests have a long form, too, with four times as many examples of hypothesis, a thousand ranks
+# where the short form proves a schedule with hundreds, and every size and combination where the
+# short form takes some of each kind (tests/forms.py). It is for a machine with time:
+#
+#   PHALANX_TESTS_LONG=1 make test
+#
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference
@@ -13,6 +19,7 @@
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
 #   make two-hosts algorithms side by side between two hosts; needs root
+#   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make agreement what it costs that ranks compare what they do
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
@@ -28,7 +35,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts agreement clean
+.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -66,6 +73,9 @@ flood: $(READY)
 
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
+
+kill-saves: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)

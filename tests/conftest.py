@@ -11,14 +11,22 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from clusters import CLUSTERS
+from forms import examples
+from together import Together
 
-hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True)
+from phalanx.backends.engine import group as group_module
+from phalanx.backends.engine import operation as operation_module
+
+hypothesis.settings.register_profile(
+    "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
+)
 hypothesis.settings.load_profile("phalanx")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeouts: of the clusters, only those in which time passes")
     config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
+    config.addinivalue_line("markers", "together: on all clusters at a time: it mostly waits")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,4 +40,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for cluster in CLUSTERS
         if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
     ]
-    metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])
+    if len(chosen) > 1 and metafunc.definition.get_closest_marker("together") is not None:
+        metafunc.parametrize("cluster", [Together(chosen)], ids=["together"])
+    else:
+        metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is given clusters that come together is called once for each of them."""
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for name, value in given.items():
+        if isinstance(value, Together):
+            value.run_each(lambda cluster, name=name: pyfuncitem.obj(**{**given, name: cluster}))
+            return True
+    return None
+
+
+@pytest.fixture
+def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait in a collective ask after a tenth of a second whether others are in it, too.
+
+    Where most of a file's tests would only wait for that. The half second of every day passes in
+    test_conformance_agreement.py, and wherever ranks are processes.
+    """
+    for module in (operation_module, group_module):
+        monkeypatch.setattr(module, "ASK_EVERY", 0.1)

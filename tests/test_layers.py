@@ -17,6 +17,7 @@ LAYERS = [
     {"backends"},
     {"collectives"},
     {"parallel"},
+    {"checkpoint"},
     {"launch", "bench", "cli"},
     {"__init__"},
 ]

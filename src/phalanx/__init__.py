@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.backends import *
+    from phalanx.checkpoint import *
     from phalanx.collectives import *
     from phalanx.errors import *
     from phalanx.launch.init import *
@@ -32,6 +33,13 @@ _WHERE = {
         "TcpBackend",
         "TorchBackend",
         "UccBackend",
+    ),
+    "phalanx.checkpoint": (
+        "Checkpoint",
+        "PendingSave",
+        "latest_checkpoint",
+        "load_checkpoint",
+        "save_checkpoint",
     ),
     "phalanx.collectives": (
         "PendingCollective",
@@ -80,6 +88,11 @@ _WHERE = {
     "phalanx.errors": (
         "AuthenticationError",
         "BackendUnavailableError",
+        "CheckpointDamagedError",
+        "CheckpointError",
+        "CheckpointIOError",
+        "CheckpointMismatchError",
+        "CheckpointNotFoundError",
         "CollectiveTimeoutError",
         "DeadlockError",
         "DesyncError",
@@ -101,6 +114,7 @@ _WHERE = {
     "phalanx.parallel": (
         "DDP",
         "FSDP",
+        "GradScaler",
         "MixedPrecision",
         "ShardingStrategy",
         "SyncBatchNorm",

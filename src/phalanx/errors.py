@@ -23,6 +23,11 @@ catch. They carry what is known about the failure as attributes, `None` where it
     ├── MalformedObjectError    ValueError         bytes that are no object
     ├── AuthenticationError     PermissionError    a peer without the job's token
     ├── DeadlockError           RuntimeError       every rank waits
+    ├── CheckpointError                            a checkpoint that cannot be saved or loaded
+    │   ├── CheckpointIOError       OSError            a file could not be written or read
+    │   ├── CheckpointNotFoundError FileNotFoundError  there is none
+    │   ├── CheckpointDamagedError  ValueError         files that are not as they were written
+    │   └── CheckpointMismatchError ValueError         it is of another model or optimizer
     └── MisuseError             RuntimeError       a call that makes no sense now
 
 `RankStopped` is no error: it ends the other ranks of a run in which one has failed.
@@ -33,6 +38,11 @@ from __future__ import annotations
 __all__ = [
     "AuthenticationError",
     "BackendUnavailableError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointIOError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
     "CollectiveTimeoutError",
     "DeadlockError",
     "DesyncError",
@@ -143,6 +153,28 @@ class AuthenticationError(DistributedError, PermissionError):
 
 class DeadlockError(DistributedError, RuntimeError):
     """Every rank waits and nothing is in flight; the message says who waits for whom."""
+
+
+class CheckpointError(DistributedError):
+    """A checkpoint that cannot be saved or loaded, on all ranks; `peer` is where it failed."""
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """A file could not be written or read; `errno` says why, the message names it."""
+
+    errno: int | None = None  # over OSError's own, which would not come along to another process
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no such checkpoint."""
+
+
+class CheckpointDamagedError(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, or not as it was written; the message names it."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint of another model or optimizer; nothing was changed."""
 
 
 class MisuseError(DistributedError, RuntimeError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from clusters import Cluster
+from forms import sizes
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, DesyncError, DistributedError, ReduceOp
@@ -14,6 +15,9 @@ from phalanx import Backend, CollectiveTimeoutError, DesyncError, DistributedErr
 Call = Callable[[Backend], object]
 ONES = torch.ones(8)
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
+ASKED = 0.3  # seconds after which a rank that waits has asked the others
+
+pytestmark = pytest.mark.usefixtures("asking_soon")
 
 
 def ring(values: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:
@@ -70,8 +74,9 @@ def errors_when_one_disagrees(
         yield odd, list(errors)
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", sizes([2, 4], [2, 3, 4]))  # 3: see test_conformance_agreement.py
 def test_whoever_is_the_odd_one_out_is_named_and_every_rank_learns_it(
     cluster: Cluster, disagreement: tuple[Call, Call], size: int
 ) -> None:
@@ -80,6 +85,7 @@ def test_whoever_is_the_odd_one_out_is_named_and_every_rank_learns_it(
         assert any(odd in (error.rank, error.peer) for error in desyncs), errors
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("disagreement", ONE_SIDED.values(), ids=ONE_SIDED.keys())
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_need_nothing_of_the_odd_one_learn_it_too(
@@ -166,6 +172,7 @@ def test_a_tensor_without_dimensions_is_not_one_of_one_element(cluster: Cluster)
     cluster.run(disagree, 2, timeout=PROMPT)
 
 
+@pytest.mark.together
 @pytest.mark.requires("agreement")
 def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) -> None:
     """Each takes the other for the root, so that nobody ever sends anything."""
@@ -209,6 +216,7 @@ def test_a_rank_that_is_too_far_ahead_to_remember_is_told_all_the_same(cluster: 
         assert "all_reduce #0" in text
 
 
+@pytest.mark.together
 def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
     cluster: Cluster,
 ) -> None:
@@ -221,7 +229,7 @@ def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
         else:
             if cluster.keeps_time:  # rank 0 has asked then
                 with pytest.raises(CollectiveTimeoutError):
-                    backend.recv(bytearray(1), 0, timeout=0.8)
+                    backend.recv(bytearray(1), 0, timeout=ASKED)
             group = backend.subgroup([0, 1])
             with pytest.raises(DesyncError) as info:
                 phalanx.all_gather(ONES, group, algorithm="ring")
@@ -234,6 +242,7 @@ def test_what_was_asked_about_a_group_before_it_was_made_is_answered_then(
 
 @pytest.mark.requires("agreement")
 @pytest.mark.timeouts
+@pytest.mark.together
 def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
     cluster: Cluster,
 ) -> None:
@@ -242,7 +251,7 @@ def test_a_call_that_others_have_asked_about_is_compared_as_soon_as_it_is_made(
     def disagree(backend: Backend) -> None:
         if backend.rank:
             with pytest.raises(CollectiveTimeoutError):
-                backend.recv(bytearray(1), 0, timeout=0.8)  # rank 0 asks meanwhile
+                backend.recv(bytearray(1), 0, timeout=ASKED)  # rank 0 asks meanwhile
         pending = phalanx.async_broadcast(ONES, backend, root=1 - backend.rank)
         if backend.rank:
             assert pending.done()

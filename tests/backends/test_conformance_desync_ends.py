@@ -15,7 +15,10 @@ from phalanx import Backend, DesyncError, PeerLostError
 ONES = torch.ones(8)
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 
+pytestmark = pytest.mark.usefixtures("asking_soon")
 
+
+@pytest.mark.together
 def test_ranks_that_only_ask_whether_they_are_done_learn_that_they_disagree(
     cluster: Cluster,
 ) -> None:

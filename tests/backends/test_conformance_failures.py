@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 from clusters import Cluster, whole
+from forms import sizes
 
 import phalanx
 from phalanx import Backend, PeerLostError
@@ -62,18 +63,19 @@ def test_whoever_waits_for_a_message_of_a_rank_that_goes_is_told(
     cluster.run(wait, 2, timeout=PROMPT)
 
 
-@ways_to_leave
+@pytest.mark.parametrize(
+    ("how", "culprit"), [("close", 0), ("abort", 2), *sizes([], [("close", 2), ("abort", 0)])]
+)
 @pytest.mark.parametrize("algorithm", COLLECTIVES["all_reduce"])
-@pytest.mark.parametrize("culprit", [0, 2])
 def test_a_collective_without_a_rank_that_is_gone_names_it_on_every_other_rank(
-    cluster: Cluster, leave: Callable[[Backend], None], algorithm: str, culprit: int
+    cluster: Cluster, algorithm: str, how: str, culprit: int
 ) -> None:
     def reduce(backend: Backend) -> None:
         values = torch.ones(64)
         phalanx.all_reduce(values, backend, algorithm=algorithm)
         hear_from_all(backend, culprit)
         if backend.rank == culprit:
-            leave(backend)
+            LEAVE[how](backend)
             return
 
         def again() -> None:
@@ -89,7 +91,7 @@ def test_a_collective_without_a_rank_that_is_gone_names_it_on_every_other_rank(
 
 
 @ways_to_leave
-@pytest.mark.parametrize("culprit", range(4))
+@pytest.mark.parametrize("culprit", sizes([0, 3], range(4)))
 def test_a_barrier_without_a_rank_that_is_gone_names_it_on_every_other_rank(
     cluster: Cluster, leave: Callable[[Backend], None], culprit: int
 ) -> None:

@@ -18,6 +18,8 @@ from phalanx import Backend, DesyncError, SubBackend
 PROMPT = 15.0
 ONES = torch.ones(8)
 
+pytestmark = pytest.mark.usefixtures("asking_soon")
+
 
 def next_line(after: int = 1) -> str:
     """The line below the caller's, as messages name it."""

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_the_users_own_notes_stay_and_travel_with_the_error() -> None:
     assert notes(info.value)[1] == "in epoch 3"
 
 
+@pytest.fixture
+def little_to_collect() -> Iterator[None]:
+    """The collector looks at what comes from here on, and not at all of torch each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_to_collect")
 def test_nothing_that_has_ended_is_kept_in_memory(cluster: Cluster) -> None:
     """Neither what was sent, received and summed, nor what has failed."""
     one_at_a_time = threading.Lock()  # gc.collect() does nothing while another thread is in it

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -59,7 +60,7 @@ sizes = st.one_of(st.integers(0, 300), st.integers(0, 40 * KIB), st.just(3 * MIB
 steps = st.lists(st.tuples(sizes, st.booleans(), st.integers(0, 7)), max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps)
 def test_live_blocks_are_aligned_and_never_overlap_and_all_comes_back(
     steps: list[tuple[int, bool, int]],

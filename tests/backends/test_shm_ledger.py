@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(ledger: Led
 changes = st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.booleans()), max_size=40)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(changes)
 def test_a_reader_that_looks_now_and_then_always_sees_what_is_there(
     changes: list[tuple[bool, int, bool]],

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 import torch
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shm_neighbours import make_window, neighbours
@@ -31,7 +32,7 @@ def sees(window: Window, turn: int, value: int) -> bool:
     return all(bool((slot == value).all()) for slot in slots)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 4), st.lists(st.integers(0, 3), max_size=80), st.integers(0, 2**16))
 def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_have_shown(
     size: int, order: list[int], seed: int

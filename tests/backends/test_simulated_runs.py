@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_another_seed_gives_another_order() -> None:
     assert len(orders) == 8
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers() | st.sampled_from([2**63, -(2**64), 10**30, 1_700_000_000_000_000_000]))
 def test_any_whole_number_is_a_seed(seed: int) -> None:
     results = simulate(lambda backend: torch.rand(1).item(), 2, seed)

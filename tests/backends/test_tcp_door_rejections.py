@@ -190,7 +190,7 @@ def test_no_log_line_and_no_error_has_the_token_in_it(
     mine, other = "mine-" + "0123456789abcdef" * 2, "other-" + "fedcba9876543210" * 2
     told: list[object] = []
     listener, address = place()
-    zero = start(0, 3, address, listener=listener, token=mine, timeout=2)
+    zero = start(0, 3, address, listener=listener, token=mine, timeout=1)
     for options in (
         {"token": other},
         {"token": mine, "job": "another"},
@@ -239,7 +239,7 @@ def test_a_rank_that_came_and_went_is_told_apart_from_one_that_never_came(
     start: Start,  # noqa: F811
 ) -> None:
     listener, address = place()
-    zero = start(0, 3, address, listener=listener, timeout=2)
+    zero = start(0, 3, address, listener=listener, timeout=1)
     assert knock(address, RIGHT._replace(rank=2)) == "welcome"
     with pytest.raises(CollectiveTimeoutError, match="ranks 1, 2 of 3 did not come") as info:
         zero.result()

@@ -131,7 +131,7 @@ def test_a_timeout_quotes_the_last_one_that_was_turned_away(
     listener, address = place()
     with call(address) as browser:
         browser.sendall(STRANGERS["a browser"])
-        zero = start(0, 2, address, listener=listener, timeout=2)
+        zero = start(0, 2, address, listener=listener, timeout=1)
         with pytest.raises(CollectiveTimeoutError, match="rank 1 of 2 did not come") as info:
             zero.result()
     assert "last turned away: 127.0.0.1: what came is not Phalanx's handshake" in str(info.value)

@@ -68,6 +68,10 @@ def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
         ({"rounds": 0}, "--rounds 0"),
         ({"seconds": 0.0}, "--seconds 0"),
         ({"threads": 0}, "--threads 0"),
+        ({"width": -1}, "--width -1"),
+        ({"steps": 0}, "--steps 0"),
+        ({"measure": "time,weight"}, "no figure 'weight'; there are: time, peak"),
+        ({"measure": "peak"}, "--measure peak: the peak of memory is measured of fsdp alone"),
     ],
 )
 def test_a_word_that_means_nothing_is_named_with_those_that_do(
@@ -87,6 +91,7 @@ def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> 
         ("fixed",),
         ("ordinary",),
     )
+    assert ask.measure == ("time",)
 
 
 @pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,mpi")])

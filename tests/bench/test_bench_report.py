@@ -10,11 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 from phalanx.bench.asking import make_ask
 from phalanx.bench.plot import draw
-from phalanx.bench.records import Contender, LeftOut, Line, Made, Message, Progress, Report
+from phalanx.bench.records import (
+    Contender,
+    Held,
+    LeftOut,
+    Line,
+    Made,
+    Message,
+    Peak,
+    Progress,
+    Report,
+)
 from phalanx.bench.table import as_json, notes, tables
 from phalanx.bench.tune import as_tuning
 from phalanx.cli.app import app
@@ -49,19 +60,21 @@ def report(*messages: Message) -> Report:
 TCP, GLOO, COPY = Contender("tcp"), Contender("gloo"), Contender("copy")
 
 
-def text_of(made: Report) -> str:
+def text_of_table(table: Table) -> str:
     out = io.StringIO()
-    for table in tables(made):
-        Console(file=out, width=120).print(table)
-    return out.getvalue()
+    Console(file=out, width=120).print(table)
+    return "\n".join(row.rstrip() for row in out.getvalue().splitlines())
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The cells of the first row with this name in one of its first two."""
+    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in text.splitlines()]
+    return next(row for row in rows if len(row) > 1 and name in row[:2])
 
 
 def row_of(made: Report, name: str) -> list[str]:
     """The cells of a contender's first row."""
-    rows = [
-        [cell.strip() for cell in row.strip("│").split("│")] for row in text_of(made).splitlines()
-    ]
-    return next(row for row in rows if len(row) > 1 and row[1] == name)
+    return cells("\n".join(text_of_table(table) for table in tables(made)), name)
 
 
 def test_a_row_is_the_median_round_with_quartiles_bandwidths_and_the_ratio_to_gloo() -> None:
@@ -89,6 +102,14 @@ def test_a_training_step_is_compared_with_the_same_step_alone() -> None:
     alone = line(Contender("alone"), 100, **step)  # type: ignore[arg-type]
     made = report(line(TCP, 115, **step), line(GLOO, 180, **step), alone)  # type: ignore[arg-type]
     assert row_of(made, "tcp")[5:7] == ["1.15", "1.57"]
+
+
+def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
+    step = {"operation": "fsdp", "size": 0}
+    alone = line(Contender("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]
+    made = report(line(TCP, 240, 330, 120, **step), alone)  # type: ignore[arg-type]
+    assert row_of(made, "tcp")[5] == "1.20"
+    assert json.loads(as_json(made))["lines"][0]["of_alone"] == pytest.approx(1.2)
 
 
 def test_who_is_left_out_is_said_with_the_reason_once() -> None:
@@ -201,3 +222,47 @@ def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
         "ring": pytest.approx((20 * US, 50 * US)),
         "star": pytest.approx((10 * US, 90 * US)),
     }
+
+
+def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
+    held = [Held(building=20 << 20, training=mib << 20, shared=shared << 20) for mib in training]
+    return Peak(operation="fsdp", ranks=2, peer=peer, gives_back=gives_back, steps=10, held=held)
+
+
+def peaks() -> Report:
+    given_back = [peak(name, 60, gives_back=True) for name in ("shm", "gloo")]
+    return report(
+        peak("shm", 100, 110, shared=32), *given_back, peak("gloo", 220, 200), peak("alone", 128)
+    )
+
+
+def test_a_peak_is_that_of_the_rank_with_most_beside_the_sum_and_what_is_shared() -> None:
+    made = peaks()
+    plain, given_back = (text_of_table(table) for table in tables(made))
+    assert "fsdp, 2 ranks: peak MiB of a rank\n" in plain
+    assert cells(plain, "shm") == ["shm", "20.0", "110.0", "210.0", "64.0", "2.00"]
+    assert cells(plain, "gloo") == ["gloo", "20.0", "220.0", "420.0", "0.0", ""]
+    assert cells(plain, "alone") == ["alone", "20.0", "128.0", "128.0", "0.0", ""]
+    assert "rank, freed memory given back\n" in given_back
+    assert cells(given_back, "shm")[-1] == "1.00"
+
+
+def test_the_plain_theory_of_what_is_shared_out_is_said_beside_peaks() -> None:
+    (theory, what) = notes(peaks())
+    assert theory == (
+        "fsdp, 2 ranks: parameters are 64.0 MiB, gradients as much; shared out, both are 64.0 a "
+        "rank, and 16.0 more for each layer that is whole, or whose gradients are"
+    )
+    assert "of 10 steps; what ranks share counts once" in what
+    assert not any("peaks" in note for note in notes(report(line(TCP, 10))))
+
+
+def test_json_has_every_rank_s_peaks_and_the_theory() -> None:
+    first, *others = json.loads(as_json(peaks()))["peaks"]
+    assert len(others) == 4
+    assert (first["peer"], first["operation"], first["ranks"]) == ("shm", "fsdp", 2)
+    assert first["training_bytes"] == [100 << 20, 110 << 20]
+    assert first["building_bytes"] == [20 << 20] * 2
+    assert first["shared_bytes"] == [32 << 20] * 2
+    assert first["parameter_bytes"] == 4 * 4 * (2048 * 2048 + 2048) == first["gradient_bytes"]
+    assert (first["steps"], first["gives_back"]) == (10, False)

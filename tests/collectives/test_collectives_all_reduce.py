@@ -17,6 +17,7 @@ from collective_reference import (
     shapes,
     sizes,
 )
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +26,7 @@ import phalanx
 from phalanx import Backend, ReduceOp, simulate
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(st.data(), sizes, algorithms, dtypes, shapes, seeds)
 def test_the_result_equals_a_single_process_and_the_input_is_not_changed(
     data: st.DataObject,
@@ -50,7 +51,7 @@ def test_the_result_equals_a_single_process_and_the_input_is_not_changed(
         assert same(result, expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes, algorithms, dtypes, shapes, seeds)
 def test_every_form_gives_the_same_bits(
     size: int, algorithm: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -90,7 +91,7 @@ def test_every_form_gives_the_same_bits(
         assert same(result, results[0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes, algorithms, st.sampled_from(FLOATS), st.integers(1, 50), seeds)
 def test_a_sum_is_close_to_the_true_one_and_bit_identical_on_every_rank(
     size: int, algorithm: str, dtype: torch.dtype, count: int, seed: int
@@ -106,7 +107,7 @@ def test_a_sum_is_close_to_the_true_one_and_bit_identical_on_every_rank(
         assert ((result.double() - truth).abs() <= size * torch.finfo(dtype).eps * scale).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sizes,
     st.sampled_from(["auto", "direct"]),

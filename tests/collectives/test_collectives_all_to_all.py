@@ -8,6 +8,7 @@ import pytest
 import torch
 from clusters import Cluster
 from collective_reference import any_dtype, same, seeds, sizes, values_of
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ rests = st.sampled_from([(), (3,), (0,), (2, 2)])
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes, ways, any_dtype, st.integers(0, 4), rests, seeds)
 def test_slice_d_of_rank_s_is_slice_s_of_rank_ds_result(
     size: int, algorithm: str, dtype: torch.dtype, rows: int, rest: tuple[int, ...], seed: int
@@ -46,7 +47,7 @@ def test_slice_d_of_rank_s_is_slice_s_of_rank_ds_result(
     simulate(run, size, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), sizes, ways, any_dtype, rests, seeds)
 def test_uneven_rows_arrive_in_rank_order_however_many_there_are(
     data: st.DataObject,

@@ -18,6 +18,7 @@ from collective_reference import (
     shapes,
     sizes,
 )
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,7 +30,7 @@ from phalanx import UnsupportedOperationError as Unsupported
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sizes,
     algorithms,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collective_reference import reduced, same
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,7 +139,7 @@ def test_a_mean_of_booleans_is_refused_naming_who_asked_for_what() -> None:
     simulate(run, 2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(list(UNSIGNED)),
     st.sampled_from(list(ReduceOp)),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clusters import Cluster
+from forms import sizes
 from torch import Tensor
 
 import phalanx
@@ -14,7 +15,9 @@ from phalanx import Backend, DesyncError, DistributedError, ReduceOp
 
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 LARGE = 100_000  # elements: more than a block, and than a frame's worth of small ones
-SIZES = (1, 2, 4)
+SIZES = sizes((1, 3), (1, 2, 4))
+
+pytestmark = pytest.mark.usefixtures("asking_soon")
 
 
 def ramp(rank: int, length: int) -> Tensor:

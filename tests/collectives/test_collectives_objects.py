@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clusters import Cluster
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def test_every_rank_gets_the_roots_object(cluster: Cluster) -> None:
         assert cluster.run(run, size) == [[thing(rank) for rank in range(size)]] * size
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 9), st.lists(st.integers(0, 5000), min_size=9, max_size=9))
 def test_objects_of_any_lengths_on_any_number_of_ranks(size: int, lengths: list[int]) -> None:
     expected = [bytes([rank]) * lengths[rank] for rank in range(size)]

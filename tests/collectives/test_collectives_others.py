@@ -18,6 +18,7 @@ from collective_reference import (
     sizes,
     values_of,
 )
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +27,7 @@ import phalanx
 from phalanx import Backend, InvalidRankError, SizeMismatchError, simulate
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(sizes, algorithms, any_dtype, shapes, seeds)
 def test_all_gather_joins_along_the_first_dimension_in_rank_order(
     size: int, algorithm: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -51,7 +52,7 @@ def test_all_gather_joins_along_the_first_dimension_in_rank_order(
             assert same(result, expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sizes, algorithms, seeds)
 def test_all_gather_into_memory_that_holds_the_input(size: int, algorithm: str, seed: int) -> None:
     """What sharded training does: this rank's slice is in its place already."""
@@ -68,7 +69,7 @@ def test_all_gather_into_memory_that_holds_the_input(size: int, algorithm: str, 
         assert same(result, expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.data(),
     sizes,
@@ -109,7 +110,7 @@ def test_reduce_scatter_gives_rank_i_slice_i_of_the_reduction(
     simulate(run, size, seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sizes, algorithms, seeds)
 def test_reduce_scatter_of_everything_is_all_reduce(size: int, algorithm: str, seed: int) -> None:
     """Of rough values: the slices, gathered, are one sum, whatever the order was."""
@@ -126,7 +127,7 @@ def test_reduce_scatter_of_everything_is_all_reduce(size: int, algorithm: str, s
         torch.testing.assert_close(gathered, total)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(st.data(), sizes, algorithms, any_dtype, shapes, seeds)
 def test_broadcast_gives_every_rank_the_roots_bits(
     data: st.DataObject,

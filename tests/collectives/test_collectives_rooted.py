@@ -21,6 +21,7 @@ from collective_reference import (
     sizes,
     values_of,
 )
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,7 +38,7 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(st.data(), sizes, algorithms, dtypes, shapes, seeds)
 def test_reduce_gives_the_root_what_a_single_process_gets_and_the_others_none(
     data: st.DataObject,
@@ -72,7 +73,7 @@ def test_reduce_gives_the_root_what_a_single_process_gets_and_the_others_none(
     simulate(run, size, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), sizes, algorithms, st.sampled_from(FLOATS), shapes, seeds)
 def test_reduce_in_place_overwrites_the_roots_tensor_only(
     data: st.DataObject,
@@ -99,7 +100,7 @@ def test_reduce_in_place_overwrites_the_roots_tensor_only(
     simulate(run, size, seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), sizes, st.sampled_from(FLOATS), st.integers(0, 50), seeds)
 def test_reproducible_reductions_sum_in_rank_order_bit_for_bit(
     data: st.DataObject, size: int, dtype: torch.dtype, count: int, seed: int
@@ -121,7 +122,7 @@ def test_reproducible_reductions_sum_in_rank_order_bit_for_bit(
     simulate(run, size, seed)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data(), sizes, tree_or_star, any_dtype, shapes, seeds)
 def test_gather_gives_the_root_all_tensors_in_rank_order(
     data: st.DataObject,
@@ -154,7 +155,7 @@ def test_gather_gives_the_root_all_tensors_in_rank_order(
     simulate(run, size, seed)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data(), sizes, tree_or_star, any_dtype, st.integers(0, 5), rests, seeds)
 def test_scatter_gives_rank_i_slice_i_of_the_roots_tensor_whatever_the_others_show(
     data: st.DataObject,
@@ -201,7 +202,7 @@ def test_scatter_gives_rank_i_slice_i_of_the_roots_tensor_whatever_the_others_sh
     simulate(run, size, seed)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data(), sizes, tree_or_star, seeds)
 def test_gather_undoes_scatter_whoever_is_the_root(
     data: st.DataObject, size: int, algorithm: str, seed: int

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def test_objects_cost_their_bytes_and_their_lengths() -> None:
     assert sum(broadcast) == 2 * (lengths[2] + 8)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from(ROWS), st.integers(0, 60), st.integers(1, 9), st.data())
 def test_everything_that_is_sent_is_received_and_no_message_is_empty(
     row: tuple[str, str], count: int, size: int, data: st.DataObject
@@ -220,7 +221,7 @@ def test_collectives_of_nothing_are_done_at_once_even_if_nobody_else_comes() -> 
     simulate(run, 3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(list(COLLECTIVES)), st.integers(0, 1 << 28), st.integers(1, 9))
 def test_auto_picks_the_same_on_every_rank_and_says_why(
     collective: str, count: int, size: int

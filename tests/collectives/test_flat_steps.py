@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from flat_model import Call, members, perform
+from forms import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ programs = st.integers(2, 4).flatmap(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.lists(st.integers(0, 3), max_size=60), st.integers(0, 2**16))
 def test_whoever_is_slow_at_any_point_gets_and_gives_what_is_right(
     program: tuple[int, list[Call]], order: list[int], seed: int

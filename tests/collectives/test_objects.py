@@ -13,6 +13,7 @@ import tracemalloc
 import pytest
 import torch
 from collective_reference import same
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def assert_alike(one: object, two: object) -> None:
         assert one == two
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(objects)
 def test_an_object_comes_back_as_it_was(obj: object) -> None:
     assert_alike(back(obj), obj)
@@ -288,13 +289,13 @@ def decode_if_possible(content: bytes) -> None:
     assert_alike(back(obj), obj)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.binary(max_size=60))
 def test_any_bytes_are_an_object_or_malformed(content: bytes) -> None:
     decode_if_possible(content)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(objects, st.randoms(use_true_random=False))
 def test_a_damaged_object_is_another_object_or_malformed(
     obj: object, chance: random.Random
@@ -316,7 +317,7 @@ def test_a_damaged_object_is_another_object_or_malformed(
         decode_if_possible(bytes(damaged))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(objects)
 def test_no_proper_beginning_of_an_object_is_one(obj: object) -> None:
     whole = bytes(encode(obj))

@@ -20,6 +20,7 @@ from collective_reference import (
     shapes,
     values_of,
 )
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from topologies import on_all_hosts, topologies
@@ -43,7 +44,7 @@ def on_hosts(hosts: tuple[int, ...], fn: Callable[[Backend], object], seed: int 
     return list(simulate(placed, len(hosts), seed))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data(), topologies, algorithms, dtypes, shapes, seeds)
 def test_all_reduce_and_reduce_equal_a_single_process(
     data: st.DataObject,
@@ -73,7 +74,7 @@ def test_all_reduce_and_reduce_equal_a_single_process(
     on_hosts(hosts, run, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), topologies, algorithms, dtypes, st.integers(0, 5), seeds)
 def test_reduce_scatter_gives_every_rank_its_slice(
     data: st.DataObject,
@@ -95,7 +96,7 @@ def test_reduce_scatter_gives_every_rank_its_slice(
     on_hosts(hosts, run, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), topologies, algorithms, any_dtype, shapes, seeds)
 def test_all_gather_and_broadcast_move_every_bit(
     data: st.DataObject,
@@ -119,7 +120,7 @@ def test_all_gather_and_broadcast_move_every_bit(
     on_hosts(hosts, run, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies, dtypes.filter(lambda d: d.is_floating_point), st.integers(1, 50), seeds)
 def test_sums_are_the_same_bits_on_every_rank_and_in_every_run(
     hosts: tuple[int, ...], dtype: torch.dtype, count: int, seed: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_proof import ROWS
@@ -105,7 +106,7 @@ def choices(collective: str, count: int, hosts: Hosts) -> list[Choice]:
     return list(simulate(run, len(hosts)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(list(COLLECTIVES)), st.integers(0, 1 << 28), topologies)
 def test_auto_picks_the_same_on_every_rank_on_any_hosts_and_says_why(
     collective: str, count: int, hosts: Hosts

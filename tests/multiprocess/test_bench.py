@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx.bench.asking import make_ask
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Line, Made, Report
+from phalanx.bench.peers.training import TASKS
+from phalanx.bench.records import Line, Made, Peak, Report
+from phalanx.bench.resident import gives_back, lacks_peaks
 from phalanx.bench.start import run_ranks
 from phalanx.bench.tune import as_tuning
 from phalanx.collectives.tuning import read_tuning
@@ -61,20 +64,23 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
         assert line["operation"] in ended.stdout
 
 
-def test_a_training_step_and_the_algorithms_by_name() -> None:
+def test_training_steps_and_the_algorithms_by_name() -> None:
     ask = make_ask(
-        ["ddp", "all_reduce"],
+        ["ddp", "fsdp", "all_reduce"],
         backends="tcp,gloo",
         sizes="64",
         rounds=1,
         seconds=1e-6,
         algorithms="all",
+        width=64,
+        measure="time",
     )
     messages = list(run_ranks(ask, 2))
     lines = [message for message in messages if isinstance(message, Line)]
     assert all(line.wrong == 0 for line in lines)
-    steps = {str(line.contender) for line in lines if line.operation == "ddp"}
-    assert steps == {"tcp", "gloo", "alone"}
+    for operation in ("ddp", "fsdp"):
+        steps = {str(line.contender) for line in lines if line.operation == operation}
+        assert steps == {"tcp", "gloo", "alone"}
     sums = {line.contender.algorithm for line in lines if line.contender.peer == "tcp"}
     assert {"auto", "ring", "direct", "tree"} <= sums
     report = Report(ask=ask, ranks=[2], machine={})
@@ -82,6 +88,17 @@ def test_a_training_step_and_the_algorithms_by_name() -> None:
         report.add(message)
     (table,) = read_tuning(as_tuning(report), "it").tables
     assert (table.backend, table.hosts, table.sizes) == ("TcpBackend", (0, 0), (64,))
+
+
+@pytest.mark.skipif(bool(lacks_peaks()), reason="no peaks of memory here")
+def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
+    ask = make_ask(["fsdp"], backends="shm", sizes="8", width=512, measure="peak", machine=False)
+    ask = msgspec.structs.replace(ask, gives_back=gives_back())
+    (peak,) = [message for message in run_ranks(ask, 2) if isinstance(message, Peak)]
+    model = TASKS["fsdp"]._replace(width=512).model_bytes
+    for held in peak.held:
+        assert model / 2 < held.training < 6 * model
+        assert held.shared >= model / 2 - 65536
 
 
 def test_under_a_launcher_its_ranks_are_measured() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from forms import sizes
 from mpi_jobs import TESTS, needs_mpi, run_under_mpi
 from test_training import alone
 
@@ -28,7 +29,7 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     summary = re.search(r"(\d+) passed, (\d+) skipped", said)
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
-    assert passed >= 250, said
+    assert passed >= sizes(230, 250), said
     assert skipped <= 34, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_models import Branches, loss_of, noise, seeded
 from ddp_runs import assert_close, assert_same_bits, over_tcp, values
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ def reference(program: Program) -> dict[str, Tensor]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_any_program_ends_with_the_parameters_of_one_process(program: Program):
     torch.set_num_threads(1)

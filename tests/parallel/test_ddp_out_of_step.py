@@ -71,6 +71,7 @@ def test_it_is_explained_on_every_kind_of_backend(cluster: Cluster):
 
 
 @pytest.mark.timeouts
+@pytest.mark.together
 def test_a_rank_whose_batches_run_out_is_pointed_to_join(cluster: Cluster):
     def run(backend: Backend) -> BaseException | None:
         ddp = DDP(nn.Linear(6, 2), backend)

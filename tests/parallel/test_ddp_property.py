@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from ddp_models import noise, seeded
 from ddp_runs import Gradients, assert_close, assert_same_bits, gradients, mean_of
+from forms import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ def backward(model: nn.Module, seed: int) -> None:
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=80,
+    max_examples=examples(80),
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(cases())

@@ -97,8 +97,9 @@ def plain_gradients() -> Any:
 
 
 @way
-@pytest.mark.parametrize("unit", [Layer, (nn.Sequential, nn.Linear)], ids=["layers", "nested"])
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize(
+    ("unit", "place"), [(Layer, 3), ((nn.Sequential, nn.Linear), 0)], ids=["layers", "nested"]
+)
 @pytest.mark.parametrize("how", ["forward", "backward", "interrupt"])
 def test_after_a_pass_that_failed_on_every_rank_the_next_step_works(
     how: str, place: int, unit: Any, strategy: Any, where: Any
@@ -259,8 +260,10 @@ def parts_alive() -> set[int]:
     return {id(thing) for thing in gc.get_objects() if type(thing) in PARTS}
 
 
-@way
-@pytest.mark.parametrize("unwrapped", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "where", "unwrapped"),
+    [(FULL_SHARD, COMMON, True), (FULL_SHARD, MESSAGES, False), (SHARD_GRAD_OP, MESSAGES, True)],
+)
 def test_dropping_one_leaves_nothing_behind(unwrapped: bool, strategy: Any, where: Any):
     def body(model: Any, backend: Backend) -> None:
         for _ in range(2 if unwrapped else 1):

@@ -6,6 +6,7 @@ import struct
 from contextlib import suppress
 
 import pytest
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,7 @@ contents = st.binary(max_size=300) | st.integers(1, 3 * STAGING).map(lambda n: b
 messages_of = st.lists(st.tuples(channels, st.integers(0, 2**64 - 1), contents), max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(messages_of, st.lists(st.integers(1, 2000), max_size=60), st.integers(1, 5000))
 def test_any_split_of_the_stream_gives_the_same_messages(
     messages: list[tuple[Channel, int, bytes]], cuts: list[int], window: int
@@ -124,7 +125,7 @@ def test_any_split_of_the_stream_gives_the_same_messages(
     assert decoder.at_boundary
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(messages_of, st.lists(st.integers(1, 300), max_size=60), st.integers(1, 3))
 def test_a_message_that_is_refused_for_now_is_not_lost(
     messages: list[tuple[Channel, int, bytes]], cuts: list[int], refuse: int
@@ -134,7 +135,7 @@ def test_a_message_that_is_refused_for_now_is_not_lost(
     assert collector.found == [(c, f, len(content), content) for c, f, content in messages]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.lists(st.tuples(st.sampled_from(CONTROLS), st.binary(max_size=2000)), max_size=8),
     st.lists(st.integers(1, 300), max_size=40),
@@ -230,7 +231,7 @@ def test_a_header_that_cannot_be_is_refused_before_anything_is_taken_for_it(
     assert collector.controls == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.one_of(
         st.binary(max_size=400),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_two_ranks_of_a_job_let_each_other_in() -> None:
     assert sum(len(words) for _, words in said) < LITTLE
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.binary(max_size=50))
 def test_any_split_of_the_bytes_gives_the_same_and_what_follows_is_kept(
     cuts: list[int], after: bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_handshake import ACCEPTOR, LITTLE, acceptor, converse, dialer
@@ -68,7 +69,7 @@ def test_a_proof_does_not_serve_another_identity() -> None:
         caller.receive(side.receive(forged))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.binary(max_size=300), max_size=8),
     st.booleans(),

@@ -31,6 +31,8 @@ IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count 
 class Baton(Scheduler):
     """Schedules the ranks of a hub. Each rank's thread calls `enter` first and `leave` last."""
 
+    one_thread = True
+
     def __init__(self, hub: Hub, seed: int) -> None:
         size = len(hub.engines)
         self._hub = hub

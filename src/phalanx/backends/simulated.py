@@ -28,6 +28,8 @@ from phalanx.wire.messages import Answer, Ask
 class Scheduler(ABC):
     """How the ranks of a hub wait for each other."""
 
+    one_thread = False  # whether only a rank's own thread may wait
+
     @abstractmethod
     def wait(self, engine: SimulatedEngine, until: Operation) -> None:
         """Return when the operation is done. Lock not held."""
@@ -89,6 +91,11 @@ class SimulatedEngine(Engine):
         self.hub = hub
         self.ready = hub.ready  # whoever delivers last carries the operation on
         self.left = False
+
+    @property
+    @override
+    def one_thread(self) -> bool:
+        return self.hub.scheduler.one_thread
 
     @override
     def common(self, group: Group) -> Source:

@@ -10,7 +10,7 @@ import msgspec
 from phalanx.bench.memory import MEMORIES
 from phalanx.bench.operations import EXPANDED, OPERATIONS
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Ask
+from phalanx.bench.records import PEAK, TIME, Ask
 from phalanx.bench.sizes import parse_sizes
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
@@ -39,6 +39,9 @@ def make_ask(
     machine: bool = True,
     threads: int = 1,
     baseline: str = "gloo",
+    width: int = 0,
+    measure: str = "time,peak",
+    steps: int = 10,
 ) -> Ask:
     """What the words mean. `MisuseError` for one that means nothing here, listing what there is."""
     measured = [name for name, row in OPERATIONS.items() if name != "copy"]
@@ -58,6 +61,15 @@ def make_ask(
             f"--rounds {rounds}, --threads {threads}, --seconds {seconds:g}: it takes a round, a "
             "thread, and a time of less than a minute"
         )
+    figures = _words(measure)
+    _check("figure", figures, dict.fromkeys((TIME, PEAK)))
+    if figures == [PEAK] and not any(OPERATIONS[name].held for name in named):
+        held = ", ".join(name for name, row in OPERATIONS.items() if row.held)
+        raise MisuseError(f"--measure {measure}: the peak of memory is measured of {held} alone")
+    if steps < 1:
+        raise MisuseError(f"--steps {steps}: there is no peak of memory without a step")
+    if width < 0:
+        raise MisuseError(f"--width {width}: a layer has one feature at least; 0 is the usual size")
     return Ask(
         operations=tuple(dict.fromkeys(named)),
         backends=tuple(peers),
@@ -68,6 +80,9 @@ def make_ask(
         algorithms=tuple(wanted),
         threads=threads,
         baseline=baseline,
+        width=width,
+        measure=tuple(figures),
+        steps=steps,
     )
 
 
@@ -76,7 +91,7 @@ def make_tuning_ask(operations: Sequence[str], **options: Any) -> Ask:
 
     Options as for `make_ask`; those that make no sense here are overruled.
     """
-    options |= {"memory": "ordinary", "algorithms": "fixed", "machine": False}
+    options |= {"memory": "ordinary", "algorithms": "fixed", "machine": False, "measure": TIME}
     ask = make_ask(operations or list(COLLECTIVES), **options)
     ours = tuple(name for name in ask.backends if PEERS[name].ours)
     if not ours or not set(ask.operations) <= COLLECTIVES.keys():

@@ -37,13 +37,12 @@ MEMORIES: Mapping[str, Kind] = MappingProxyType(
 )
 """`ordinary` and `registered` are in place, where an operation can be; else into given memory."""
 
-_FEW = frozenset({"barrier", "ddp", "copy"})
 _MESSAGES = frozenset({"ping_pong", "stream"})
 
 
 def kinds_for(operation: Operation, asked: Sequence[str]) -> list[str]:
     """Which of the kinds asked for are different things for this operation."""
-    if operation.name in _FEW:
+    if operation.source is None or operation.name == "copy":
         return ["ordinary"]
     names = [name for name in asked if not (operation.name in _MESSAGES and name == "fresh")]
     if not operation.in_place or operation.name in _MESSAGES:

@@ -95,6 +95,8 @@ class Operation:
     bus           the factor of the bus bandwidth
     trips         messages that one call takes one after the other, of which one is shown
     least         calls that make a round at least
+    training      a training step (`peers/training.py`), to be compared with the same step alone
+    held          its peak of memory is of interest, too
     """
 
     name: str
@@ -106,6 +108,8 @@ class Operation:
     bus: Callable[[int], float]
     trips: int = 1
     least: int = 1
+    training: bool = False
+    held: bool = False
 
     def elements(self, whole: bool | None, size: int, n: int) -> int:
         """How many elements such memory has."""
@@ -153,11 +157,13 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType({row.name: row for row in
     Operation("stream",         _W,   _W,   True,     _EVEN(_own),  _of_even,           _once),
     Operation("barrier",        None, None, True,     _nothing,     _nothing,           _once),
     Operation("ddp",            None, None, True,     _nothing,     _nothing,           _once,
-              least=5),
+              least=5, training=True),
+    Operation("fsdp",           None, None, True,     _nothing,     _nothing,           _once,
+              least=5, training=True, held=True),
     Operation("copy",           _W,   _W,   False,    _own,         _own,               _once),
 )})
-"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one; `ddp` is a
-training step (see `peers/training.py`), and `copy` what the machine can do."""
+"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one; `ddp`
+and `fsdp` are training steps (see `peers/training.py`), and `copy` what the machine can do."""
 # fmt: on
 
 EXPANDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"p2p": ("ping_pong", "stream")})

@@ -16,10 +16,20 @@ from phalanx.bench.control import Control
 from phalanx.bench.exchange import Exchange
 from phalanx.bench.memory import Memory, kinds_for
 from phalanx.bench.operations import OPERATIONS, Operation
+from phalanx.bench.peak import measure_peak
 from phalanx.bench.peers.backends import Ours
 from phalanx.bench.peers.peer import Peer, Place
 from phalanx.bench.peers.table import PEERS
-from phalanx.bench.records import Ask, Contender, LeftOut, Line, Made, Message, Progress
+from phalanx.bench.records import (
+    PEAK,
+    Ask,
+    Contender,
+    LeftOut,
+    Line,
+    Made,
+    Message,
+    Progress,
+)
 from phalanx.bench.rounds import time_rounds
 from phalanx.bench.sizes import show_size
 from phalanx.collectives.tuning import root_of
@@ -38,15 +48,30 @@ def run_rank(ask: Ask, tell: Tell) -> None:
     with init("tcp", timeout=ask.timeout) as backend:
         control = Control(backend)
         master = world.master_addr if world is not None else ""
-        place = Place(control, master, ask.timeout / 2)  # who waits for a peer is waited for, too
+        place = Place(
+            control, master, ask.timeout / 2, ask.width
+        )  # who waits for a peer is waited for, too
         with _peers(ask, place, tell if control.rank == 0 else _silent) as peers:
             for name in ask.operations:
-                _Sweep(ask, OPERATIONS[name], peers, control, tell).run()
+                if ask.measure == (PEAK,):
+                    _peaks(ask, OPERATIONS[name], peers, control, tell)
+                else:
+                    _Sweep(ask, OPERATIONS[name], peers, control, tell).run()
         control.barrier()
 
 
 def _silent(message: Message) -> None:
     """Every rank but the first."""
+
+
+def _peaks(
+    ask: Ask, operation: Operation, peers: dict[str, Peer], control: Control, tell: Tell
+) -> None:
+    """Each peer's peak of memory; there should be one peer only."""
+    for name, peer in peers.items():
+        found = measure_peak(name, peer, operation, ask, control)
+        if control.rank == 0:
+            tell(found)
 
 
 @contextmanager

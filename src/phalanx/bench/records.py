@@ -9,7 +9,24 @@ import msgspec
 
 from phalanx.bench.sizes import show_size
 
-__all__ = ["Ask", "Contender", "LeftOut", "Line", "Made", "Message", "Progress", "Report"]
+__all__ = [
+    "PEAK",
+    "TIME",
+    "Ask",
+    "Contender",
+    "Held",
+    "LeftOut",
+    "Line",
+    "Made",
+    "Message",
+    "Peak",
+    "Progress",
+    "Report",
+]
+
+
+TIME, PEAK = "time", "peak"
+"""What can be measured."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +42,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     threads     of torch in each rank
     timeout     seconds that a rank waits for another
     baseline    the name of the peer that the others are compared with
+    width       of the layers of what is trained; 0: each operation's own
+    measure     "time"; "peak" of memory, where an operation has one of interest
+    steps       of training whose peak of memory is measured
+    gives_back  what is freed goes back to the system at once (see `resident.py`)
     """
 
     operations: tuple[str, ...]
@@ -37,6 +58,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     timeout: float = 240.0
     baseline: str = "gloo"
+    width: int = 0
+    measure: tuple[str, ...] = (TIME, PEAK)
+    steps: int = 10
+    gives_back: bool = False
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -126,7 +151,37 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     text: str
 
 
-Message = Line | LeftOut | Made | Progress
+class Held(msgspec.Struct, frozen=True):
+    """Bytes that one rank had besides what it began with.
+
+    building  at most, until the model was ready to be trained
+    training  at most, from then on
+    shared    in the end: its part of memory that ranks share, which is in the other two. The sum
+              over the ranks is what there is of it on the host
+    """
+
+    building: int
+    training: int
+    shared: int
+
+
+class Peak(msgspec.Struct, kw_only=True, tag="peak"):
+    """One peer's peaks of memory, rank by rank, in processes that had nothing else to do."""
+
+    operation: str
+    ranks: int
+    peer: str
+    gives_back: bool
+    steps: int
+    held: list[Held]
+
+    @property
+    def largest(self) -> int:
+        """Training, on the rank that had most."""
+        return max(held.training for held in self.held)
+
+
+Message = Line | LeftOut | Made | Peak | Progress
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -138,6 +193,7 @@ class Report(msgspec.Struct, kw_only=True):
     lines: list[Line] = []
     left_out: list[LeftOut] = []
     made: list[Made] = []
+    peaks: list[Peak] = []
 
     def add(self, message: Message) -> None:
         """Keep it, unless it is mere progress."""
@@ -147,11 +203,20 @@ class Report(msgspec.Struct, kw_only=True):
             self.left_out.append(message)
         elif isinstance(message, Made):
             self.made.append(message)
+        elif isinstance(message, Peak):
+            self.peaks.append(message)
 
     @property
     def wrong(self) -> list[Line]:
         """The lines with wrong results."""
         return [line for line in self.lines if line.wrong]
+
+    def lacks(self, peer: str, operation: str, ranks: int) -> bool:
+        """Whether it was said that this peer is left out."""
+        return any(
+            left.peer == peer and left.ranks == ranks and left.operation in ("", operation)
+            for left in self.left_out
+        )
 
     def beside(self, line: Line, peer: str) -> Line | None:
         """The same as measured with `peer`: with the same kind of memory, or else its own."""

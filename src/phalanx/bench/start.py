@@ -20,6 +20,7 @@ import msgspec
 from phalanx.bench.peers.mpi import find_mpirun
 from phalanx.bench.peers.table import PEERS
 from phalanx.bench.records import Ask, LeftOut, Message
+from phalanx.bench.resident import GIVES_BACK
 from phalanx.bench.worker import ASK, FOUND
 from phalanx.errors import DistributedError, InvalidWorldSizeError, PeerLostError
 from phalanx.launch.environment import STORE_VARIABLE
@@ -124,6 +125,7 @@ def _environment(ask: Ask, port: int) -> dict[str, str]:
         "PHALANX_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": str(ask.threads),
         "PYTHONUNBUFFERED": "1",
+        **(GIVES_BACK if ask.gives_back else {}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import msgspec
 from rich.table import Table
 
 from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.peak_table import peak_notes, peak_tables, peaks_as_json
 from phalanx.bench.peers.table import PEERS
+from phalanx.bench.peers.training import task_of
 from phalanx.bench.records import LeftOut, Line, Report
 from phalanx.bench.sizes import show_size
 
@@ -23,16 +26,20 @@ _BUSY = 0.25
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """A table for each operation and number of ranks."""
+    """A table for each operation and number of ranks, and then those of peaks of memory."""
     key = lambda line: (line.operation, line.ranks)  # noqa: E731
     for (operation, ranks), lines in itertools.groupby(report.lines, key):
         yield _table(report, operation, ranks, list(lines))
+    yield from peak_tables(report)
 
 
 def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Table:
     timed = not OPERATIONS[operation].elements(OPERATIONS[operation].source, 1, 1)
-    table = Table(title=f"{operation}, {ranks} ranks", title_justify="left")
-    rates = [f"of {ALONE}"] if operation == "ddp" else ["alg GB/s", "bus GB/s"]
+    title = f"{operation}, {ranks} ranks"
+    if OPERATIONS[operation].training:
+        title += f": {task_of(operation, report.ask.width)}"
+    table = Table(title=title, title_justify="left")
+    rates = [f"of {ALONE}"] if OPERATIONS[operation].training else ["alg GB/s", "bus GB/s"]
     times = ["us", "lowest", "quartiles"]
     headings = ["bytes", "", *times, *rates, f"x {report.ask.baseline}", "wrong"]
     for heading in headings:
@@ -46,9 +53,9 @@ def _table(report: Report, operation: str, ranks: int, lines: list[Line]) -> Tab
                 "" if timed else f"{rate / 1e9:.3f}"
                 for rate in (line.algorithm_bandwidth, line.bus_bandwidth)
             ]
-            if operation == "ddp":
+            if OPERATIONS[operation].training:
                 alone = report.beside(line, ALONE)
-                rates = [f"{line.median / alone.median:.2f}" if alone is not None else ""]
+                rates = [f"{_times(line, alone):.2f}" if alone is not None else ""]
             table.add_row(
                 "" if number or timed else show_size(size),
                 str(line.contender),
@@ -72,7 +79,19 @@ def _ratio(report: Report, line: Line) -> str:
     base = report.beside(line, report.ask.baseline)
     if base is None or base is line or PEERS[line.contender.peer].machine:
         return ""
-    return f"{base.median / line.median:.2f}"
+    return f"{_times(base, line):.2f}"
+
+
+def _times(line: Line, other: Line) -> float:
+    """How many times as long as the other's a call took: medians, one over the other.
+
+    Rounds of training steps are few and long: each is compared with the other's of the same
+    round, when the machine had as much else to do, and the median of these ratios counts.
+    """
+    if OPERATIONS[line.operation].training:
+        pairs = zip(line.seconds, other.seconds, strict=True)
+        return statistics.median(own / others for own, others in pairs)
+    return line.median / other.median
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -92,6 +111,7 @@ def notes(report: Report) -> Iterator[str]:
             "do takes time from those that only spin, most of all"
         )
     yield from _about_auto(report.lines)
+    yield from peak_notes(report)
     for line in report.wrong:
         yield f"WRONG: {line.where()}: {line.wrong} elements were not what they had to be"
     if report.lines and not report.wrong:
@@ -137,6 +157,7 @@ def as_json(report: Report) -> bytes:
     for line in report.lines:
         low, high = line.quartiles
         base = report.beside(line, report.ask.baseline)
+        alone = report.beside(line, ALONE)
         lines.append(
             {
                 "operation": line.operation,
@@ -153,7 +174,8 @@ def as_json(report: Report) -> bytes:
                 "highest_us": max(line.seconds) * 1e6,
                 "algorithm_GBps": line.algorithm_bandwidth / 1e9,
                 "bus_GBps": line.bus_bandwidth / 1e9,
-                f"times_{report.ask.baseline}": base.median / line.median if base else None,
+                f"of_{ALONE}": _times(line, alone) if alone else None,
+                f"times_{report.ask.baseline}": _times(base, line) if base else None,
                 "wrong": line.wrong,
                 "rounds_us": [seconds * 1e6 for seconds in line.seconds],
             }
@@ -171,5 +193,6 @@ def as_json(report: Report) -> bytes:
             for left in report.left_out
         ],
         "lines": lines,
+        "peaks": peaks_as_json(report),
     }
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"

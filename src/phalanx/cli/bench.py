@@ -27,7 +27,7 @@ def bench_command(
         typer.Argument(
             metavar="[OPERATION]...",
             help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
-            "scatter, p2p (ping_pong and stream), barrier; or ddp, a training step.",
+            "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
             show_default="all_reduce",
         ),
     ] = None,
@@ -65,6 +65,17 @@ def bench_command(
         typer.Option(help="Also time a plain socket pair (one way) and a memory copy."),
     ] = True,
     baseline: Annotated[str, typer.Option(help="Whom the others are compared with.")] = "gloo",
+    width: Annotated[
+        int, typer.Option(help="Of the layers of a training step: 1024 for ddp, 2048 for fsdp.")
+    ] = 0,
+    measure: Annotated[
+        str,
+        typer.Option(
+            help="time; peak (of fsdp: the memory of each rank, in fresh processes for each "
+            "library)."
+        ),
+    ] = "time,peak",
+    steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
@@ -89,6 +100,11 @@ def bench_command(
     Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
     and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
 
+    Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
+    their time with that of the same step alone, without communication: the median of the rounds'
+    ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
+    it is, and with all freed memory given back, which the C library else keeps.
+
     Who is not installed is left out, and the reason is given. Ranks are processes of this host,
     with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
     (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
@@ -98,6 +114,8 @@ def bench_command(
         phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
 
         phalanx bench all_reduce --backends tcp --algorithms all
+
+        phalanx bench fsdp --backends shm,tcp,gloo
 
         phalanx bench --tune tuning.json --ranks 2,4
 
@@ -116,6 +134,9 @@ def bench_command(
         "machine": machine,
         "threads": threads,
         "baseline": baseline,
+        "width": width,
+        "measure": measure,
+        "steps": steps,
     }
     if tune is None:
         ask = make_ask(operations or ["all_reduce"], **options)
@@ -183,7 +204,7 @@ def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
             if not run_bench(report, heard):
                 return 0
     finally:
-        if report.lines or report.left_out:
+        if report.lines or report.peaks or report.left_out:
             _show(report)
     for text in files.write(report):
         typer.echo(text)

@@ -119,6 +119,7 @@ def run(
     choice = chosen(task, backend, algorithm, reproducible=reproducible)
     plan, flat = choice
     if flat is None:
+        task.settle(backend)
         freely = algorithm == "auto" and not reproducible
         call = _native_call(task, plan, backend) if freely else None
         if call is None:
@@ -180,6 +181,7 @@ def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _W
     plan, flat = choice
     if flat is not None:
         return _Way(flat.steps(task), task.result)
+    task.settle(backend)
     call = _native_call(task, plan, backend) if freely else None
     if call is not None:
         return _Way((call,), task.result)

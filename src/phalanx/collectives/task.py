@@ -32,6 +32,9 @@ class Task(Generic[T]):
     out          where its result goes: contiguous; apart from `source`, or the same memory
     result       what the caller gets in the end
     consumes     whether `source` may be overwritten meanwhile, which saves a copy
+    elsewhere    of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
+                 their place is: the element of the slice at which each begins, and its values,
+                 contiguous. Where memory is shared nobody else reads them, which saves copies
     """
 
     collective: str
@@ -43,6 +46,18 @@ class Task(Generic[T]):
     op: ReduceOp | None = None
     root: int = 0
     consumes: bool = False
+    elsewhere: tuple[tuple[int, Tensor], ...] = ()
+
+    def settle(self, backend: Backend) -> None:
+        """Put what is elsewhere in its place in `source`."""
+        if self.elsewhere:
+            assert self.source is not None
+            flat = self.source.view(-1)
+            slice_ = flat.numel() // backend.world_size
+            for element, values in self.elsewhere:
+                start = backend.rank * slice_ + element
+                copy_bits(flat[start : start + values.numel()], values.view(-1))
+            self.elsewhere = ()
 
 
 class Out(NamedTuple):

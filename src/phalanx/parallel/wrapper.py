@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx.backends.base import Backend
 from phalanx.errors import MisuseError
+from phalanx.parallel.slices import Slice
 
 
 class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
+    backend   the ranks that have the model together
+
     Raises `MisuseError` if another kind of wrapper is inside: each gives parameters their gradients
     in its own way.
     """
+
+    backend: Backend
 
     def __init__(self, module: nn.Module, *, rank: int) -> None:
         super().__init__()
@@ -47,6 +54,20 @@ class Wrapper(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The plain module's, under their own names."""
         return self.module.named_buffers(*args, **kwargs)
+
+    def slices(self) -> dict[str, Slice]:
+        """For each parameter, by its name in the plain module, what this rank's one holds of it.
+
+        Here all of it, in its own shape. A wrapper that splits parameters says which elements this
+        rank's `Parameter` of that name has, which is then of one dimension, and may be empty.
+        """
+        return {name: Slice.whole(tuple(p.shape)) for name, p in self.named_parameters()}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around writes in place to this rank's parameters, by all ranks: before, wait for whoever
+        reads them; after, let the others have them. Here nothing has to be done.
+        """
+        return nullcontext()
 
 
 def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

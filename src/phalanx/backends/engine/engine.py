@@ -108,6 +108,11 @@ class Engine(ABC):
     def retract(self, send: PostedSend) -> None:
         """A send was given up: its memory must not be read from now on."""
 
+    @property
+    def one_thread(self) -> bool:
+        """Whether only the rank's own thread may wait: then there is no work in the background."""
+        return False
+
     def settle(self, send: PostedSend) -> bool:
         """Whether a send whose time is over has gone all the same: then it is complete."""
         return False

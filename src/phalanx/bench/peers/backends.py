@@ -12,8 +12,10 @@ import phalanx.collectives as ours
 from phalanx.backends.base import Backend
 from phalanx.bench.exchange import Exchange, Fresh
 from phalanx.bench.operations import Operation
+from phalanx.bench.peers.learner import Plain
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
-from phalanx.bench.peers.training import TrainingStep, make_model
+from phalanx.bench.peers.sharding import Sharded
+from phalanx.bench.peers.training import joint_step
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.launch.factories import BACKENDS
 from phalanx.launch.init import init
@@ -68,6 +70,7 @@ class Ours(Peer):
             **dict.fromkeys(_APART, self._collective),
             "barrier": self._barrier,
             "ddp": self._ddp,
+            "fsdp": self._fsdp,
             "ping_pong": self._messages,
             "stream": self._messages,
         }
@@ -106,8 +109,10 @@ class Ours(Peer):
         return messages(operation, data, self.rank, self.size, send, recv)
 
     def _ddp(self, operation: Operation, *_: object) -> Exchange:
-        model = DDP(make_model(), self.backend)
-        return TrainingStep(operation, model, rank=self.rank, ranks=range(self.size))
+        return joint_step(self, operation, lambda made: Plain(DDP(made, self.backend), made))
+
+    def _fsdp(self, operation: Operation, *_: object) -> Exchange:
+        return joint_step(self, operation, lambda made: Sharded(made, self.backend))
 
     def _barrier(self, operation: Operation, *_: object) -> Exchange:
         return Exchange(operation, None, None, self.backend.barrier)

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.bench.exchange import Exchange, Fresh
 from phalanx.bench.operations import Operation
+from phalanx.bench.peers.learner import Plain
 from phalanx.bench.peers.peer import Binder, Peer, Place, messages
-from phalanx.bench.peers.training import TrainingStep, make_model
+from phalanx.bench.peers.sharding import FullyShard
+from phalanx.bench.peers.training import joint_step
 from phalanx.launch.store import hold_store
 
 __all__ = ["Gloo", "join_gloo", "lacks_gloo"]
@@ -77,6 +79,7 @@ class Gloo(Peer):
             **dict.fromkeys(_TWO, self._two),
             "barrier": self._barrier,
             "ddp": self._ddp,
+            "fsdp": self._fsdp,
             "ping_pong": self._messages,
             "stream": self._messages,
         }
@@ -118,8 +121,10 @@ class Gloo(Peer):
         return messages(operation, data, self.rank, self.size, dist.send, dist.recv)
 
     def _ddp(self, operation: Operation, *_: object) -> Exchange:
-        model = DistributedDataParallel(make_model())
-        return TrainingStep(operation, model, rank=self.rank, ranks=range(self.size))
+        return joint_step(self, operation, lambda made: Plain(DistributedDataParallel(made), made))
+
+    def _fsdp(self, operation: Operation, *_: object) -> Exchange:
+        return joint_step(self, operation, lambda made: FullyShard(made, self.size))
 
     def _barrier(self, operation: Operation, *_: object) -> Exchange:
         return Exchange(operation, None, None, dist.barrier)

@@ -23,6 +23,7 @@ class Place(NamedTuple):
     control: Control
     master: str  # a name of rank 0's host
     timeout: float
+    width: int = 0  # of the layers of what is trained; 0: the operation's own
 
     @property
     def rank(self) -> int:
@@ -51,7 +52,7 @@ class Peer(ABC):
     only: str = ""
 
     def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
+        self.rank, self.size, self.width = place.rank, place.size, place.width
 
     @property
     @abstractmethod

@@ -31,6 +31,7 @@ class Row(NamedTuple):
     needs_mpi   whether the ranks have to be started by mpirun
     ours        whether it is Phalanx
     machine     whether it is no library, but what the machine can do
+    trains      whether it has training steps
     """
 
     lacks: Callable[[], str]
@@ -38,10 +39,11 @@ class Row(NamedTuple):
     needs_mpi: bool = False
     ours: bool = False
     machine: bool = False
+    trains: bool = False
 
 
 def _ours(name: str) -> Row:
-    return Row(lacks_backend(name), partial(make_ours, name), ours=True)
+    return Row(lacks_backend(name), partial(make_ours, name), ours=True, trains=True)
 
 
 def _lacks_our_mpi() -> str:
@@ -54,14 +56,16 @@ PEERS: Mapping[str, Row] = MappingProxyType(
         "hybrid": _ours("hybrid"),
         "tcp": _ours("tcp"),
         "phalanx-gloo": _ours("gloo"),
-        "phalanx-mpi": Row(_lacks_our_mpi, partial(make_ours, "mpi"), needs_mpi=True, ours=True),
-        "gloo": Row(lacks_gloo, Gloo),
+        "phalanx-mpi": Row(
+            _lacks_our_mpi, partial(make_ours, "mpi"), needs_mpi=True, ours=True, trains=True
+        ),
+        "gloo": Row(lacks_gloo, Gloo, trains=True),
         "mpi": Row(lacks_mpi, Mpi, needs_mpi=True),
         "deepspeed": Row(lacks_deepspeed, DeepSpeed),
         "mlx": Row(lacks_mlx, Mlx),
         "socket": Row(_nothing, Socket, machine=True),
         "copy": Row(_nothing, Copy, machine=True),
-        "alone": Row(_nothing, Alone, machine=True),
+        "alone": Row(_nothing, Alone, machine=True, trains=True),
     }
 )
 """`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they."""

@@ -90,10 +90,18 @@ class Flat:
         source = task.source.data_ptr() if task.source is not None else 0
         out = task.out.data_ptr() if task.out is not None else 0
         if self.is_small:
+            self._settle(task, source)
             if self.form.passed_on is not None:
                 return self._small_reduce(task, source)
             return self._small(task, source, out)
         return self._large(task, source, out)
+
+    def _settle(self, task: Task[Any], source: int) -> None:
+        """Put what is elsewhere in its place: not only this rank's fold goes by it."""
+        start = source + self._slices[self.me][0]
+        for element, values in task.elsewhere:
+            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
+        task.elsewhere = ()
 
     # Small ----------------------------------------------------------------------------------
 
@@ -131,13 +139,15 @@ class Flat:
         window = self.window
         where = self._where(source, out)
         if where is None:
+            self._settle(task, source)
             self._stage(source, 0)
         yield Meet(window, first=True, shown=where)
         turn = window.turn
         shown = [window.pane(giver).shown(turn) for giver in self._givers]
         if all(shown):
-            yield from self._direct(source, out, turn)
+            yield from self._direct(task, source, out, turn)
             return
+        self._settle(task, source)
         if any(shown):  # some have not staged anything yet
             if where is not None:
                 self._stage(source, 0)
@@ -155,7 +165,7 @@ class Flat:
             result = find(out, self._given)
         return Shown(given, result) if given is not None and result is not None else None
 
-    def _direct(self, source: int, out: int, turn: int) -> Iterator[Meet]:
+    def _direct(self, task: Task[Any], source: int, out: int, turn: int) -> Iterator[Meet]:
         window = self.window
         panes = [window.pane(place) for place in range(self.size)]
         given = [
@@ -166,7 +176,7 @@ class Flat:
         if self._gets_on:
             yield from self._direct_pieces(given, panes, out, turn)
         else:
-            self._take_whole(given, out)
+            self._take_whole(given, out, task)
         yield Meet(window, last=True)  # or what others still read would be written
 
     def _direct_pieces(
@@ -190,18 +200,40 @@ class Flat:
                 if place != self.me and length > 0:
                     copy(out + begin + first, results[place] + begin + first, length)
 
-    def _take_whole(self, given: list[int], out: int) -> None:
+    def _take_whole(self, given: list[int], out: int, task: Task[Any] | None = None) -> None:
         """Take what all have given, which lies at these addresses."""
         if not self._takes:
             return
         start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
         if self._folding is not None:
-            self._fold([address + start for address in given], out, stop - start)
+            self._fold_whole([address + start for address in given], out, stop - start, task)
             return
         for giver in self._givers:
             into = out + self._slices[giver][0] if self.form.joined else out
             if into != given[giver] + start:
                 copy(into, given[giver] + start, stop - start)
+
+    def _fold_whole(self, at: list[int], out: int, length: int, task: Task[Any] | None) -> None:
+        """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
+        for first, last, own in self._stretches(at[self.me], length, task):
+            for begin in range(first, last, STEP):
+                here = [address + begin for address in at]
+                here[self.me] = own + begin - first
+                self._fold(here, out + begin, min(STEP, last - begin))
+
+    def _stretches(
+        self, own: int, length: int, task: Task[Any] | None
+    ) -> Iterator[tuple[int, int, int]]:
+        """Where this rank's slice lies: (first byte of the slice, last one, address)."""
+        done = 0
+        for element, values in task.elsewhere if task is not None else ():
+            start = element * self.dtype.itemsize
+            if done < start:
+                yield done, start, own + done
+            done = start + values.nbytes
+            yield start, done, values.data_ptr()
+        if done < length:
+            yield done, length, own + done
 
     # Piece by piece -------------------------------------------------------------------------
 

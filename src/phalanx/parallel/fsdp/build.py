@@ -14,6 +14,7 @@ from phalanx.parallel.fsdp.conductor import Conductor
 from phalanx.parallel.fsdp.flat import Flat
 from phalanx.parallel.fsdp.gradients import Gradients
 from phalanx.parallel.fsdp.materialize import Initialize, adopt, completed
+from phalanx.parallel.fsdp.pool import Pool, trim
 from phalanx.parallel.fsdp.precision import MixedPrecision
 from phalanx.parallel.fsdp.ranks import Ranks, ranks_of
 from phalanx.parallel.fsdp.sites import Sites
@@ -63,8 +64,10 @@ def build(
     check_same_model(module, backend, options, who="FSDP")
     ranks = ranks_of(backend, strategy)
     made: dict[str, Unit] = {}
+    pool = Pool()
     for part in completed(module, parts, initialize, backend.rank):
-        made[part.name] = _unit(part, ranks, strategy, precision)
+        made[part.name] = _unit(part, ranks, pool, strategy, precision)
+    trim()  # the values that the model was built with are gone
     broadcast_all_([*module.buffers()], backend, 0, label="FSDP's buffers")
     units = [made[part.name] for part in parts]
     for unit in units:
@@ -82,7 +85,11 @@ def build(
 
 
 def _unit(
-    part: Part, ranks: Ranks, strategy: ShardingStrategy, precision: MixedPrecision | None
+    part: Part,
+    ranks: Ranks,
+    pool: Pool,
+    strategy: ShardingStrategy,
+    precision: MixedPrecision | None,
 ) -> Unit:
     presence = Presence(part.name or "the model itself")
     kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
@@ -93,6 +100,7 @@ def _unit(
             alike,
             ranks,
             presence,
+            pool,
             keeps_whole=strategy.keeps_whole,
             keeps_shape=strategy.name == "no_shard",
             compute_dtype=precision.compute_dtype if precision is not None else None,
@@ -103,7 +111,7 @@ def _unit(
         adopt(flat, ranks.world)
     reduce_dtype = precision.reduce_dtype if precision is not None else None
     gradients = [
-        Gradients(flat, ranks, reduce_dtype if flat.dtype.is_floating_point else None)
+        Gradients(flat, ranks, pool, reduce_dtype if flat.dtype.is_floating_point else None)
         for flat in flats
     ]
     return Unit(part.name, part.module, flats, gradients, presence)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.collectives import PendingCollective
-from phalanx.collectives.run import start
 from phalanx.collectives.task import Task
+from phalanx.parallel.fsdp.collective import begin
 from phalanx.parallel.fsdp.layout import Layout
+from phalanx.parallel.fsdp.pool import Pool
 from phalanx.parallel.fsdp.ranks import Ranks
 from phalanx.parallel.fsdp.whole import Presence, Whole
 
@@ -39,6 +40,7 @@ class Flat:
         parameters: dict[str, nn.Parameter],
         ranks: Ranks,
         presence: Presence,
+        pool: Pool,
         *,
         keeps_whole: bool,
         keeps_shape: bool,
@@ -50,6 +52,7 @@ class Flat:
         self.dtype, self.device = first.dtype, first.device
         self.layout = Layout([tuple(p.shape) for p in self.parameters], ranks.size)
         self._ranks = ranks
+        self._pool = pool
         converted = compute_dtype is not None and self.dtype.is_floating_point
         self.compute_dtype = compute_dtype if converted and compute_dtype else self.dtype
         common = self._common_memory()
@@ -71,7 +74,7 @@ class Flat:
             Whole(home, presence, name) for name, home in zip(self.names, self._homes, strict=True)
         ]
         if self._frees:
-            self._release()
+            self.full.untyped_storage().resize_(0)
 
     @property
     def place(self) -> int:
@@ -179,7 +182,7 @@ class Flat:
         if self.ready:
             return
         if self._frees:
-            self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
+            self._pool.fill_in(self.full, self.layout.padded * self.full.element_size())
             self._own(self.full).copy_(self.shard)
         if self._ranks.shards is None or self.common:
             self._current = True
@@ -210,10 +213,10 @@ class Flat:
         task: Task[Tensor] = Task(
             "all_gather", tuple(full.shape), full.dtype, self._own(full), full, lambda: full
         )
-        return start(task, shards, background=True, label=label)
+        return begin(task, shards, label)
 
     def _release(self) -> None:
-        self.full.untyped_storage().resize_(0)
+        self._pool.take_out(self.full)
         self._current = False
 
     # Which need gradients -------------------------------------------------------------------

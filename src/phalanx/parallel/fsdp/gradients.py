@@ -1,7 +1,7 @@
 """Gradients of full parameters become gradients of shards.
 
-    autograd gives one of a whole parameter    put      1/p of it copied to flat memory; dropped
-    all of the flat memory's are in            reduce   reduce-scatter: this rank's part of the sum
+    autograd gives one of a whole parameter    put      copied to flat memory, and dropped
+    all of the flat memory's are in            reduce   reduce-scatter: the mean of this rank's part
     ... between replicas                                all-reduce of that part
     the end of the backward pass               give     parameters' .grad
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
-from phalanx.collectives.run import start
 from phalanx.collectives.task import Task, in_place, memory_for
 from phalanx.errors import UnsupportedOperationError
+from phalanx.parallel.fsdp.collective import begin
 from phalanx.parallel.fsdp.flat import Flat
+from phalanx.parallel.fsdp.pool import Pool
 from phalanx.parallel.fsdp.ranks import Ranks
+
+LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
 
 class Gradients:
@@ -29,15 +31,23 @@ class Gradients:
     used   the numbers of parameters that have had a gradient on this rank
     """
 
-    def __init__(self, flat: Flat, ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, flat: Flat, ranks: Ranks, pool: Pool, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.used: set[int] = set()
         self._flat = flat
         self._ranks = ranks
+        self._pool = pool
+        shards = ranks.shards  # where memory is shared, others read it: it is the backend's
+        self._pooled = shards is not None and not shards.shares_memory and flat.device.type == "cpu"
         self._dtype = reduce_dtype or flat.compute_dtype
+        large = flat.layout.padded * self._dtype.itemsize >= LARGE
+        self._leaves_own = shards is not None and shards.shares_memory and large
+        self._elsewhere: dict[int, Tensor] = {}
         self._memory: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._scattering: tuple[PendingCollective[Tensor], Tensor] | None = None
+        self._scattering: tuple[PendingCollective[Tensor], Tensor, Tensor] | None = None
         self._averaging: list[PendingCollective[Tensor]] = []
         self._means: list[Tensor] = []
 
@@ -57,15 +67,27 @@ class Gradients:
                 rank=rank,
                 op="FSDP",
             )
-        view, share = self._views[number], 1 / self._ranks.world.world_size
-        if number not in self._missing:  # a second time, before the others' first
-            view.add_(grad, alpha=share)
-        elif grad.dtype is self._dtype:
-            torch.mul(grad, share, out=view)
-        else:
-            view.copy_(grad).mul_(share)
+        self._take_in(number, grad)
         self._missing.discard(number)
         self.used.add(number)
+
+    def _take_in(self, number: int, grad: Tensor) -> None:
+        view = self._views[number]
+        kept = self._elsewhere.pop(number, None)
+        start, stop = self._flat.layout.part(number, self._ranks.place)
+        if number not in self._missing:  # a second time, before the others' first
+            if kept is not None:
+                view.view(-1)[start:stop].copy_(kept)
+            view.add_(grad)
+        elif self._leaves_own and grad.dtype is self._dtype and grad.is_contiguous():
+            # Nobody else reads this rank's own part: it is folded from where it is.
+            values, place = grad.view(-1), view.view(-1)
+            place[:start].copy_(values[:start])
+            place[stop:].copy_(values[stop:])
+            if start < stop:
+                self._elsewhere[number] = values[start:stop]
+        else:
+            view.copy_(grad)
 
     def put_rest(self) -> None:
         """Take in what autograd has left of earlier passes that were not reduced."""
@@ -82,7 +104,11 @@ class Gradients:
         flat = self._flat
         group = self._ranks.shards or self._ranks.replicas or self._ranks.world
         count = flat.layout.padded
-        self._memory = memory_for(group, (count,), self._dtype, flat.device)
+        self._memory = (
+            self._pool.empty(count, self._dtype)
+            if self._pooled
+            else memory_for(group, (count,), self._dtype, flat.device)
+        )
         self._memory[flat.layout.total :].zero_()
         self._views = flat.views(self._memory)
         self._missing = set(range(len(self._views)))
@@ -104,24 +130,33 @@ class Gradients:
         into = memory_for(replicas or shards, shape, self._dtype, self._flat.device)
         task: Task[Tensor] = Task(
             *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
-            op=ReduceOp.SUM,
+            op=ReduceOp.MEAN,
             consumes=True,
+            elsewhere=self._take_elsewhere(),
         )
-        self._scattering = _start(task, shards, label), into
+        self._scattering = begin(task, shards, label), into, memory
+
+    def _take_elsewhere(self) -> tuple[tuple[int, Tensor], ...]:
+        """What was not copied: where in this rank's shard it belongs, and its values."""
+        elsewhere, self._elsewhere = self._elsewhere, {}
+        inside, place = self._flat.layout.inside, self._ranks.place
+        return tuple((inside(n, place)[0], elsewhere[n]) for n in sorted(elsewhere))
 
     def finish_scattering(self, label: str) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
         if self._scattering is not None:
-            (pending, into), self._scattering = self._scattering, None
+            (pending, into, memory), self._scattering = self._scattering, None
             pending.wait()
+            if self._pooled:
+                self._pool.give_back(memory.untyped_storage())
             self._means.append(into)
             self._average(into, label)
 
     def _average(self, mean: Tensor, label: str) -> None:
         replicas = self._ranks.replicas
         if replicas is not None:
-            task = in_place("all_reduce", mean, op=ReduceOp.SUM)
-            self._averaging.append(_start(task, replicas, label))
+            task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
+            self._averaging.append(begin(task, replicas, label))
 
     def finish(self, label: str) -> None:
         """Wait until this rank has all that it is to have."""
@@ -149,14 +184,10 @@ class Gradients:
         for whole in self._flat.wholes:
             whole.grad = None
         self._memory, self._views, self._means, self.used = None, [], [], set()
+        self._elsewhere = {}
         scattering, self._scattering = self._scattering, None
         averaging, self._averaging = self._averaging, []
         if scattering is not None:
             scattering[0].wait()
         for pending in averaging:
             pending.wait()
-
-
-def _start(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
-    """In memory nothing has to be moved meanwhile: who waits does all, and the others have come."""
-    return start(task, backend, background=not backend.shares_memory, label=label)

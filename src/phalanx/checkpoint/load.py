@@ -1,0 +1,228 @@
+"""`load_checkpoint`: what was saved, into a model on any number of ranks, split in any way."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.backends.base import Backend
+from phalanx.backends.memory import copy_bits
+from phalanx.checkpoint import rng
+from phalanx.checkpoint.background import Background
+from phalanx.checkpoint.find import decoded, find, instead_of, read_manifest
+from phalanx.checkpoint.fit import Loading, StateToLoad, fit, refuse_unused
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.model_parts import backend_of, parts_of
+from phalanx.checkpoint.plain import from_json, tensors_in
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.reading import Reader
+from phalanx.errors import (
+    CheckpointDamagedError,
+    CheckpointIOError,
+    CheckpointMismatchError,
+    DistributedError,
+    MisuseError,
+)
+
+
+class Checkpoint(NamedTuple):
+    """What was loaded.
+
+    step         that it was saved with
+    extra        what was saved beside the model
+    folder       of the checkpoint, in the folder that was given
+    world_size   how many ranks saved it
+    """
+
+    step: int
+    extra: Any
+    folder: Path
+    world_size: int
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    backend: Backend | None = None,
+    step: int | None = None,
+    random_state: bool = True,
+    timeout: float | None = None,
+) -> Checkpoint:
+    """Bring back what `save_checkpoint` has saved, in place; every rank calls it.
+
+    folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
+                  is being written in the background. Or one checkpoint's own
+    model         to load into; any way to split it over any number of ranks will do, whatever it
+                was when it was saved. None: only the step and `extra` are wanted
+    optimizer     made from this model's parameters, fresh or not. Its groups get the options that
+                their parameters had (learning rates, too), and it the state
+    backend       the ranks that load together; by default the model's, or this one by itself
+    step          load the newest checkpoint of this step
+    random_state  bring back torch's, Python's and NumPy's (if it is imported) random states. With
+                another number of ranks than was saved there is none for each: then every rank is
+                seeded with a hash of rank 0's, the number of ranks and its own
+    timeout       seconds that a rank waits for the others at a time; by default 600, or the
+                backend's if that is more
+
+    Blocks until every rank has read what it holds, checked it against the checksums, and found that
+    it fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something
+    in, and takes as much memory as it holds. Messages: the manifest, from rank 0.
+
+    Raises, on every rank and with nothing changed, `CheckpointNotFoundError` (a FileNotFoundError);
+    `CheckpointDamagedError` (a ValueError) for a file that is missing, truncated or altered, which
+    it names, with the checkpoint that could be loaded instead; `CheckpointMismatchError` (a
+    ValueError) for a model or optimizer that it does not fit, naming what is missing, not expected,
+    or of another shape or dtype, and for state that cannot be cut for this many ranks;
+    `CheckpointIOError`; `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`,
+    `PeerLostError`, `DesyncError`.
+    """
+    backend = backend if backend is not None else backend_of(model)
+    ranks = Ranks(backend, "load_checkpoint", timeout)
+    load = _Load(ranks, os.path.abspath(folder), model, optimizer)
+    load.find(step)
+    load.read()
+    return load.apply(random_state)
+
+
+class _Load:
+    """One rank's part in one load."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: str,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._path = folder
+
+    def find(self, step: int | None) -> None:
+        """Rank 0 finds the checkpoint and tells the others what is in it."""
+
+        def look() -> tuple[str, bytes, bytes]:
+            Background(self._ranks.backend).wait()
+            self._path = find(self._folder, step)
+            return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
+
+        name, commit, manifest = self._offering_another(lambda: self._ranks.on_first(look))
+        self._path = os.path.normpath(os.path.join(self._folder, name))
+        self._manifest: Manifest = decoded(self._path, commit, manifest)
+
+    def read(self) -> None:
+        """See that it fits, and read what this rank needs; agree with the others that it is so."""
+        unused = self._offering_another(lambda: self._ranks.together(self._read))
+        nobodys = set(unused[0]).intersection(*unused[1:])
+        if nobodys:
+            names = [name for name in unused[0] if name in nobodys]
+            raise self._ranks.error(
+                CheckpointMismatchError.__name__, self._about(refuse_unused(names))
+            )
+
+    def _about(self, problem: str) -> str:
+        return f"{self._path} does not fit: {problem}"
+
+    def _read(self) -> list[str]:
+        if self._optimizer is not None and self._model is None:
+            raise MisuseError("an optimizer is loaded with its model: give model=, too")
+        self._parts = parts_of(self._model) if self._model is not None else None
+        self._reader = Reader(self._path, self._manifest)
+        try:
+            loading = fit(self._manifest, self._reader, self._parts, self._optimizer)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(self._about(error.message)) from error
+        for name in (self._rng_name(), *tensors_in(self._manifest.extra)):
+            self._reader.whole(name)
+        self._reader.read()
+        self._loading: Loading = loading
+        self._rng = self._reader.whole(self._rng_name())
+        try:
+            self._states = rng.check(self._rng)
+            self._extra = from_json(self._manifest.extra, self._reader.whole)
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
+        return loading.unused
+
+    def _rng_name(self) -> str:
+        names = self._manifest.rng
+        return names[self._ranks.rank if len(names) == self._ranks.size else 0]
+
+    def apply(self, random_state: bool) -> Checkpoint:
+        """Put everything where it belongs."""
+        with ExitStack() as writing, torch.no_grad():
+            for wrapper in self._parts.wrappers if self._parts is not None else []:
+                writing.enter_context(wrapper.writing())
+            for tensor, flat in self._loading.tensors:
+                copy_bits(tensor.detach(), flat.view(tensor.shape))
+        for module, value in self._loading.values:
+            module.set_extra_state(from_json(value, self._reader.whole))
+        if self._optimizer is not None:
+            self._apply_optimizer(self._optimizer)
+        if random_state and len(self._manifest.rng) == self._ranks.size:
+            rng.bring_back(self._states)
+        elif random_state:
+            rng.reseed(self._rng, self._ranks.rank, self._ranks.size)
+        return Checkpoint(
+            self._manifest.step, self._extra, Path(self._path), self._manifest.world_size
+        )
+
+    def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        options = zip(optimizer.param_groups, self._loading.options, strict=True)
+        for group, plain in options:
+            for key, value in from_json(plain or {}, self._reader.whole).items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    group[key].copy_(value)  # a captured graph knows this one
+                else:
+                    group[key] = value
+        optimizer.state.clear()
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for parameter, state in self._loading.state:
+            if state:
+                group = group_of[id(parameter)]
+                optimizer.state[parameter] = {
+                    key: self._placed(key, to_load, parameter, group)
+                    for key, to_load in state.items()
+                }
+        for key, value in from_json(self._loading.shared or {}, self._reader.whole).items():
+            optimizer.state[key] = value
+
+    def _placed(
+        self, key: str, to_load: StateToLoad, parameter: Tensor, group: dict[str, Any]
+    ) -> Any:
+        """State where the optimizer wants it: by the parameter; but the number of steps is on the
+        CPU, unless the options say otherwise.
+        """
+        if to_load.flat is not None:
+            flat = to_load.flat.view(parameter.shape)
+            like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
+            copy_bits(like, flat)
+            return like
+        stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+
+        def tensor(name: str) -> Tensor:
+            # A copy: what the checkpoint has once may be kept for several ranks of this process.
+            whole = self._reader.whole(name).clone()
+            return whole if stays else whole.to(parameter.device)
+
+        return from_json(to_load.value, tensor)
+
+    def _offering_another(self, attempt: Any) -> Any:
+        """Do what all ranks do; of a damaged checkpoint say which one could be loaded instead."""
+        try:
+            return attempt()
+        except (CheckpointDamagedError, CheckpointIOError) as error:
+            self._offer(error)
+            raise
+
+    def _offer(self, error: DistributedError) -> None:
+        error.message += self._ranks.on_first(lambda: instead_of(self._path))

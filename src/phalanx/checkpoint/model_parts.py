@@ -1,0 +1,148 @@
+"""What a rank holds of a model, by the names that the plain model has for it.
+
+A model is a plain module, a wrapper of one (DDP, FSDP), or a module with wrappers in it. Names are
+as if no wrapper were there. A tensor that has several names goes by the first; the others are its
+aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.backends.base import Backend
+from phalanx.errors import MisuseError, UnsupportedOperationError
+from phalanx.parallel.slices import Slice
+from phalanx.parallel.wrapper import Wrapper
+
+
+class Part(NamedTuple):
+    """A parameter: `tensor` is this rank's part of it, which is `slice` of the whole."""
+
+    tensor: Tensor
+    slice: Slice
+
+
+class ModelParts(NamedTuple):
+    """What a rank holds of a model.
+
+    parameters   by name
+    buffers      those of the state dict, by name; every rank has all of each
+    aliases      the other names of these, each with the one that they go by
+    stateful     modules with `get_extra_state`, by the key of that in the state dict
+    wrappers     in the model, or around it
+    """
+
+    parameters: dict[str, Part]
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    stateful: dict[str, nn.Module]
+    wrappers: list[Wrapper]
+
+
+def parts_of(model: nn.Module) -> ModelParts:
+    """What this rank holds of `model`.
+
+    Raises `MisuseError` for wrappers inside each other, or a wrapper whose parameters are not as it
+    says; `UnsupportedOperationError` for tensors whose elements are not in memory one by one.
+    """
+    found = ModelParts({}, {}, {}, {}, list(_wrappers(model)))
+    first: dict[int, str] = {}
+    for name, part in _parameters(model, ""):
+        if first.setdefault(id(part.tensor), name) == name:
+            found.parameters[name] = _checked(name, part)
+        else:
+            found.aliases[name] = first[id(part.tensor)]
+    for prefix, module in _plain_modules(model, ""):
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set:
+                continue
+            name = prefix + key
+            if first.setdefault(id(buffer), name) == name:
+                found.buffers[name] = buffer
+                check_tensor(name, buffer)
+            else:
+                found.aliases[name] = first[id(buffer)]
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found.stateful[f"{prefix}_extra_state"] = module
+    return found
+
+
+def backend_of(model: nn.Module | None) -> Backend | None:
+    """The backend that the model's wrappers have, if it has any.
+
+    Raises `MisuseError` if they have different ones.
+    """
+    backends = list({id(w.backend): w.backend for w in _wrappers(model)}.values()) if model else []
+    if len(backends) > 1:
+        raise MisuseError(
+            "the model has parts on different backends: say with backend= which ranks save or load "
+            "it together"
+        )
+    return backends[0] if backends else None
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise `UnsupportedOperationError` unless the tensor's elements lie in memory."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedOperationError(f"{name} is {kind}: a checkpoint takes dense tensors only")
+    if tensor.is_meta:
+        raise UnsupportedOperationError(
+            f"{name} is on the meta device and has no elements: materialize the model first, such "
+            'as with model.to_empty(device="cpu")'
+        )
+
+
+def _wrappers(model: nn.Module) -> Iterator[Wrapper]:
+    if not isinstance(model, Wrapper):
+        for child in model.children():
+            yield from _wrappers(child)
+        return
+    yield model
+    for inner in model.module.modules():
+        if isinstance(inner, Wrapper):
+            raise MisuseError(
+                f"the model has a {type(inner).__name__} inside of a {type(model).__name__}: wrap "
+                "each part once"
+            )
+
+
+def _plain_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, Wrapper):
+        yield from _plain_modules(module.module, prefix)
+        return
+    yield prefix, module
+    for name, child in module._modules.items():  # a child that has two names is there twice
+        if child is not None:
+            yield from _plain_modules(child, f"{prefix}{name}.")
+
+
+def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Part]]:
+    if isinstance(module, Wrapper):
+        slices = module.slices()
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield prefix + name, Part(parameter, slices[names[id(parameter)]])
+        return
+    for name, plain in module._parameters.items():
+        if plain is not None:
+            yield prefix + name, Part(plain, Slice.whole(tuple(plain.shape)))
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parameters(child, f"{prefix}{name}.")
+
+
+def _checked(name: str, part: Part) -> Part:
+    check_tensor(name, part.tensor)
+    shape = tuple(part.tensor.shape)
+    if part.tensor.numel() != part.slice.numel or shape not in {part.slice.shape, shape[:1]}:
+        raise MisuseError(
+            f"{name} has shape {list(shape)} on this rank, which is to hold elements "
+            f"{part.slice.start}:{part.slice.stop} of shape {list(part.slice.shape)}: a parameter "
+            "was replaced after the model was wrapped"
+        )
+    return part

@@ -1,0 +1,131 @@
+"""What an optimizer keeps, by the names of the parameters that it is about.
+
+What it keeps for a parameter is a table of keys. A tensor of the parameter's own shape (momentum,
+Adam's averages) is cut like the parameter. A number, a 0-dim tensor (Adam's step), text and so on
+are the same whatever part of the parameter a rank has. Anything else belongs to the part it was
+made for (Adafactor's rows and columns, L-BFGS's history): it fits that part only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.description import Holdings, OptimizerDescription
+from phalanx.checkpoint.manifest import OptionsRecord, Own, StateRecord
+from phalanx.checkpoint.model_parts import Part
+from phalanx.errors import MisuseError, UnsupportedObjectError
+
+NOT_OPTIONS = frozenset({"params", "param_names"})
+
+
+def named_groups(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Part]
+) -> list[dict[str, Tensor]]:
+    """For each parameter group its parameters, by name.
+
+    Raises `MisuseError` if the optimizer has one that the model does not.
+    """
+    names = {id(part.tensor): name for name, part in parameters.items()}
+    groups: list[dict[str, Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append({})
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise MisuseError(
+                    f"the optimizer's parameter {place} of group {number} (shape "
+                    f"{list(parameter.shape)}) is not one of the model's: make the optimizer from "
+                    "the parameters of the model that is saved or loaded, after wrapping it"
+                )
+            groups[-1][names[id(parameter)]] = parameter
+    return groups
+
+
+def describe_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Part], holdings: Holdings
+) -> OptimizerDescription:
+    """What the optimizer keeps; tensors go into `holdings`. Raises as `named_groups` does."""
+    groups = named_groups(optimizer, parameters)
+    options = [
+        {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+    state = {
+        name: optimizer.state[parameter]
+        for group in groups
+        for name, parameter in group.items()
+        if parameter in optimizer.state
+    }
+    for name, of_parameter in state.items():
+        for key in of_parameter:
+            if not isinstance(key, str):
+                raise UnsupportedObjectError(
+                    f"the optimizer keeps something for {name} under {key!r}: a checkpoint takes "
+                    "text as keys"
+                )
+    alike = _keys_cut_like_parameters(state, parameters)
+    return OptimizerDescription(
+        kind=type(optimizer).__name__,
+        groups=[
+            OptionsRecord(list(group), holdings.json(given, f"optimizer/group{number}"))
+            for number, (group, given) in enumerate(zip(groups, options, strict=True))
+        ],
+        state={
+            name: {
+                key: _describe(f"optimizer/{name}/{key}", value, key in alike, part, holdings)
+                for key, value in of_parameter.items()
+            }
+            for name, of_parameter in state.items()
+            for part in [parameters[name]]
+        },
+        shared=holdings.json(
+            {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+            "optimizer/shared",
+        ),
+    )
+
+
+def _keys_cut_like_parameters(
+    state: Mapping[str, Mapping[Any, Any]], parameters: Mapping[str, Part]
+) -> set[Any]:
+    """The keys under which every tensor has its parameter's shape.
+
+    A parameter without dimensions says nothing about a tensor without: others do, or the name.
+    """
+    alike: dict[Any, bool] = {}
+    telling: set[Any] = {"step"}
+    for name, of_parameter in state.items():
+        parameter = parameters[name].tensor
+        for key, value in of_parameter.items():
+            if isinstance(value, Tensor):
+                same = value.shape == parameter.shape
+                alike[key] = alike.get(key, True) and same
+                if parameter.ndim > 0 and same:
+                    telling.discard(key)
+    return {key for key, all_are in alike.items() if all_are and key not in telling}
+
+
+def _describe(path: str, value: object, alike: bool, part: Part, holdings: Holdings) -> StateRecord:
+    if alike and isinstance(value, Tensor):
+        holdings.add("state", path, value, part.slice, equal=True)
+        return StateRecord(tensor=path)
+    if _is_common(value):
+        return StateRecord(value=holdings.json(value, path))
+    start, stop = part.slice.start, part.slice.stop
+    own = Own(start, stop, holdings.json(value, f"{path}/{start}-{stop}"))
+    return StateRecord(own=[own])
+
+
+def _is_common(value: object) -> bool:
+    """Whether it has no tensor with dimensions in it."""
+    match value:
+        case Tensor():
+            return value.ndim == 0
+        case list() | tuple():
+            return all(map(_is_common, value))
+        case dict():
+            return all(map(_is_common, value.values()))
+    return True

@@ -1,0 +1,44 @@
+"""Loss scaling where each rank sees a part of the gradients only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from phalanx.backends.base import Backend
+from phalanx.collectives import ReduceOp, all_reduce_
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, for gradients that are shards: ranks skip a step together.
+
+    scaler = phalanx.GradScaler(backend)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)              # only to clip: fsdp.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+    With FSDP an infinity may lie in one rank's shard alone; torch's own scaler would skip the step
+    there, and go on with the others. With DDP, where averages are the same everywhere, either one
+    does. `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a
+    step, in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018).
+    """
+
+    def __init__(self, backend: Backend, device: str = "cpu", **options: Any) -> None:
+        super().__init__(device, **options)
+        self._backend = backend
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = torch.zeros((), dtype=torch.float32)
+        for value in found.values():
+            anywhere = torch.maximum(anywhere, value.detach().float().cpu().reshape(()))
+        all_reduce_(anywhere, self._backend, ReduceOp.MAX)
+        for value in found.values():
+            value.fill_(anywhere.item())
+        return found

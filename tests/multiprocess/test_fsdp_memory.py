@@ -1,0 +1,75 @@
+"""What FSDP holds, as the kernel counts it, in processes of their own.
+
+Freed memory is given back to the system at once there: what is measured is what is held, and not
+what the C library keeps in reserve.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx import FSDP, Backend, ShardingStrategy, spawn
+from phalanx.bench.resident import GIVES_BACK, Meter, gives_back, lacks_peaks
+
+LAYERS, WIDTH = 16, 1024
+UNIT = WIDTH * WIDTH * 4
+PARAMETERS = LAYERS * UNIT
+RANKS = 2
+IN_FLIGHT = 4 * UNIT  # one that computes, its gradients, one that comes, one in a reduce-scatter
+TENTH = 1.1
+
+WHY_NOT = lacks_peaks() or ("" if gives_back() else "the C library is not glibc")
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be measured")
+
+
+def peak(backend: Backend, strategy: ShardingStrategy) -> int:
+    """Bytes that a rank holds at most while a model is built, and trained with Adam."""
+    torch.set_num_threads(1)
+    small = nn.Sequential(nn.Linear(4, 4, bias=False))
+    train(FSDP(small, backend, strategy=strategy), 4)  # what is loaded once is there
+    backend.barrier()
+    meter = Meter()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    train(FSDP(model, backend, strategy=strategy), WIDTH)
+    backend.barrier()
+    held = meter.peak()
+    backend.barrier()
+    return held
+
+
+def train(model: FSDP, width: int) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+
+
+def peaks(monkeypatch: pytest.MonkeyPatch, backend: str, strategy: ShardingStrategy) -> list[int]:
+    for name, value in GIVES_BACK.items():
+        monkeypatch.setenv(name, value)
+    return spawn(partial(peak, strategy=strategy), RANKS, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_full_shard_holds_its_part_of_everything_and_the_units_in_flight(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Parameters, gradients, two moments of Adam. Common memory counts by halves."""
+    bound = (4 * PARAMETERS / RANKS + IN_FLIGHT) * TENTH
+    for held in peaks(monkeypatch, backend, ShardingStrategy.FULL_SHARD):
+        assert held <= bound, f"{held >> 20} of {int(bound) >> 20} MiB"
+
+
+def test_shard_grad_op_holds_all_parameters_and_its_part_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = (PARAMETERS + 3 * PARAMETERS / RANKS + IN_FLIGHT) * TENTH
+    for held in peaks(monkeypatch, "tcp", ShardingStrategy.SHARD_GRAD_OP):
+        assert held <= bound, f"{held >> 20} of {int(bound) >> 20} MiB"

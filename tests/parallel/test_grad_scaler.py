@@ -1,0 +1,74 @@
+"""Loss scaling over shards: a step is taken on all ranks, or on none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import loss_of, mlp, vectors
+from ddp_runs import rows_of
+from torch import Tensor
+
+from phalanx import FSDP, Backend, GradScaler, ShardingStrategy, simulate
+
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
+OPTIONS: dict[str, Any] = {"init_scale": 8.0, "growth_interval": 2}
+
+
+def plain_run() -> dict[str, Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    for number in range(4):
+        inputs, targets = vectors(12, seed=number)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(inputs), targets)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return model.state_dict() | {"scale": torch.tensor(scaler.get_scale())}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("spoilt", [-1, 2], ids=["all finite", "one infinity in the third step"])
+def test_training_with_a_scaler_equals_plain_training(
+    strategy: ShardingStrategy, spoilt: int
+) -> None:
+    expected = plain_run()
+    models = [mlp() for _ in range(3)]
+
+    def run(backend: Backend) -> dict[str, Tensor]:
+        model = FSDP(models[backend.rank], backend, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler(backend, **OPTIONS)
+        skipped = 0
+        for number in range(4 if spoilt < 0 else 3):
+            inputs, targets = vectors(12, seed=number)
+            optimizer.zero_grad()
+            loss = loss_of(model(rows_of(inputs, backend)), rows_of(targets, backend))
+            scaler.scale(loss).backward()
+            if number == spoilt and backend.rank == 1:
+                shard = max(model.parameters(), key=Tensor.numel)
+                shard.grad[0] = float("inf")
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            now = list(model.parameters())
+            skipped += all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        assert skipped == (spoilt >= 0)
+        return model.full_state_dict() | {"scale": torch.tensor(scaler.get_scale())}
+
+    for state in simulate(run, 3):
+        if spoilt < 0:
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+        else:
+            assert state["scale"] == 8  # doubled after two steps, halved by the third
