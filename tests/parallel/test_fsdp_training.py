@@ -154,7 +154,7 @@ def test_training_over_ranks_equals_training_in_one_process(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategy"), zip(OPTIMIZERS, cycle(STRATEGIES), strict=False)
+    ("optimizer", "strategy"), [*zip(OPTIMIZERS, cycle(STRATEGIES), strict=False)]
 )
 def test_it_does_so_with_every_elementwise_optimizer(optimizer: str, strategy: ShardingStrategy):
     make = OPTIMIZERS[optimizer]

@@ -29,7 +29,7 @@ from phalanx.parallel.replicas import check_same_model
 from phalanx.parallel.roll import Turn
 from phalanx.parallel.tensors import broadcast_all_
 from phalanx.parallel.weights import weigh
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, check_only_one
 
 BUCKET_SIZE = 25 << 20
 
@@ -70,6 +70,8 @@ class DDP(Wrapper):
     parameter or option that does.
     """
 
+    averages = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -81,7 +83,8 @@ class DDP(Wrapper):
         skip_nonfinite: bool = False,
         check_replicas_every: int = 0,
     ) -> None:
-        super().__init__(module, rank=backend.rank)
+        super().__init__(module)
+        check_only_one(self, backend.rank)
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 byte, not {bucket_size}")
         if check_replicas_every < 0:

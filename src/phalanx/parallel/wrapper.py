@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,26 +16,15 @@ from phalanx.parallel.slices import Slice
 class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
-    backend   the ranks that have the model together
-
-    Raises `MisuseError` if another kind of wrapper is inside: each gives parameters their gradients
-    in its own way.
+    backend    the ranks that have the model together
+    averages   whether it gives parameters their gradients, which only one may do
     """
 
     backend: Backend
+    averages: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, *, rank: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        kind = type(self).__name__
-        for name, inner in module.named_modules():
-            if isinstance(inner, Wrapper) and type(inner) is not type(self):
-                raise MisuseError(
-                    f"rank {rank}: {kind}: {name or 'the module'} is a {type(inner).__name__} "
-                    "already: use only one of them. FSDP averages between shards and replicas by "
-                    "itself, see ShardingStrategy.hybrid and NO_SHARD",
-                    rank=rank,
-                    op=kind,
-                )
         self.module = module
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -68,6 +57,20 @@ class Wrapper(nn.Module):
         reads them; after, let the others have them. Here nothing has to be done.
         """
         return nullcontext()
+
+
+def check_only_one(wrapper: Wrapper, rank: int) -> None:
+    """Raise `MisuseError` if a wrapper of another kind inside this one averages gradients, too."""
+    kind = type(wrapper)
+    for name, inner in wrapper.module.named_modules():
+        if isinstance(inner, Wrapper) and inner.averages and type(inner) is not kind:
+            raise MisuseError(
+                f"rank {rank}: {kind.__name__}: {name or 'the module'} is a "
+                f"{type(inner).__name__} already: use only one of them. FSDP averages between "
+                "shards and replicas by itself, see ShardingStrategy.hybrid and NO_SHARD",
+                rank=rank,
+                op=kind.__name__,
+            )
 
 
 def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

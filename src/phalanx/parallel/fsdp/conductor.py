@@ -311,7 +311,7 @@ class Conductor:
         self._reducing = None
         if len(flags):
             task = in_place("all_reduce", flags, op=ReduceOp.MAX)
-            start(task, self._backend, label="FSDP asks which parameters were used").wait()
+            start(task, self._backend, label="which parameters were used").wait()
         anywhere = [bool(flag) for flag in flags.tolist()]
         first = 0
         for unit in self._units:

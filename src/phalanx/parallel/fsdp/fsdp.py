@@ -30,7 +30,7 @@ from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of
 from phalanx.parallel.fsdp.state import full_state, full_values, shards_of
 from phalanx.parallel.fsdp.strategy import ShardingStrategy
 from phalanx.parallel.slices import Slice
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, check_only_one
 
 if TYPE_CHECKING:
     from phalanx.parallel.fsdp.units import UnitRule
@@ -76,6 +76,8 @@ class FSDP(Wrapper):
     wrapped already.
     """
 
+    averages = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -87,7 +89,8 @@ class FSDP(Wrapper):
         prefetch: int = 1,
         initialize: Initialize | None = None,
     ) -> None:
-        super().__init__(module, rank=backend.rank)
+        super().__init__(module)
+        check_only_one(self, backend.rank)
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
         self.backend = backend
