@@ -112,8 +112,16 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(noise(4, 6, seed=rank)).pow(2).sum()
 
 
-@way
-@pytest.mark.parametrize("unit", [None, nn.Linear], ids=["children", "layers"])
+@pytest.mark.parametrize(
+    ("strategy", "where", "unit"),
+    [
+        (FULL_SHARD, COMMON, None),
+        (FULL_SHARD, MESSAGES, None),
+        (FULL_SHARD, MESSAGES, nn.Linear),
+        (SHARD_GRAD_OP, BATON, nn.Linear),
+    ],
+    ids=["common", "messages", "messages, layers", "grad_op, layers"],
+)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_gradients_are_those_of_the_plain_model(
     build: Callable[[], nn.Module], unit: Any, strategy: Any, where: Any

@@ -145,11 +145,15 @@ def plain(play: Play) -> tuple[Any, list[Any]]:
     return grads, given
 
 
-@pytest.mark.parametrize("unit", [nn.Linear, nn.Sequential], ids=["layers", "whole"])
 @pytest.mark.parametrize(
-    ("strategy", "where"),
-    [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, COMMON)],
-    ids=["full-common", "full-messages", "grad_op-messages", "no_shard"],
+    ("strategy", "where", "unit"),
+    [
+        (FULL_SHARD, COMMON, nn.Linear),
+        (FULL_SHARD, MESSAGES, nn.Linear),
+        (SHARD_GRAD_OP, MESSAGES, nn.Sequential),
+        (NO_SHARD, COMMON, nn.Linear),
+    ],
+    ids=["full-common", "full-messages", "grad_op-messages, whole", "no_shard"],
 )
 @pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
 def test_gradients_are_those_of_plain_passes(play: Play, strategy: Any, where: Any, unit: Any):

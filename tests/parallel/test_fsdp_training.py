@@ -153,17 +153,25 @@ def test_training_over_ranks_equals_training_in_one_process(
     assert_trained_alike(ranks, train_alone(task, make, ROWS * size))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"), [*zip(OPTIMIZERS, cycle(STRATEGIES), strict=False)]
+)
 def test_it_does_so_with_every_elementwise_optimizer(optimizer: str, strategy: ShardingStrategy):
     make = OPTIMIZERS[optimizer]
     ranks = train_on_ranks("tied transformer", make, strategy, COMMON, 3)
     assert_trained_alike(ranks, train_alone("tied transformer", make, ROWS * 3))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("unit", [nn.Linear, (nn.Sequential, nn.LayerNorm, nn.Linear)])
-@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+@pytest.mark.parametrize(
+    ("unit", "prefetch", "where"),
+    [
+        (nn.Linear, 0, COMMON),
+        (nn.Linear, 3, MESSAGES),
+        ((nn.Sequential, nn.LayerNorm, nn.Linear), 2, COMMON),
+        ((nn.Sequential, nn.LayerNorm, nn.Linear), 0, MESSAGES),
+    ],
+    ids=["layers", "layers, ahead", "nested, ahead", "nested"],
+)
 def test_how_the_model_is_cut_and_what_is_prefetched_changes_nothing(
     unit: Any, prefetch: int, where: Any
 ):

@@ -156,8 +156,16 @@ PLAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], No
 }
 
 
-@way
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("strategy", "where", "prefetch"),
+    [
+        (FULL_SHARD, COMMON, 1),
+        (FULL_SHARD, MESSAGES, 0),
+        (FULL_SHARD, MESSAGES, 2),
+        (SHARD_GRAD_OP, MESSAGES, 1),
+    ],
+    ids=["common", "messages", "messages, prefetch", "grad_op"],
+)
 @pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
 def test_gradients_are_those_of_the_plain_model(
     play: Any, prefetch: int, strategy: Any, where: Any

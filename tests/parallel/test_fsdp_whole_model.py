@@ -108,12 +108,16 @@ def test_changes_are_written_back_if_that_was_asked_for(
             torch.testing.assert_close(output, plain(noise(4, 6)).detach(), atol=0.05, rtol=0.05)
 
 
+def fail(model: nn.Module) -> None:
+    nn.init.zeros_(model[0].weight)
+    raise ArithmeticError
+
+
 def test_an_error_inside_leaves_everything_as_it_was():
     def body(model: nn.Module, backend: Backend) -> Any:
         fsdp = FSDP(model, backend)
-        with pytest.raises(ArithmeticError), fsdp.summon_full_params():  # noqa: PT012
-            nn.init.zeros_(model[0].weight)
-            raise ArithmeticError
+        with pytest.raises(ArithmeticError), fsdp.summon_full_params():
+            fail(model)
         assert_same_bits([values(mlp()), fsdp.full_state_dict()])
         loss_of(fsdp, backend.rank).backward()
         return gradient_pieces(fsdp)

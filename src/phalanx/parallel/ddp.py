@@ -86,6 +86,8 @@ class DDP(Wrapper):
     compressed.
     """
 
+    averages = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -17,24 +17,17 @@ from phalanx.parallel.slices import Slice
 class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
-    backend   the ranks that have the model together
-
-    Raises `MisuseError` if another kind of wrapper is inside: each gives parameters their gradients
-    in its own way.
+    backend    the ranks that have the model together
+    averages   whether it gives parameters their gradients. Raises `MisuseError` if a wrapper of
+               another kind inside it does, too
     """
+
+    averages: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
-        kind, rank = type(self).__name__, backend.rank
-        for name, inner in module.named_modules():
-            if isinstance(inner, Wrapper) and type(inner) is not type(self):
-                raise MisuseError(
-                    f"rank {rank}: {kind}: {name or 'the module'} is a {type(inner).__name__} "
-                    "already: use only one of them. FSDP averages between shards and replicas by "
-                    "itself, see ShardingStrategy.hybrid and NO_SHARD",
-                    rank=rank,
-                    op=kind,
-                )
+        if self.averages:
+            _check_only_one(module, type(self), backend.rank)
         self.module = module
         self.backend = backend
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
@@ -83,6 +76,18 @@ class Wrapper(nn.Module):
         reads them; after, let the others have them. Here nothing has to be done.
         """
         return nullcontext()
+
+
+def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, Wrapper) and inner.averages and type(inner) is not kind:
+            raise MisuseError(
+                f"rank {rank}: {kind.__name__}: {name or 'the module'} is a "
+                f"{type(inner).__name__} already: use only one of them. FSDP averages between "
+                "shards and replicas by itself, see ShardingStrategy.hybrid and NO_SHARD",
+                rank=rank,
+                op=kind.__name__,
+            )
 
 
 def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.backends.base import Backend
-from phalanx.collectives import ReduceOp, all_reduce_
+from phalanx.collectives import ReduceOp
+from phalanx.collectives.run import start
+from phalanx.collectives.task import in_place
 from phalanx.errors import MisuseError
 from phalanx.parallel.fsdp.sites import Sites
 from phalanx.parallel.fsdp.unit import Call, Unit
@@ -308,13 +310,14 @@ class Conductor:
             unit.finish()
         self._reducing = None
         if len(flags):
-            all_reduce_(flags, self._backend, ReduceOp.MAX)
+            task = in_place("all_reduce", flags, op=ReduceOp.MAX)
+            start(task, self._backend, label="which parameters were used").wait()
         anywhere = [bool(flag) for flag in flags.tolist()]
-        start = 0
+        first = 0
         for unit in self._units:
-            stop = start + sum(len(flat.parameters) for flat in unit.flats)
-            unit.give(anywhere[start:stop])
-            start = stop
+            last = first + sum(len(flat.parameters) for flat in unit.flats)
+            unit.give(anywhere[first:last])
+            first = last
         self._accumulated = False
 
     def _close(self) -> None:

@@ -76,6 +76,8 @@ class FSDP(Wrapper):
     wrapped already.
     """
 
+    averages = True
+
     def __init__(
         self,
         module: nn.Module,
