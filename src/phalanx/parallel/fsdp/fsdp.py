@@ -59,8 +59,11 @@ class FSDP(Wrapper):
     other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
     nothing; without it each backward pass adds to the shards' `.grad`.
 
-    What a unit computes has to leave it as outputs of its `forward`: a backward pass that comes in
-    by another way (a loss kept as an attribute) is not noticed, and finds the unit freed.
+    A backward pass is noticed where it comes to an output of a unit, or to what was computed from
+    a full parameter in it (a loss kept as an attribute); not to what was computed from a view of
+    one (`x @ weight.t()`), if that leaves the unit by another way than its outputs. Which units a
+    pass uses has to be the same on all ranks, or `DesyncError` names them; inside a unit ranks may
+    use other parameters, and what a rank did not use counts as zeros.
 
     On one host with shared memory (`backend.common`) the full parameters exist once, and a gather
     moves nothing: it waits until all ranks have written. Who writes parameters, other than through
