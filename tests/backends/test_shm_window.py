@@ -55,8 +55,8 @@ def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_hav
             if meet is None:
                 meets[rank] = meet = Meet(window, first=True)
                 show(window, 1 - window.turn, done[rank])
-                meet.begin(1, done[rank])
-                meet.begin(1, done[rank])  # again: nothing
+                meet.begin(done[rank])
+                meet.begin(done[rank])  # again: nothing
             came = [other is not None and other.words[FLAG] > done[rank] for other in windows]
             assert meet.stranger() is None
             assert meet.absent() == [r for r in range(size) if not came[r]]
@@ -79,7 +79,7 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
             for number in range(meetings):
                 meet = Meet(window, first=True)
                 show(window, 1 - window.turn, number)
-                meet.begin(5, number)
+                meet.begin(number)
                 while not meet.spin():
                     pass
                 if not sees(window, window.turn, number):
@@ -93,11 +93,10 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("differs", ["what it is", "its number"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_whoever_comes_to_do_something_else_is_found_by_all_in_whatever_order_they_come(
-    before: int, size: int, differs: str
+def test_whoever_comes_by_another_trail_is_found_by_all_in_whatever_order_they_come(
+    before: int, size: int
 ) -> None:
     random = Random(before)
     for odd in range(size):
@@ -106,14 +105,12 @@ def test_whoever_comes_to_do_something_else_is_found_by_all_in_whatever_order_th
             for number in range(before):
                 meets = [Meet(window, first=True) for window in windows]
                 for meet in meets:
-                    meet.begin(3, number)
+                    meet.begin(number)
                 assert all(meet.spin() for meet in meets)
             meets = [Meet(window, first=True) for window in windows]
             order = random.sample(range(size), size)
             for rank in order:
-                fingerprint = 4 if rank == odd and differs == "what it is" else 3
-                number = before + (rank == odd and differs == "its number")
-                meets[rank].begin(fingerprint, number)
+                meets[rank].begin(1000 if rank == odd else before)
             for rank, meet in enumerate(meets):
                 assert not meet.spin()
                 assert meet.absent() == []
@@ -127,10 +124,10 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
         first, second = windows_of(commons)
         meets = Meet(first, first=True), Meet(second, first=True)
         for meet in meets:
-            meet.begin(1, 0)
+            meet.begin(1)
         assert meets[0].spin()
         ahead = Meet(first, first=True, shown=Shown((1, 2), (3, 4)))
-        ahead.begin(2, 1)
+        ahead.begin(2)
         assert meets[1].stranger() is None
         assert meets[1].spin()
         assert not ahead.spin()
@@ -140,8 +137,8 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
 def test_a_meeting_inside_a_collective_asks_nobody_what_he_does() -> None:
     with neighbours(2) as commons:
         meets = [Meet(window) for window in windows_of(commons)]
-        meets[0].begin(1, 0)
-        meets[1].begin(2, 7)
+        meets[0].begin(1)
+        meets[1].begin(2)
         assert all(meet.spin() and meet.stranger() is None for meet in meets)
 
 
@@ -154,7 +151,7 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
         for window, tensor in zip(windows, tensors, strict=True):
             where = window.find(tensor.data_ptr(), tensor.nbytes)
             assert where is not None
-            Meet(window, first=True, shown=Shown(where, where)).begin(1, 0)
+            Meet(window, first=True, shown=Shown(where, where)).begin(1)
             assert windows[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for window, peer in ((windows[0], 1), (windows[1], 0)):
             assert window.spin(1)
@@ -169,7 +166,7 @@ def test_windows_are_used_again_only_when_all_members_have_closed_the_group() ->
     with neighbours(3) as commons:
         old = windows_of(commons, 1)
         for meet in [Meet(window, first=True) for window in old]:
-            meet.begin(1, 0)
+            meet.begin(1)
         places = [window.mine.slot_address(0) for window in old]
         for closed in range(3):
             fresh = make_window(commons, 0, ident=10 + closed)
@@ -192,7 +189,7 @@ def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bo
                 if staged:
                     window.make_stage()
                 meet = Meet(window, first=True)
-                meet.begin(1, 0)
+                meet.begin(1)
             for rank in range(3):
                 windows[(ident + rank) % 3].close()
         for one in commons:
@@ -206,7 +203,7 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
         make_window(commons, 0, ident=1).close()
         make_window(commons, 0, ident=2)
         late = Meet(make_window(commons, 1, ident=1), first=True)
-        late.begin(1, 0)
+        late.begin(1)
         assert late.absent() == [0]
         assert not late.spin()
 
@@ -221,7 +218,7 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
         last[0].make_stage()
         last[0].mine.slot(1, 1, torch.int64).fill_(42)
         for window in last:
-            Meet(window, first=True).begin(1, 0)
+            Meet(window, first=True).begin(1)
         commons[0].arena.close()  # as when its process ends
         assert last[1].spin(1)
         assert last[1].pane(0).slot(1, 1, torch.int64).item() == 42

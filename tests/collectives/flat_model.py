@@ -205,7 +205,7 @@ class Performance:
         self.meet = next(self.steps, None)
         if self.meet is None:
             return False
-        self.meet.begin(sequence, sequence)
+        self.meet.begin(sequence)
         return True
 
     def check_and_overwrite(self, what: str) -> None:

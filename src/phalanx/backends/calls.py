@@ -51,7 +51,7 @@ class Calls(Messages):
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with self.engine.lock:
-            sequence = group.next_sequence()
+            sequence = group.next_sequence(fingerprint)
             operation = Operation(
                 group,
                 name,
@@ -62,6 +62,7 @@ class Calls(Messages):
                 combine=combine,
                 signature=signature,
                 fingerprint=fingerprint,
+                trail=group.trail,
                 site=site,
                 timeout=seconds,
             )
@@ -91,12 +92,12 @@ class Calls(Messages):
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with engine.lock:
-            sequence = group.next_sequence()
+            sequence, trail = group.next_sequence(fingerprint), group.trail
             began = monotonic()
             engine.glance(began)
             if group.is_free():
                 try:
-                    waiting = _carried_out(steps, fingerprint, sequence)
+                    waiting = _carried_out(steps, trail)
                 except BaseException as error:
                     steps = _raising(error)
                 else:
@@ -117,6 +118,7 @@ class Calls(Messages):
                 steps,
                 signature=signature,
                 fingerprint=fingerprint,
+                trail=trail,
                 site=site,
                 timeout=self._timeout(timeout),
             )
@@ -138,7 +140,7 @@ class Calls(Messages):
         group, engine = self.group, self.engine
         name, site, seconds = call.collective, caller(), self._timeout(timeout)
         with engine.lock:
-            sequence = group.next_sequence()
+            sequence, trail = group.next_sequence(fingerprint), group.trail
             began = monotonic()
             engine.glance(began)
             step: Step | None = call
@@ -162,6 +164,7 @@ class Calls(Messages):
                 (step,),
                 signature=signature,
                 fingerprint=fingerprint,
+                trail=trail,
                 site=site,
                 timeout=seconds,
             )
@@ -192,10 +195,10 @@ class Calls(Messages):
             self.engine.run_ready()
 
 
-def _carried_out(steps: Iterator[Meet], fingerprint: int, sequence: int) -> Meet | None:
+def _carried_out(steps: Iterator[Meet], trail: int) -> Meet | None:
     """Do one step after the other; the one to which not everybody has come soon enough, or None."""
     for meet in steps:
-        meet.begin(fingerprint, sequence)
+        meet.begin(trail)
         if not meet.spin():
             return meet
     return None

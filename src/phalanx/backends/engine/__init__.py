@@ -7,6 +7,7 @@ mailbox     where messages and receives meet, whichever comes first
 group       which ranks, in which order they do things, and whether they still can
 foretold    what others say of groups that are not made here yet
 agreement   whether they do the same things
+trail       all that a group has been asked to do, as one word
 overdue     whose fault it is when a deadline passes
 failure     why a group is broken
 wording     what that is called in errors

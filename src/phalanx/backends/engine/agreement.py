@@ -1,9 +1,11 @@
 """Agreement: whether the members of a group do the same things in the same order.
 
-Three things show that they do not, and each leads to the same question:
+Four things show that they do not, and each leads to the same question:
 
     a message that fits no receive        its fingerprint is another operation's
     a message that was not expected       the collective is over here, or needs nothing from there
+    a meeting in shared memory            the other has come by another trail: they have parted now,
+                                          or before, which a message would tell that is under way
     a long wait                           both may wait for the other
 
         rank 1 (all_reduce #41)                     rank 2 (broadcast #41)
@@ -18,6 +20,7 @@ asked raises after a while all the same, with only its own side of the story.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,6 +99,21 @@ class Agreement:
         reason = f"{mine} met another operation, or other arguments, from rank {name}"
         self._open(peer, operation.sequence, operation.fingerprint, mine, reason)
 
+    def has_parted(self, operation: Operation, peer: int) -> None:
+        """`peer` (of the job) has come to a meeting by another trail, from here or from before."""
+        name = self._group.name_of_whole(peer)
+        mine = operation.describe()
+        reason = (
+            f"{mine} met another operation, or other arguments, from rank {name}, there or in a "
+            "collective before it"
+        )
+        # The oldest first: it answers where they have parted.
+        past = [
+            Ask(record.sequence, record.fingerprint, shortened(record.describe()))
+            for record in self._recent
+        ]
+        self._open(peer, operation.sequence, operation.fingerprint, mine, reason, past)
+
     def was_sent_too_much(self, number: int, peer: int) -> None:
         """A member sent something for a collective in which nothing was expected from it."""
         group = self._group
@@ -107,13 +125,22 @@ class Agreement:
         )
         self._open(peer, number, fingerprint, mine, reason)
 
-    def _open(self, peer: int, sequence: int, fingerprint: int, mine: str, reason: str) -> None:
+    def _open(
+        self,
+        peer: int,
+        sequence: int,
+        fingerprint: int,
+        mine: str,
+        reason: str,
+        past: Iterable[Ask] = (),
+    ) -> None:
         group = self._group
         if self.dispute is not None or group.failure is not None:
             return
         failure = Failure(DesyncError, peer, group.engine.rank, reason, mine, sequence)
         self.dispute = Dispute(monotonic() + ANSWER_WITHIN, failure)
-        group.engine.ask(peer, group.id, Ask(sequence, fingerprint, shortened(mine)))
+        for ask in (*past, Ask(sequence, fingerprint, shortened(mine))):
+            group.engine.ask(peer, group.id, ask)
 
     def words_for(self, failure: Failure) -> str:
         """What this rank was doing when it, as `failure` says, did not do what others did."""

@@ -20,6 +20,7 @@ from phalanx.backends.engine.agreement import ASK_EVERY, Agreement
 from phalanx.backends.engine.failure import Failure
 from phalanx.backends.engine.history import Record
 from phalanx.backends.engine.overdue import Inquiry, inquiry_time
+from phalanx.backends.engine.trail import START, further
 from phalanx.backends.engine.wording import closed_error, error_for
 from phalanx.errors import (
     CollectiveTimeoutError,
@@ -61,6 +62,7 @@ class Group:
         self.finished = 0  # collectives of this group that are over on this rank, the last being
         self.agreement = Agreement(self)
         self.next_number = 0  # of the next collective
+        self.trail = START  # of all that were issued
         self.window: Window | None = None  # shared memory of the members on this host
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
@@ -85,8 +87,9 @@ class Group:
             group.close()
         return group
 
-    def next_sequence(self) -> int:
-        """The number of the next collective of this group."""
+    def next_sequence(self, fingerprint: int = 0) -> int:
+        """The number of the next collective of this group, now that it is known what it is."""
+        self.trail = further(self.trail, fingerprint)
         self.next_number += 1
         return self.next_number - 1
 

@@ -18,6 +18,7 @@ from phalanx.backends.engine.caller import NOWHERE, Site
 from phalanx.backends.engine.describe import describe
 from phalanx.backends.engine.rounds import Step
 from phalanx.backends.engine.ticket import NOTHING
+from phalanx.backends.engine.trail import START
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Operation:
     buffers      the memory that the rounds speak of, as bytes
     combine      reduces bytes that came into a buffer
     signature    what the operation is, for messages; `fingerprint` is its hash on the wire
+    trail        of a collective: what the group has been asked to do, up to this (trail.py)
     site         the user's line that asked for it
     ask_at       when to ask the others whether they are in it, too
     inquiry      whose fault it is that the deadline is about to pass
@@ -63,6 +65,7 @@ class Operation:
         "started",
         "ticket",
         "timeout",
+        "trail",
         "waited",
     )
 
@@ -78,6 +81,7 @@ class Operation:
         combine: Combine | None = None,
         signature: str = "",
         fingerprint: int = 0,
+        trail: int = START,
         site: Site = NOWHERE,
         timeout: float,
     ) -> None:
@@ -89,6 +93,7 @@ class Operation:
         self.combine = combine
         self.signature = signature
         self.fingerprint = fingerprint
+        self.trail = trail
         self.site = site
         self.timeout = timeout
         self.started = monotonic()

@@ -128,7 +128,7 @@ class Commons:
         """Come to a meeting."""
         ticket = Ticket(operation, meet)
         operation.ticket = ticket
-        meet.begin(operation.fingerprint, operation.sequence)
+        meet.begin(operation.trail)
         if self._is_complete(ticket, meet):
             ticket.arm()
         else:
@@ -166,7 +166,7 @@ class Commons:
             return not absent
         if ticket not in self._disputed:
             self._disputed.add(ticket)
-            ticket.operation.group.agreement.met_another(ticket.operation, stranger)
+            ticket.operation.group.agreement.has_parted(ticket.operation, stranger)
         return False
 
     def forget(self, ticket: Ticket) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from phalanx.backends.shm.pane import Shown
 from phalanx.backends.shm.window import Window
 
-_WORD = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicative hashing)
-
 
 class Meet:
     """A step: come to a meeting of a window, and wait for the others.
@@ -35,17 +32,21 @@ class Meet:
         self._shown = shown
         self._check = 0
 
-    def begin(self, fingerprint: int, sequence: int) -> None:
-        """Show what was written, and come. Again: nothing."""
+    def begin(self, trail: int) -> None:
+        """Show what was written, and come. Again: nothing.
+
+        trail   all that the group was asked to do up to now (`engine/trail.py`), not only this
+                collective's fingerprint: ranks that have parted may do the same thing now, and a
+                flag comes before a message from which they would have learned it
+        """
         if not self.value:
             if self._first:
-                # Not fingerprints alone: ranks that are out of step may do the same thing now.
-                self._check = (fingerprint ^ (sequence + 1) * _ODD) & _WORD
-                self.window.enter(self._check, self._shown)
+                self._check = trail
+                self.window.enter(trail, self._shown)
             self.value = self.window.raise_flag()
 
     def spin(self) -> bool:
-        """Wait a short while; True if all have come, and to do the same."""
+        """Wait a short while; True if all have come, by the same trail."""
         if not self.window.spin(self.value):
             return False
         if self._last and self.window.broken(self.value):
@@ -58,5 +59,5 @@ class Meet:
         return sorted({*absent, *self.window.broken(self.value)}) if self._last else absent
 
     def stranger(self) -> int | None:
-        """A rank of the job that has come to do something else."""
+        """A rank of the job that has come to do something else, or after something else."""
         return self.window.stranger(self.value, self._check) if self._first else None

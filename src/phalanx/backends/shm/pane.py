@@ -2,8 +2,8 @@
 
 words          of 64 bits, in cache lines of their own
 flag           how many meetings of the group it has come to
-entries        two, used in turn: a hash of the collective; segment + 1 (0: it is staged) and offset
-               of what it gives; the same of its result
+entries        two, used in turn: the trail up to the collective; segment + 1 (0: it is staged) and
+               offset of what it gives; the same of its result
 staged         segment + 1 and offset of its staging memory, once it has some
 closed         1 when it has closed the group
 broken         the meeting that it had come to when it gave up what was under way; 0: it has not

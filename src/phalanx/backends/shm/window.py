@@ -102,12 +102,12 @@ class Window:
             other.wake()
         return value
 
-    def enter(self, check: int, shown: Shown | None) -> None:
+    def enter(self, trail: int, shown: Shown | None) -> None:
         """Begin a collective: say what it is, and where what this rank gives lies."""
         self.turn = turn = 1 - self.turn
         words = self.words
         entry = ENTRIES + turn * ENTRY
-        words[entry] = check
+        words[entry] = trail
         if shown is None:
             words[entry + 1] = 0
         else:
@@ -138,12 +138,12 @@ class Window:
             if place != self.place and not self._has_come(place, value)
         ]
 
-    def stranger(self, value: int, check: int) -> int | None:
-        """A member that has come to do something else, as a rank of the job, if there is one."""
+    def stranger(self, value: int, trail: int) -> int | None:
+        """A member that has come by another trail, as a rank of the job, if there is one."""
         entry = ENTRIES + self.turn * ENTRY
         for pane in self.panes:
             # The flag first: what is read of the entry afterwards is what was shown with it.
-            if pane is not None and pane.words[FLAG] >= value and pane.words[entry] != check:
+            if pane is not None and pane.words[FLAG] >= value and pane.words[entry] != trail:
                 return pane.rank
         return None
 
