@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clusters import Cluster
 from ddp_models import TiedTransformer, mlp, noise, seeded
 from ddp_runs import assert_same_bits, outcome_of, values
 from fsdp_runs import (
@@ -197,3 +198,19 @@ def test_a_full_state_is_a_copy():
 
     for where in (COMMON, MESSAGES):
         on_ranks(where, 2, mlp, body)
+
+
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=lambda where: where.name)
+def test_torch_save_of_a_local_state_writes_no_more_than_the_shards(where: Cluster) -> None:
+    def body(model: nn.Module, backend: Backend) -> int:
+        file = io.BytesIO()
+        torch.save(FSDP(model, backend).state_dict(), file)
+        return file.tell()
+
+    def large() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 256))
+
+    alone = io.BytesIO()
+    torch.save(large().state_dict(), alone)
+    for size in on_ranks(where, RANKS, large, body):
+        assert size < alone.tell() / RANKS + 4096

@@ -264,8 +264,15 @@ class FSDP(Wrapper):
     # State ----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's names, and this rank's shards; no communication."""
-        return self.module.state_dict(*args, **kwargs)
+        """The plain module's names, and copies of this rank's shards; no communication.
+
+        Copies, since shards are parts of larger memory, all of which `torch.save` would write.
+        """
+        state = self.module.state_dict(*args, **kwargs)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                state[name] = value.clone()
+        return state
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
