@@ -11,32 +11,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.backends.base import Backend
-from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
-from phalanx.errors import UnsupportedOperationError as Unsupported
+from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.fsdp.build import build
 from phalanx.parallel.fsdp.clip import clip_, norm_of
 from phalanx.parallel.fsdp.materialize import Initialize
-from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_of, release
+from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_of
 from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of
-from phalanx.parallel.fsdp.state import full_state, full_values, shards_of
+from phalanx.parallel.fsdp.sharded import Sharded
 from phalanx.parallel.fsdp.strategy import ShardingStrategy
-from phalanx.parallel.slices import Slice
-from phalanx.parallel.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from phalanx.parallel.fsdp.units import UnitRule
 
 
-class FSDP(Wrapper):
+class FSDP(Sharded):
     """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
 
     module       the model; the same on every rank, in structure. Rank 0's values count. It may be
@@ -97,24 +94,21 @@ class FSDP(Wrapper):
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
         self.strategy = strategy
         self.mixed_precision = precision_of(mixed_precision)
-        self._summoned = self._unwrapped = False
-        self._warned = False
+        self._warned = self._checked = False
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
-        built = build(
-            module,
-            backend,
-            strategy=strategy,
-            rule=unit,
-            precision=self.mixed_precision,
-            prefetch=prefetch,
-            initialize=initialize,
+        self._take(
+            build(
+                module,
+                backend,
+                strategy=strategy,
+                rule=unit,
+                precision=self.mixed_precision,
+                prefetch=prefetch,
+                initialize=initialize,
+            )
         )
-        self._ranks, self._units, self._flats = built.ranks, built.units, built.flats
-        self._writing, self._conductor, self._sites = built.writing, built.conductor, built.sites
-        self._detach = built.hooks
-        self._checked = False
         for flat in self._flats:
             for parameter in flat.parameters:
                 claim(parameter, self)
@@ -136,14 +130,6 @@ class FSDP(Wrapper):
         except BaseException:
             self._conductor.abandon_forward()
             raise
-
-    def slices(self) -> dict[str, Slice]:
-        """For each parameter, by name, what part of it this rank's `Parameter` holds."""
-        return {
-            name: Slice(shape, *flat.layout.part(number, flat.place))
-            for flat in self._flats
-            for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
-        }
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -202,7 +188,7 @@ class FSDP(Wrapper):
         """
         if self.strategy.keeps_whole:
             rank = self.backend.rank
-            raise Unsupported(
+            raise UnsupportedOperationError(
                 f"rank {rank}: FSDP: prefetch_forward_params() with {self.strategy}, which keeps "
                 "full parameters: there is nothing to gather",
                 rank=rank,
@@ -228,122 +214,6 @@ class FSDP(Wrapper):
         if self.strategy.keeps_whole:
             self._conductor.bring_up_to_date()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Parameters are written in here, in place: `with fsdp.writing(): p.mul_(0.5)`.
-
-        Every rank enters it, and waits until none reads parameters that it shares with others. An
-        optimizer's step and the methods of this class do so by themselves.
-        """
-        with self._writing.phase("writing()"):
-            yield
-
-    @torch.no_grad()
-    def update_shards(self, flat: Tensor) -> None:
-        """Overwrite this rank's shards, in the order of `parameters()`, from one flat tensor.
-
-        Every rank calls it. `SizeMismatchError` if its length is not that of all of them together;
-        nothing is changed then.
-        """
-        parameters = list(self.parameters())
-        wanted = sum(p.numel() for p in parameters)
-        if flat.dim() != 1 or flat.numel() != wanted:
-            error = SizeMismatchError(
-                f"rank {self.backend.rank}: FSDP: update_shards() takes a flat tensor of {wanted} "
-                f"elements, all shards of this rank, and was given {flat.numel()} "
-                f"({list(flat.shape)}); nothing was changed",
-                rank=self.backend.rank,
-                op="FSDP",
-            )
-            raise error
-        with self._writing.phase("update_shards()"):
-            pieces = torch.split(flat.detach(), [p.numel() for p in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.copy_(piece.view(parameter.shape))
-
-    # State ----------------------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's names, and copies of this rank's shards; no communication.
-
-        Copies, since shards are parts of larger memory, all of which `torch.save` would write.
-        """
-        state = self.module.state_dict(*args, **kwargs)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                state[name] = value.clone()
-        return state
-
-    @torch.no_grad()
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The plain module's state, whole, on every rank; with `rank0_only` empty on the others.
-
-        Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
-        """
-        self._writing.settle()
-        wanted = not rank0_only or self.backend.rank == 0
-        return full_state(self.module, self._flats, wanted=wanted)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load full tensors, as of a plain module, or this rank's shards, as of `state_dict()`.
-
-        Values are copied into the shards. Every rank calls it. `SizeMismatchError` names a tensor
-        that is neither, and nothing is changed.
-        """
-        if assign:
-            self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
-        local = shards_of(state_dict, self.module, self._flats, self.backend.rank)
-        with self._writing.phase("load_state_dict()"):
-            return self.module.load_state_dict(local, strict=strict)
-
-    @contextmanager
-    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
-        """In here modules have full parameters: `fsdp.module.head.weight` has its own shape.
-
-        They are copies, this rank's own. With `writeback`, each rank's part of what it has in the
-        end is its shard afterwards; so every rank makes the same changes. `parameters()` are the
-        shards all the time. Every rank enters and leaves it. Takes memory for the whole model.
-        """
-        if self._summoned:
-            self._refuse("summon_full_params() inside itself")
-        self._writing.settle()
-        self._conductor.free()
-        copies = [flat.all_shards().clone() for flat in self._flats]
-        self._summoned = True
-        try:
-            with self._sites.shown(self._units):
-                for flat, copy in zip(self._flats, copies, strict=True):
-                    flat.lend(copy)
-                yield
-        finally:
-            self._summoned = False
-            for flat in self._flats:
-                flat.take_back()
-        if writeback:
-            with self._writing.phase("summon_full_params()"), torch.no_grad():
-                for flat, copy in zip(self._flats, copies, strict=True):
-                    flat.take(copy)
-
-    @torch.no_grad()
-    def unwrap(self) -> nn.Module:
-        """The plain module, with full parameters: the same `Parameter` objects, without gradients.
-
-        Every rank calls it; this FSDP is of no use afterwards.
-        """
-        self._writing.settle()
-        values = {p: value.clone() for p, value in full_values(self._flats)}
-        if self._ranks.shards is not None:
-            self._ranks.shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
-        self._detach()
-        self._unwrapped = True
-        for parameter, value in values.items():
-            parameter.grad = None
-            parameter.data = value
-            release(parameter)
-        return self.module
-
     # What optimizers tell -------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -363,7 +233,3 @@ class FSDP(Wrapper):
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
         self._writing.end("step")
-
-    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
-        rank = self.backend.rank
-        raise kind(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
