@@ -15,7 +15,7 @@ class Meet:
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 
-    __slots__ = ("_trail", "_first", "_last", "_shown", "value", "window")
+    __slots__ = ("_first", "_last", "_shown", "_trail", "value", "window")
 
     def __init__(
         self,
