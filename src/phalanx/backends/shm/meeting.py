@@ -15,7 +15,7 @@ class Meet:
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 
-    __slots__ = ("_check", "_first", "_last", "_shown", "value", "window")
+    __slots__ = ("_first", "_last", "_shown", "_trail", "value", "window")
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Meet:
         self._first = first
         self._last = last
         self._shown = shown
-        self._check = 0
+        self._trail = 0
 
     def begin(self, trail: int) -> None:
         """Show what was written, and come. Again: nothing.
@@ -41,7 +41,7 @@ class Meet:
         """
         if not self.value:
             if self._first:
-                self._check = trail
+                self._trail = trail
                 self.window.enter(trail, self._shown)
             self.value = self.window.raise_flag()
 
@@ -51,7 +51,7 @@ class Meet:
             return False
         if self._last and self.window.broken(self.value):
             return False
-        return not self._first or self.window.stranger(self.value, self._check) is None
+        return not self._first or self.window.stranger(self.value, self._trail) is None
 
     def absent(self) -> list[int]:
         """The ranks of the job that have not come."""
@@ -60,4 +60,4 @@ class Meet:
 
     def stranger(self) -> int | None:
         """A rank of the job that has come to do something else, or after something else."""
-        return self.window.stranger(self.value, self._check) if self._first else None
+        return self.window.stranger(self.value, self._trail) if self._first else None
