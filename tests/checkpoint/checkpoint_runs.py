@@ -15,6 +15,8 @@ from phalanx import Backend, load_checkpoint, save_checkpoint
 from phalanx.parallel.wrapper import Wrapper
 
 Make = Callable[..., nn.Module]
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where files cost nothing to fsync, if the system has such a place."""
 ONE_AT_A_TIME = threading.Lock()
 """Ranks that are threads share torch's generator."""
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

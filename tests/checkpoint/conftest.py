@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_runs import MEMORY
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +21,7 @@ def _one_thread_a_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, in memory if the system has such a place."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+def folder() -> Iterator[Path]:
+    """An empty folder."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         yield Path(folder)

@@ -19,17 +19,35 @@ from phalanx.parallel.wrapper import Wrapper
 
 
 class FlatShards(Wrapper):
-    """Rank r holds the stretch r % shards of every parameter; `shards` is all ranks by default."""
+    """Rank r holds the stretch r % shards of every parameter; `shards` is all ranks by default.
 
-    def __init__(self, module: nn.Module, backend: Backend, shards: int | None = None) -> None:
+    joined   the parameters are laid one after the other first, and their joint elements are cut: a
+             rank has all of some, part of others, and nothing of the rest
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        shards: int | None = None,
+        *,
+        joined: bool = False,
+    ) -> None:
         super().__init__(module)
         self.backend = backend
         shards = shards or backend.world_size
+        total = sum(parameter.numel() for parameter in module.parameters())
+        first, last = chunk_ranges(total, shards)[backend.rank % shards]
+        at = 0
         self._slices: dict[str, Slice] = {}
         self._parts: dict[str, nn.Parameter] = {}
         self._first: dict[int, str] = {}
         for name, whole in module.named_parameters():
             start, stop = chunk_ranges(whole.numel(), shards)[backend.rank % shards]
+            if joined:
+                start = min(max(first - at, 0), whole.numel())
+                stop = min(max(last - at, start), whole.numel())
+                at += whole.numel()
             self._slices[name] = Slice(tuple(whole.shape), start, stop)
             part = whole.detach().reshape(-1)[start:stop].clone()
             self._parts[name] = nn.Parameter(part, requires_grad=whole.requires_grad)

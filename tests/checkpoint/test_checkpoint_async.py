@@ -120,7 +120,7 @@ def test_an_error_in_the_background_is_logged_and_raised_by_wait(
     with watched(str(folder), no_space):
         Simulated().run(run, 2)
     assert "the checkpoint of step 5 was not saved" in caplog.text
-    assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert [path.name for path in folder.iterdir()] == [".phalanx-lock"]
 
 
 def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save_once(folder: Path) -> None:

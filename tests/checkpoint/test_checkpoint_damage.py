@@ -18,6 +18,7 @@ from checkpoint_runs import (
     small,
     state_of,
 )
+from file_operations import Operation, watched
 from flat_shards import FlatShards
 from xxhash import xxh3_64_hexdigest
 
@@ -31,6 +32,8 @@ from phalanx import (
     load_checkpoint,
     save_checkpoint,
 )
+from phalanx.checkpoint.folders import committed
+from phalanx.checkpoint.folders import remove as remove_checkpoint
 
 FILES = ["commit.json", "manifest.json", "model-00001-of-00002.safetensors"]
 FILES += ["state-00000-of-00002.safetensors"]
@@ -173,6 +176,20 @@ def test_a_manifest_from_a_stranger_is_only_data(
     record["xxh3"] = xxh3_64_hexdigest(content)
     commit.write_text(json.dumps(record, indent=1))
     with pytest.raises(CheckpointDamagedError, match=problem):
+        load_checkpoint(folder, model=Mixed())
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged_only(
+    folder: Path,
+) -> None:
+    save_checkpoint(folder, model=Mixed(), step=1)
+
+    def hook(operation: Operation) -> None:
+        if operation.name == "open" and operation.path.endswith(".safetensors"):
+            for each in committed(str(folder)):
+                remove_checkpoint(each)
+
+    with watched(str(folder), hook), pytest.raises(CheckpointDamagedError, match="was removed"):
         load_checkpoint(folder, model=Mixed())
 
 

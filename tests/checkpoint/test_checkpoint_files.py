@@ -137,9 +137,9 @@ def test_every_save_is_a_new_folder_and_the_last_few_are_kept(folder: Path) -> N
     for step in (5, 6, 6, 3):
         save_checkpoint(folder, model=small(), step=step, keep=2)
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".phalanx-lock",
         "000003-step-6",
         "000004-step-3",
-        "lock",
     ]
     assert load_checkpoint(folder).step == 3  # the newest, not the one of the highest step
     assert load_checkpoint(folder, step=6).folder.name == "000003-step-6"
@@ -152,6 +152,8 @@ def test_what_others_keep_in_the_folder_stays(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "000009-step-best").mkdir()
     (folder / "000001-step-1.bak").mkdir()
+    elsewhere = save_checkpoint(folder / "elsewhere", model=small(), step=8).folder
+    (folder / "000000-step-8").symlink_to(elsewhere)
     (folder / "000001-step-1.bak" / "commit.json").write_text("{}")
     save_checkpoint(folder, model=small(), step=1, keep=1)
     inside = folder / "000001-step-1" / "loss.png"
@@ -162,6 +164,7 @@ def test_what_others_keep_in_the_folder_stays(folder: Path) -> None:
     assert inside.read_text() == "mine, too"
     assert [path.name for path in inside.parent.iterdir()] == ["loss.png"]
     assert (folder / "000009-step-best").is_dir()
+    assert load_checkpoint(elsewhere, model=small()).step == 8
     assert (folder / "000001-step-1.bak" / "commit.json").exists()
     assert latest_checkpoint(folder) == folder / "000003-step-3"
 
@@ -208,15 +211,15 @@ def test_ranks_that_do_not_see_a_checkpoint_are_told_which(folder: Path) -> None
 
 def test_two_jobs_do_not_save_into_one_folder_at_once(folder: Path) -> None:
     save_checkpoint(folder, model=small(), step=1)
-    with (folder / "lock").open("r+") as other:
+    with (folder / ".phalanx-lock").open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match=rf"saved into by process {os.getpid()} on"):
             save_checkpoint(folder, model=small(), step=2, timeout=0.1)
     save_checkpoint(folder, model=small(), step=3)
     assert [path.name for path in sorted(folder.iterdir())] == [
+        ".phalanx-lock",
         "000001-step-1",
         "000002-step-3",
-        "lock",
     ]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import assert_same, load_plain, plain_after, save_sharded, small
+from checkpoint_runs import MEMORY, assert_same, load_plain, plain_after, save_sharded, small
 from file_operations import Disk, Hook, Operation, recorded, watched, write_tree
 
 import phalanx
@@ -39,7 +39,7 @@ def save(folder: Path, steps: int) -> None:
 def history() -> Iterator[tuple[list[Operation], list[int]]]:
     """The calls of all saves, and how many there had been when each of them was over."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, recorded(folder) as operations:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, recorded(folder) as operations:
         ends = []
         for steps in range(SAVES):
             save(Path(folder), steps)
@@ -218,7 +218,7 @@ def test_a_process_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_n
     """Real kills: children of that program end themselves in a call, or in the middle of it."""
     program = Path(__file__).with_name("killed_saves.py")
     result = subprocess.run(
-        [sys.executable, str(program), str(folder), "4"],
+        [sys.executable, str(program), str(folder), "6"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -131,6 +131,21 @@ def test_state_that_cannot_be_cut_is_loaded_as_it_was_saved_or_not_at_all(folder
     phalanx.simulate(load, 2)
 
 
+def test_state_that_only_looks_like_a_part_of_the_parameter_is_refused(folder: Path) -> None:
+    """One number for each parameter, on a rank that holds one element of it and on one with two."""
+
+    def save(backend: Backend) -> None:
+        model = FlatShards(nn.Linear(3, 1, bias=False), backend)
+        optimizer = torch.optim.SGD(model.parameters())
+        for parameter in model.parameters():
+            optimizer.state[parameter]["scale"] = torch.ones(1)
+        save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
+
+    with pytest.raises(CheckpointMismatchError, match="scale of weight has the shape"):
+        phalanx.simulate(save, 2)
+    assert list(folder.iterdir()) == []
+
+
 def test_lists_in_the_state_of_an_optimizer_come_back(folder: Path) -> None:
     def lbfgs_after(model: nn.Module, steps: int) -> torch.optim.Optimizer:
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

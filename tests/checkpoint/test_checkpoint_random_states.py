@@ -62,3 +62,10 @@ def test_they_may_be_left_alone(folder: Path) -> None:
 
     alone = phalanx.simulate(nothing, 2, seed=3)
     assert phalanx.simulate(load(folder, random_state=False), 2, seed=3) == alone
+
+
+def test_who_wants_only_the_step_keeps_its_random_states(folder: Path) -> None:
+    save_checkpoint(folder, model=small(), step=4)
+    before = torch.get_rng_state()
+    assert load_checkpoint(folder).step == 4
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,10 +2,11 @@
 
     python tests/scripts/kill_saves.py [--times N] [--seed S] [--only WORDS]
 
-Two ranks, processes of their own, save one checkpoint after the other; the values follow from the
-step. At a random moment both are killed, or one of them (the other ends with an error by itself).
-What is loaded then has to be the last checkpoint that a rank had reported, or the one that was
-being written, bit for bit; and the next pair goes on from there, in the same folder.
+Two ranks, processes of their own, save one checkpoint after the other, every second one in the
+background; the values follow from the step. At a random moment both are killed, or one of them (the
+other ends with an error by itself). What is loaded then has to be the last checkpoint that a rank
+had reported, or the one that was being written, bit for bit; and the next pair goes on from there,
+in the same folder.
 
 The full disk is a tmpfs of a few MiB (needs root), filled to leave room for a random part of a
 save: the save fails on both ranks, which name the file; the last checkpoint loads; nothing is left
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import random
 import signal
@@ -53,12 +55,20 @@ def model_of(step: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def save_step(folder: Path, step: int, backend: Backend) -> None:
+def save_step(folder: Path, step: int, backend: Backend, *, async_save: bool = False) -> None:
     """Save what follows from the step, AdamW's state as well."""
     model = FlatShards(model_of(step), backend)
     optimizer = torch.optim.AdamW(model.parameters())
     step_with(model, optimizer, step)
-    save_checkpoint(folder, model=model, optimizer=optimizer, step=step, extra=step, keep=2)
+    save_checkpoint(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        extra=step,
+        keep=2,
+        async_save=async_save,
+    ).wait()
 
 
 def check_loads(path: Path) -> int:
@@ -80,10 +90,11 @@ def check_loads(path: Path) -> int:
 def keep_saving(backend: Backend, folder: Path) -> None:
     """What a rank does until it is killed."""
     torch.set_num_threads(1)
+    logging.getLogger("phalanx").setLevel(logging.CRITICAL)
     step = load_checkpoint(folder, backend=backend).step if phalanx.latest_checkpoint(folder) else 0
     while True:
         step += 1
-        save_step(folder, step, backend)
+        save_step(folder, step, backend, async_save=step % 2 == 0)
         if backend.rank == 0:
             report(folder, step)
 

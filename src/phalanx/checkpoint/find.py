@@ -82,12 +82,17 @@ def decoded(path: str, commit: bytes, manifest: bytes) -> Manifest:
 
 
 def instead_of(path: str) -> str:
-    """A sentence that offers the checkpoint before a damaged one, if its files are all there."""
+    """A sentence that offers the checkpoint before a damaged one, if its files are all there.
+
+    Or says that this one is none any more: whoever saves in the folder keeps only so many.
+    """
     folder, bad = os.path.dirname(os.path.abspath(path)), parse(os.path.abspath(path))
     try:
         others = [each for each in committed(folder) if bad is None or each.number != bad.number]
     except OSError:
         others = []
+    if not os.path.lexists(os.path.join(path, COMMIT)):
+        return ". It was removed while it was being read: load the one that is the newest now"
     before = [each for each in others if bad is not None and each.number < bad.number]
     after = [each for each in others if each not in before]
     for other in (*reversed(before), *after):

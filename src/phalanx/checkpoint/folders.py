@@ -1,6 +1,6 @@
 """The numbered folders of a run, and what makes one of them a checkpoint.
 
-    runs/a/lock                              held (flock) by rank 0 of a save, while it lasts
+    runs/a/.phalanx-lock                     held (flock) by rank 0 of a save, while it lasts
     runs/a/000007-step-120/                  the seventh save, after step 120
         begun                                a random word: do all ranks see this folder?
         model-00000-of-00002.safetensors     one of each for each rank that has something to write
@@ -93,8 +93,10 @@ def remove(folder: Numbered) -> None:
     """Remove a checkpoint, or what is left of one.
 
     First, and safely, what makes it a checkpoint: killed at any point, it is whole or it is none.
-    Files that no save makes stay, and the folder with them.
+    Files that no save makes stay, and the folder with them; so does what a link leads to.
     """
+    if os.path.islink(folder.path):
+        return
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder.path, COMMIT))
     sync_folder(folder.path)  # in any case: whoever was killed may have unlinked it and no more

@@ -60,16 +60,17 @@ def load_checkpoint(
     folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
                   is being written in the background. Or one checkpoint's own
     model         to load into; any way to split it over any number of ranks will do, whatever it
-                was when it was saved. None: only the step and `extra` are wanted
+                  was when it was saved. None: only the step and `extra` are wanted; no
+                  random state is brought back then
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
-                their parameters had (learning rates, too), and it the state
+                  their parameters had (learning rates, too), and it the state
     backend       the ranks that load together; by default the model's, or this one by itself
     step          load the newest checkpoint of this step
     random_state  bring back torch's, Python's and NumPy's (if it is imported) random states. With
-                another number of ranks than was saved there is none for each: then every rank is
-                seeded with a hash of rank 0's, the number of ranks and its own
+                  another number of ranks than was saved there is none for each: then every rank is
+                  seeded with a hash of rank 0's, the number of ranks and its own
     timeout       seconds that a rank waits for the others at a time; by default 600, or the
-                backend's if that is more
+                  backend's if that is more
 
     Blocks until every rank has read what it holds, checked it against the checksums, and found that
     it fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something
@@ -168,6 +169,7 @@ class _Load:
             module.set_extra_state(from_json(value, self._reader.whole))
         if self._optimizer is not None:
             self._apply_optimizer(self._optimizer)
+        random_state = random_state and self._model is not None
         if random_state and len(self._manifest.rng) == self._ranks.size:
             rng.bring_back(self._states)
         elif random_state:
@@ -179,7 +181,7 @@ class _Load:
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         options = zip(optimizer.param_groups, self._loading.options, strict=True)
         for group, plain in options:
-            for key, value in from_json(plain or {}, self._reader.whole).items():
+            for key, value in from_json(plain or {}, self._copy).items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                     group[key].copy_(value)  # a captured graph knows this one
                 else:
@@ -193,7 +195,7 @@ class _Load:
                     key: self._placed(key, to_load, parameter, group)
                     for key, to_load in state.items()
                 }
-        for key, value in from_json(self._loading.shared or {}, self._reader.whole).items():
+        for key, value in from_json(self._loading.shared or {}, self._copy).items():
             optimizer.state[key] = value
 
     def _placed(
@@ -210,11 +212,14 @@ class _Load:
         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
 
         def tensor(name: str) -> Tensor:
-            # A copy: what the checkpoint has once may be kept for several ranks of this process.
-            whole = self._reader.whole(name).clone()
-            return whole if stays else whole.to(parameter.device)
+            copy = self._copy(name)
+            return copy if stays else copy.to(parameter.device)
 
         return from_json(to_load.value, tensor)
+
+    def _copy(self, name: str) -> Tensor:
+        """A tensor of a value: what the checkpoint has once may be kept in several places here."""
+        return self._reader.whole(name).clone()
 
     def _offering_another(self, attempt: Any) -> Any:
         """Do what all ranks do; of a damaged checkpoint say which one could be loaded instead."""

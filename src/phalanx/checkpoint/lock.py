@@ -18,7 +18,7 @@ from phalanx.errors import CheckpointError
 
 log = logging.getLogger("phalanx")
 
-NAME = "lock"
+NAME = ".phalanx-lock"  # a name that nobody else gives a file: it is written to
 _PAUSE = 0.02  # seconds between two looks
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx.backends.base import Backend
 from phalanx.collectives import all_gather_object
@@ -41,10 +41,10 @@ _KINDS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
-class _Answer(NamedTuple, Generic[T]):
+class _Answer(NamedTuple):
     """Of one rank: its result, or what went wrong; `kind` is empty if nothing did."""
 
-    result: T
+    result: Any
     kind: str
     problem: str
     errno: int | None
@@ -79,7 +79,7 @@ class Ranks:
         except Exception as error:
             failure = error
             mine = (None, *_described(error))
-        answers: list[_Answer[T]] = self._exchange(mine)
+        answers: list[_Answer] = self._exchange(mine)
         culprit = next((rank for rank, each in enumerate(answers) if each.kind), None)
         if culprit is None:
             return [each.result for each in answers]
@@ -102,7 +102,7 @@ class Ranks:
             error.errno = number
         return error
 
-    def _exchange(self, answer: tuple[Any, ...]) -> list[_Answer[T]]:
+    def _exchange(self, answer: tuple[Any, ...]) -> list[_Answer]:
         if self.backend is None:
             return [_Answer(*answer)]
         everyone = all_gather_object(answer, self.backend, timeout=self.timeout)
