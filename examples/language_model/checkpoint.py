@@ -49,7 +49,12 @@ def _check_same_run(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) 
     differing = [key for key in ours if theirs.get(key) != ours[key]]
     if differing:
         differences = ", ".join(f"{key} {theirs.get(key)}, now {ours[key]}" for key in differing)
-        raise InputError(f"--resume: {folder} is of another run: {differences}")
+        same = (
+            ""
+            if differing != ["windows_per_step"]
+            else "; --batch-size x ranks is to stay the same"
+        )
+        raise InputError(f"--resume: {folder} is of another run: {differences}{same}")
 
 
 def _instead(options: Options, folder: Path) -> str:

@@ -121,7 +121,7 @@ def test_ranks_that_read_different_texts_are_told_which(
     [
         ("--seed=5", "another run: seed 0, now 5"),
         ("--width=32", "another run: width 16, now 32"),
-        ("--batch-size=3", "another run: windows_per_step 4, now 3"),
+        ("--batch-size=3", "windows_per_step 4, now 3; --batch-size x ranks is to stay the same"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
