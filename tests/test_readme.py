@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_diff_in_the_readme_trains_before_and_after(
         return loss.item()
 
     for source, ranks in ((before, 1), (after, 2)):
-        assert len(phalanx.simulate(lambda backend, s=source: run(s, backend), ranks)) == ranks
+        assert len(phalanx.simulate(partial(run, source), ranks)) == ranks
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
