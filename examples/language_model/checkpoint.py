@@ -33,7 +33,9 @@ def find_checkpoint(
     The model and the optimizer are not read yet. `InputError`, on every rank, if there is none, or
     it is of another run than `identity` says.
     """
-    folder = options.checkpoints if options.resume == NEWEST else Path(options.resume or "")
+    folder = (
+        options.checkpoints if options.resume == NEWEST else Path(options.resume or "").expanduser()
+    )
     try:
         found = px.load_checkpoint(folder, backend=backend, random_state=False)
     except px.CheckpointNotFoundError as error:

@@ -55,7 +55,12 @@ class Options:
     data: str | None = _option(
         None, FILES, "text to learn from (default: Python's library)", metavar="FILE_OR_FOLDER"
     )
-    out: str = _option("runs/language_model", FILES, "log, loss curve, checkpoints", metavar="DIR")
+    out: str = _option(
+        "runs/language_model",
+        FILES,
+        "log, loss curve, checkpoints; all ranks see it",
+        metavar="DIR",
+    )
     checkpoint_every: int = _whole(
         200, FILES, "steps between checkpoints, of which the last three stay; 0: one at the end"
     )
