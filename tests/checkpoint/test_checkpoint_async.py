@@ -161,7 +161,7 @@ def test_a_load_waits_for_what_is_being_written(folder: Path) -> None:
 
 
 def test_a_backend_that_is_closed_meanwhile_is_an_error_and_not_a_checkpoint(folder: Path) -> None:
-    closed = threading.Event()
+    closed, both = threading.Event(), threading.Barrier(2)
 
     def run(backend: Backend) -> str:
         pending = save_checkpoint(
@@ -169,6 +169,7 @@ def test_a_backend_that_is_closed_meanwhile_is_an_error_and_not_a_checkpoint(fol
         )
         backend.barrier()
         backend.close()
+        both.wait(20)
         closed.set()
         with pytest.raises(phalanx.DistributedError) as caught:
             pending.wait()

@@ -12,6 +12,7 @@ import torch
 from checkpoint_runs import Mixed, adamw, assert_same, small, state_of, trained
 from flat_shards import FlatShards
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import phalanx
 from phalanx import (
@@ -186,6 +187,17 @@ def test_bad_requests_are_refused_before_anything_is_written(folder: Path) -> No
     for kind, problem, request in requests:
         with pytest.raises(kind, match=problem):
             save_checkpoint(folder, **{"model": model, "step": 1, **request})
+    assert list(folder.iterdir()) == []
+
+
+def test_tensors_that_keep_their_elements_elsewhere_are_refused(folder: Path) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = nn.Linear(2, 2)
+    model = small()
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    for each, problem in ((fake, "weight is a FakeTensor"), (model, "sparse is sparse_coo")):
+        with pytest.raises(phalanx.UnsupportedOperationError, match=problem):
+            save_checkpoint(folder, model=each, step=1)
     assert list(folder.iterdir()) == []
 
 

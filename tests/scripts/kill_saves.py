@@ -8,6 +8,8 @@ other ends with an error by itself). What is loaded then has to be the last chec
 had reported, or the one that was being written, bit for bit; and the next pair goes on from there,
 in the same folder.
 
+The same is done at each call that a save makes to the system, and half way through each write.
+
 The full disk is a tmpfs of a few MiB (needs root), filled to leave room for a random part of a
 save: the save fails on both ranks, which name the file; the last checkpoint loads; nothing is left
 over.
@@ -220,8 +222,18 @@ def tell(folder: Path, step: int) -> Callable[[Backend], tuple[int | None, str]]
     return run
 
 
+def every_call(_times: int, _seed: int) -> bool:
+    """A save of two simulated ranks that kills itself in each of its calls to the system."""
+    program = Path(__file__).parent.parent / "checkpoint" / "killed_saves.py"
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, str(program), name, "1"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(f"{'killed at every call':32} {(ended.stdout or ended.stderr).strip()}", flush=True)
+    return ended.returncode == 0
+
+
 def main() -> int:
-    rows = {"kills": kills, "full disks": full_disks}
+    rows = {"kills": kills, "every call": every_call, "full disks": full_disks}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

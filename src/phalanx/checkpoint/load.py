@@ -206,6 +206,8 @@ class _Load:
         """
         if to_load.flat is not None:
             flat = to_load.flat.view(parameter.shape)
+            if parameter.is_contiguous() and parameter.device == flat.device:
+                return flat
             like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
             copy_bits(like, flat)
             return like

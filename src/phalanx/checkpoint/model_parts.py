@@ -87,6 +87,11 @@ def backend_of(model: nn.Module | None) -> Backend | None:
 
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise `UnsupportedOperationError` unless the tensor's elements lie in memory."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise UnsupportedOperationError(
+            f"{name} is a {type(tensor).__name__}, which holds its elements in a way of its own: a "
+            "checkpoint takes plain tensors only"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedOperationError(f"{name} is {kind}: a checkpoint takes dense tensors only")
