@@ -33,6 +33,8 @@ def introduce(run: Run, model: px.DDP | px.FSDP) -> str:
         )
     if run.checkpoint is not None:
         lines.append(f"It goes on after step {len(run.history.steps)}, from {run.checkpoint}.")
+    elif (earlier := px.latest_checkpoint(options.checkpoints)) is not None:
+        lines.append(f"It begins anew; until it has saved, --resume would go on from {earlier}.")
     return "\n".join(lines)
 
 

@@ -110,6 +110,18 @@ def test_a_finished_run_can_be_resumed_and_stays_as_it_is(text: Path, tmp_path: 
     assert torch.equal(parameters(after), parameters(before))
 
 
+def test_a_run_that_begins_anew_beside_checkpoints_says_what_resume_would_take(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_on(1, arguments(text, tmp_path, steps=1))
+    assert "begins anew" not in capsys.readouterr().out
+    train_on(2, arguments(text, tmp_path, steps=1))
+    said = capsys.readouterr().out
+    assert said.count("It begins anew") == 1
+    assert "--resume would go on from " in said
+    assert checkpoints(tmp_path) == ["000001-step-1", "000002-step-1"]
+
+
 def test_the_same_seed_gives_the_same_run(text: Path, tmp_path: Path) -> None:
     def run(seed: int) -> Run:
         return train_on(1, arguments(text, tmp_path, steps=3, seed=seed))[0]
