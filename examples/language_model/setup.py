@@ -56,7 +56,7 @@ def prepare(arguments: Sequence[str] | None, backend: px.Backend) -> Run:
         )
         sampler.check()
         if backend.rank == 0:
-            make_folder(options.folder)
+            make_folder(options.checkpoints)
     fingerprints = gather_fingerprints(text.content, backend)
 
     torch.manual_seed(options.seed)

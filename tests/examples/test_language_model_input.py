@@ -66,21 +66,26 @@ BAD = {
 }
 
 
+def exits_of(ranks: int, arguments: list[str]) -> list[object]:
+    """What each rank of a run ends with."""
+    exits: list[object] = []
+
+    def rank(backend: px.Backend) -> None:
+        try:
+            run_on(backend, [*TINY, *arguments])
+        except SystemExit as error:
+            exits.append(error.code)
+
+    px.simulate(rank, ranks)
+    return exits
+
+
 @pytest.mark.parametrize("argument", BAD)
 def test_bad_input_ends_every_rank_with_one_message(
     argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_text(tmp_path)
-    exits: list[object] = []
-
-    def rank(backend: px.Backend) -> None:
-        try:
-            run_on(backend, [*TINY, f"--data={data}", f"--out={tmp_path / 'out'}", argument])
-        except SystemExit as error:
-            exits.append(error.code)
-
-    px.simulate(rank, 3)
-    assert exits == [2, 2, 2]
+    assert exits_of(3, [f"--data={data}", f"--out={tmp_path / 'out'}", argument]) == [2, 2, 2]
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("error: ") == 1
@@ -176,22 +181,23 @@ def test_a_checkpoint_of_the_former_kind_is_named_and_left_alone(
     assert former.read_bytes() == b"what it was"
 
 
-def test_a_disk_that_fails_while_saving_ends_every_rank_with_one_message(
+def test_a_place_for_checkpoints_that_is_none_is_said_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoints").write_text("a file, where a folder should be")
-    exits: list[object] = []
+    assert exits_of(2, [f"--data={write_text(tmp_path)}", f"--out={tmp_path}"]) == [2, 2]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"error: --out {tmp_path / 'checkpoints'}: File exists\n"
 
-    def rank(backend: px.Backend) -> None:
-        try:
-            data = f"--data={tmp_path / 'text.txt'}"
-            run_on(backend, [*TINY, data, f"--out={tmp_path}", "--steps=1"])
-        except SystemExit as error:
-            exits.append(error.code)
 
-    write_text(tmp_path)
-    px.simulate(rank, 2)
-    assert exits == [2, 2]
+def test_a_disk_that_fails_while_saving_ends_every_rank_with_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / ".phalanx-lock").mkdir(parents=True)  # where a file should be
+    options = [f"--data={write_text(tmp_path)}", f"--out={tmp_path}", "--steps=1"]
+    assert exits_of(2, options) == [2, 2]
     said = capsys.readouterr().err
     assert said.count("error: ") == 1
     assert f"{tmp_path / 'checkpoints'}" in said
+    assert "EISDIR" in said
