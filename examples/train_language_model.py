@@ -4,9 +4,10 @@
     phalanx run -n 2 examples/train_language_model.py           two, each with its part of the text
     torchrun --nproc-per-node 2 examples/train_language_model.py       the same
 
-Four lines are different from a script for one process; they are marked with an arrow. What else
-there is about ranks: each evaluates its share of the held-out text, and rank 0 alone talks and
-writes files.
+Four lines are different from a script for one process; they are marked with an arrow. With FSDP
+(`--strategy full_shard`, say) a rank has a part of the model only, and a fifth line is different:
+the norm of gradients that are in shards. What else there is about ranks: each evaluates its share
+of the held-out text, all of them write and read checkpoints together, and rank 0 alone talks.
 """
 
 from __future__ import annotations
@@ -16,38 +17,52 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from language_model.agreement import all_can
+from language_model.checkpoint import make_extra
 from language_model.history import HeldOutPoint
+from language_model.model import GPT, Block
 from language_model.options import Options
 from language_model.progress import TrainingProgress
 from language_model.recorder import Recorder
-from language_model.setup import Run, prepare
-from language_model.story import conclude, introduce, save_files
+from language_model.setup import ANOTHER, Run, prepare
+from language_model.story import conclude, introduce, save_log
+from language_model.strategies import DDP, strategy_of
 from torch import nn
 
 import phalanx as px
 
 HELD_OUT_WINDOWS = 256  # how many are looked at for one held-out loss
+HELD_OUT_BATCH = 32  # how many at a time
 WARM_UP = 0.05  # of all steps; after it the learning rate falls to a tenth, along a cosine
 INTERRUPTED = 130
 
 
 def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
-    """Take the steps that are left. `run` holds the result: the model and its history."""
+    """Take the steps that are left. `run` holds the result: the plain model and its history."""
     options, history = run.options, run.history
-    model = px.DDP(run.model, backend)  # <- every rank has the model of rank 0
+    model = distribute(run.model, options.strategy, backend)
+    optimizer = make_optimizer(model)
+    if run.checkpoint is not None:
+        with all_can(backend, hint=ANOTHER):
+            px.load_checkpoint(run.checkpoint, model=model, optimizer=optimizer)
+    progress.say(introduce(run, model))
+
     tokens = options.batch_size * options.context * backend.world_size
     recorder = Recorder(history, backend, tokens_per_step=tokens)
     if not history.held_out:
-        progress.evaluated(evaluate(run, backend))
+        progress.evaluated(evaluate(run, model))
     for step in range(len(history.steps), options.steps):
         recorder.begin()
         inputs, targets = run.training.take(run.sampler.numbers(step))  # <- this rank's windows
-        rate = set_learning_rate(run.optimizer, options, step)
+        rate = set_learning_rate(optimizer, options, step)
         loss = model(inputs, targets)
-        run.optimizer.zero_grad()
+        optimizer.zero_grad()
         loss.backward()  # <- when it returns, gradients are averaged over all ranks
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        run.optimizer.step()
+        if isinstance(model, px.FSDP):
+            model.clip_grad_norm_(max_norm=1.0)  # <- a rank has parts of gradients: the norm of all
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
         recorder.end(loss, rate)
 
         done = step + 1
@@ -61,25 +76,63 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
         if log:
             progress.trained(history.last(options.log_every))
         if look:
-            progress.evaluated(evaluate(run, backend))
-        if save and backend.rank == 0:
-            save_files(run, backend)
+            progress.evaluated(evaluate(run, model))
+        if save:
+            extra = make_extra(run.identity, history)
+            with all_can(backend):  # each writes what it has; on any number of ranks it loads
+                px.save_checkpoint(
+                    options.checkpoints, model=model, optimizer=optimizer, step=done, extra=extra
+                )
+            if backend.rank == 0:
+                save_log(run, backend)
+    if isinstance(model, px.FSDP):
+        model.unwrap()  # `run.model` is a plain one again, whole on every rank
+
+
+def distribute(model: GPT, strategy: str, backend: px.Backend) -> px.DDP | px.FSDP:
+    """The model on all ranks, with the values that it has on rank 0."""
+    if strategy == DDP:
+        return px.DDP(model, backend)  # <- every rank has all of it
+    sharding = strategy_of(strategy, backend)
+    return px.FSDP(model, backend, strategy=sharding, unit=Block)  # <- or a part of every block
 
 
 @torch.no_grad()
-def evaluate(run: Run, backend: px.Backend) -> HeldOutPoint:
-    """The loss on text that is held out, each rank looking at its share; noted in the history."""
+def evaluate(run: Run, model: px.DDP | px.FSDP) -> HeldOutPoint:
+    """The loss on text that is held out, each rank looking at its share; noted in the history.
+
+    All ranks compute equally often, since the shards of a model are gathered by all of them. Where
+    a rank has no windows left, what it computes does not count.
+    """
+    rank, world_size = model.backend.rank, model.backend.world_size
     count = min(HELD_OUT_WINDOWS, len(run.held_out))
     spread = torch.arange(count) * len(run.held_out) // count
-    mine = spread[backend.rank :: backend.world_size]
+    mine, longest = spread[rank::world_size], len(spread[::world_size])
     total = torch.zeros(2, dtype=torch.float64)
-    for numbers in torch.split(mine, 32):
-        loss = run.model(*run.held_out.take(numbers))
-        total += torch.tensor([loss.item() * len(numbers), len(numbers)])
-    px.all_reduce_(total, backend)
+    for first in range(0, longest, HELD_OUT_BATCH):
+        numbers = mine[first : first + HELD_OUT_BATCH]
+        weight = len(numbers)
+        loss = model(*run.held_out.take(numbers if weight else spread[:1]))
+        total += torch.tensor([loss.item() * weight, weight])
+    px.all_reduce_(total, model.backend)
     point = HeldOutPoint(len(run.history.steps), (total[0] / total[1]).item())
     run.history.held_out.append(point)
     return point
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, with weight decay for all but the norms.
+
+    They are told apart by name: a shard has flat pieces of parameters, of one dimension all.
+    """
+    named = list(model.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named if "norm" not in name], "weight_decay": 0.1},
+            {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int) -> float:
@@ -97,7 +150,6 @@ def run_on(backend: px.Backend, arguments: Sequence[str] | None = None) -> Run:
     run = prepare(arguments, backend)
     done = len(run.history.steps)
     with TrainingProgress(run.options.steps, done=done, visible=backend.rank == 0) as progress:
-        progress.say(introduce(run, backend))
         train(run, backend, progress)
     if backend.rank == 0:
         progress.say(conclude(run, backend))

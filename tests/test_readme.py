@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,31 +33,33 @@ def test_the_python_in_the_readme_runs(source: str) -> None:
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_the_diff_in_the_readme_trains() -> None:
-    (diff,) = blocks("diff")
+@pytest.mark.parametrize("diff", blocks("diff"), ids=["to DDP", "to FSDP"])
+def test_a_diff_in_the_readme_trains_before_and_after(
+    diff: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # it saves a checkpoint
     after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     before = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
 
-    def names() -> dict[str, object]:
+    def run(source: str, backend: phalanx.Backend) -> float:
         rows = [(torch.ones(2, 3) * i, torch.ones(2, 1) * i) for i in range(4)]
-        return {
+        scope = {
             "torch": torch,
-            "Model": lambda: nn.Linear(3, 1),
+            "phalanx": phalanx,
+            "Model": lambda: nn.Sequential(nn.Linear(3, 1)),
+            "Block": nn.Linear,
             "criterion": nn.functional.mse_loss,
             "data": rows,
             "batches": iter,
+            "backend": backend,
         }
-
-    def changed(backend: phalanx.Backend) -> float:
-        source = after.replace("phalanx.init()", "given_backend")
-        scope = {**names(), "given_backend": backend}
-        exec(compile(source, "README.md", "exec"), scope)
+        exec(compile(source.replace("phalanx.init()", "backend"), "README.md", "exec"), scope)
         loss = scope["loss"]
         assert isinstance(loss, torch.Tensor)
         return loss.item()
 
-    exec(compile(before, "README.md", "exec"), names())
-    assert len(phalanx.simulate(changed, 2)) == 2
+    for source, ranks in ((before, 1), (after, 2)):
+        assert len(phalanx.simulate(partial(run, source), ranks)) == ranks
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
@@ -88,5 +91,7 @@ def test_make_demo_and_make_test_are_the_two_commands() -> None:
 def test_every_part_that_the_readme_names_is_there() -> None:
     for name in re.findall(r"`phalanx\.(\w+)", README):
         assert hasattr(phalanx, name), name
-    for name in re.findall(r"`(\w+Backend|DDP|all_\w+|reduce_scatter|sendrecv)\b", README):
+    for name in re.findall(
+        r"`(\w+Backend|DDP|FSDP|\w+_checkpoint|all_\w+|reduce_scatter|sendrecv)\b", README
+    ):
         assert hasattr(phalanx, name), name

@@ -1,5 +1,5 @@
-"""The parts of `train_language_model.py`: text, windows, model, checkpoint, history, plot.
+"""The parts of `train_language_model.py`: text, windows, model, history, plot, and so on.
 
-Nothing in here knows about ranks but the sampler, which takes two numbers. What is distributed is
-in the training script itself.
+Little in here knows about ranks: the sampler, which takes two numbers, and what the ranks agree on
+before they train. What is distributed is in the training script itself.
 """

@@ -14,17 +14,20 @@ from language_model.text import InputError
 
 
 @contextmanager
-def all_can(backend: px.Backend) -> Iterator[None]:
+def all_can(backend: px.Backend, *, hint: str = "") -> Iterator[None]:
     """What is done in here works on every rank, or all of them end and one says why.
 
-    Every rank has to come here. No rank waits for others inside.
+    Every rank has to come here. Inside no rank waits for others, or what it does with them fails on
+    all, as saving and loading a checkpoint do. The `hint` is for those.
     """
-    problem: InputError | None = None
+    problem: str = ""
     try:
         yield
     except InputError as error:
-        problem = error
-    failed = px.all_gather(torch.tensor([problem is not None]), backend).nonzero()
+        problem = str(error)
+    except px.CheckpointError as error:
+        problem = f"{error}{hint and '; '}{hint}"
+    failed = px.all_gather(torch.tensor([bool(problem)]), backend).nonzero()
     if len(failed) == 0:
         return
     if backend.rank == int(failed[0]):
@@ -46,13 +49,3 @@ def check_same_text(fingerprints: list[int]) -> None:
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
             raise InputError(f"rank {rank} has read another text than rank 0: give all the same")
-
-
-def share_bytes(content: bytes, backend: px.Backend) -> bytes:
-    """Rank 0's `content`, on every rank."""
-    size = int(px.broadcast(torch.tensor([len(content)]), backend))
-    if size == 0:
-        return b""
-    buffer = bytearray(content if backend.rank == 0 else size)
-    px.broadcast_(torch.frombuffer(buffer, dtype=torch.uint8), backend)  # it is buffer's memory
-    return bytes(buffer)

@@ -1,87 +1,72 @@
-"""A checkpoint: one safetensors file with the model, AdamW's state, and how far training is.
+"""What of a checkpoint is this script's own: which run it is of, and what was measured in it.
 
-    model.<parameter>              its values
-    optimizer.<parameter>.<key>    exp_avg, exp_avg_sq, step
-    __metadata__                   JSON: what the run is, and its history
+    OUT/checkpoints/000002-step-400/     a folder for each, written by `phalanx.save_checkpoint`
+        model-*, state-*                 the model, AdamW's state, random states: one file a rank
+        manifest.json                    what is where, and the `extra` of the script
 
-One file, so that it is replaced at one stroke. No pickle: a checkpoint from a stranger is data.
+Where a rank is in the text is not kept: it follows from the number of steps (`windows.py`).
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor, nn
-
-from language_model.history import History, replace_file
+import phalanx as px
+from language_model.history import History
+from language_model.options import NEWEST, Options
 from language_model.text import InputError
 
-FILE_NAME = "checkpoint.safetensors"
+FORMER_NAME = "checkpoint.safetensors"  # what earlier forms of this script wrote
 
 
-def save_checkpoint(
-    folder: Path,
-    identity: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    history: History,
-) -> None:
-    """Write the state after `history`'s last step; the file is whole whenever this is stopped."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{name}.{key}"] = value
-    about = {"identity": identity, "history": history.as_json()}
-    content = save(tensors, metadata={"about": json.dumps(about)})
-    replace_file(folder / FILE_NAME, content)
+def make_extra(identity: dict[str, Any], history: History) -> dict[str, Any]:
+    """What is saved beside the model and the optimizer."""
+    return {"identity": identity, "history": history.as_json()}
 
 
-def read_checkpoint(folder: Path) -> bytes:
-    """The file as it is. `InputError` if there is none."""
-    try:
-        return (folder / FILE_NAME).read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"--resume: cannot read {folder / FILE_NAME} ({error.strerror}); "
-            "train without --resume first, or give the --out of that run"
-        ) from error
+def find_checkpoint(
+    options: Options, identity: dict[str, Any], backend: px.Backend
+) -> tuple[Path, History]:
+    """The checkpoint that `--resume` asks for, and how it came about. Every rank calls this.
 
-
-def restore_checkpoint(
-    content: bytes,
-    identity: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> History:
-    """Put a checkpoint's state into the model and the optimizer; return how it came about.
-
-    `InputError` if it is no checkpoint, or one of another run than `identity` says.
+    The model and the optimizer are not read yet. `InputError`, on every rank, if there is none, or
+    it is of another run than `identity` says.
     """
+    folder = (
+        options.checkpoints if options.resume == NEWEST else Path(options.resume or "").expanduser()
+    )
     try:
-        tensors = load(content)
-        header_size = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + header_size])
-        about = json.loads(header["__metadata__"]["about"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise InputError(f"--resume: this is no checkpoint of this script: {error}") from error
-    theirs = about["identity"]
-    differing = [key for key in identity if theirs.get(key) != identity[key]]
+        found = px.load_checkpoint(folder, backend=backend, random_state=False)
+    except px.CheckpointNotFoundError as error:
+        raise InputError(f"--resume: {_instead(options, folder)}") from error
+    match found.extra:
+        case {"identity": dict(theirs), "history": dict(history)}:
+            _check_same_run(found.folder, theirs, identity)
+            return found.folder, History.from_json(history)
+    raise InputError(f"--resume: {found.folder} is no checkpoint of this script")
+
+
+def _check_same_run(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    differing = [key for key in ours if theirs.get(key) != ours[key]]
     if differing:
-        differences = ", ".join(f"{k} {theirs.get(k)}, now {identity[k]}" for k in differing)
-        raise InputError(f"--resume: the checkpoint is of another run: {differences}")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            prefix = f"optimizer.{name}."
-            optimizer.state[parameter] = {
-                key.removeprefix(prefix): value
-                for key, value in tensors.items()
-                if key.startswith(prefix)
-            }
-    return History.from_json(about["history"])
+        differences = ", ".join(f"{key} {theirs.get(key)}, now {ours[key]}" for key in differing)
+        same = (
+            ""
+            if differing != ["windows_per_step"]
+            else "; --batch-size x ranks is to stay the same"
+        )
+        raise InputError(f"--resume: {folder} is of another run: {differences}{same}")
+
+
+def _instead(options: Options, folder: Path) -> str:
+    former = options.folder / FORMER_NAME
+    if options.resume == NEWEST and former.is_file():
+        return (
+            f"{former} is of an earlier form of this script, and cannot be read any more: train "
+            "without --resume"
+        )
+    return (
+        f"there is no checkpoint in {folder}: train without --resume first, or give the --out of "
+        "that run"
+    )

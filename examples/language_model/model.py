@@ -90,11 +90,6 @@ class GPT(nn.Module):
             x = block(x, turns)
         return cast(Tensor, self.norm(x) @ self.byte_embedding.weight.T)
 
-    @property
-    def parameter_count(self) -> int:
-        """How many numbers are learned."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 @torch.no_grad()
 def write_on(model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int) -> bytes:

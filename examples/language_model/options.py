@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from language_model.strategies import DDP, SYNTAX, read_strategy
 from language_model.text import InputError
+
+NEWEST = "newest"
 
 
 def _number(
@@ -52,9 +55,24 @@ class Options:
     data: str | None = _option(
         None, FILES, "text to learn from (default: Python's library)", metavar="FILE_OR_FOLDER"
     )
-    out: str = _option("runs/language_model", FILES, "log, loss curve, checkpoint", metavar="DIR")
-    checkpoint_every: int = _whole(200, FILES, "steps between checkpoints; 0: one at the end")
-    resume: bool = _option(False, FILES, "go on from the checkpoint in --out", action="store_true")
+    out: str = _option(
+        "runs/language_model",
+        FILES,
+        "log, loss curve, checkpoints; all ranks see it",
+        metavar="DIR",
+    )
+    checkpoint_every: int = _whole(
+        200, FILES, "steps between checkpoints, of which the last three stay; 0: one at the end"
+    )
+    resume: str | None = _option(
+        None,
+        FILES,
+        "go on from the newest checkpoint in --out, or from this one, with any --strategy and any "
+        "number of ranks, if --batch-size x ranks stays the same",
+        nargs="?",
+        const=NEWEST,
+        metavar="CHECKPOINT",
+    )
 
     layers: int = _positive(4, MODEL, "transformer blocks")
     width: int = _positive(128, MODEL, "numbers that stand for a byte")
@@ -65,6 +83,14 @@ class Options:
     batch_size: int = _positive(4, TRAINING, "windows of --context bytes a step, on each rank")
     learning_rate: float = _option(
         3e-3, TRAINING, "its peak, after the warm-up", type=RATE, metavar="X"
+    )
+    strategy: str = _option(
+        DDP,
+        TRAINING,
+        f"what each rank keeps of the model, gradients and optimizer state: all, or shards (FSDP); "
+        f"one of {SYNTAX}, where K ranks share a copy, by default those of a host",
+        type=read_strategy,
+        metavar="STRATEGY",
     )
     seed: int = _whole(0, TRAINING, "of the model, the batches and the sample")
     eval_every: int = _whole(100, TRAINING, "steps between held-out losses; 0: first and last only")
@@ -87,6 +113,11 @@ class Options:
     def folder(self) -> Path:
         """Where the files go."""
         return Path(self.out).expanduser()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints go. On several hosts: a folder that all of them see."""
+        return self.folder / "checkpoints"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import phalanx as px
-from language_model.checkpoint import FILE_NAME, save_checkpoint
 from language_model.history import write_log
 from language_model.model import write_on
 from language_model.plot import draw_loss
 from language_model.setup import Run
+from language_model.strategies import DDP
 
 
-def introduce(run: Run, backend: px.Backend) -> str:
+def introduce(run: Run, model: px.DDP | px.FSDP) -> str:
     """What is about to happen, for people."""
-    options, ranks = run.options, backend.world_size
+    options, ranks = run.options, model.backend.world_size
     windows = options.batch_size * ranks
     lines = [
-        f"A GPT of {run.model.parameter_count:,} parameters: "
+        f"A GPT of {run.parameters:,} parameters: "
         f"{_count(options.layers, 'layer')} of width {options.width}, "
         f"{_count(options.heads, 'head')}, {options.context} bytes of context.",
         f"It learns from {run.text.source}: {len(run.text.content):,} bytes, a tenth held out.",
@@ -25,18 +25,25 @@ def introduce(run: Run, backend: px.Backend) -> str:
         f"{options.context} bytes = {windows * options.context:,} tokens a step; {options.steps} "
         f"steps, {options.steps * windows / len(run.training):.2g} times through the text.",
     ]
-    if options.resume:
-        lines.append(f"It goes on after step {len(run.history.steps)}.")
+    if isinstance(model, px.FSDP):
+        mine = sum(parameter.numel() for parameter in model.parameters())
+        lines.append(
+            f"FSDP, {model.strategy}: rank {model.backend.rank} keeps gradients and optimizer "
+            f"state of {mine:,} parameters."
+        )
+    if run.checkpoint is not None:
+        lines.append(f"It goes on after step {len(run.history.steps)}, from {run.checkpoint}.")
+    elif (earlier := px.latest_checkpoint(options.checkpoints)) is not None:
+        lines.append(f"It begins anew; until it has saved, --resume would go on from {earlier}.")
     return "\n".join(lines)
 
 
-def save_files(run: Run, backend: px.Backend, sample: str = "") -> None:
-    """The checkpoint, and the log so far."""
-    save_checkpoint(run.options.folder, run.identity, run.model, run.optimizer, run.history)
+def save_log(run: Run, backend: px.Backend, sample: str = "") -> None:
+    """The log so far."""
     about = {
         "options": asdict(run.options),
         "world_size": backend.world_size,
-        "parameters": run.model.parameter_count,
+        "parameters": run.parameters,
         "text": {"source": run.text.source, "bytes": len(run.text.content)},
         "sample": sample,
     }
@@ -46,7 +53,8 @@ def save_files(run: Run, backend: px.Backend, sample: str = "") -> None:
 def draw_curve(run: Run, backend: px.Backend) -> bool:
     """The loss curve; False where there is no matplotlib."""
     ranks = _count(backend.world_size, "rank")
-    title = f"A GPT of {run.model.parameter_count:,} parameters, trained on {ranks}"
+    strategy = "" if run.options.strategy == DDP else f" ({run.options.strategy})"
+    title = f"A GPT of {run.parameters:,} parameters, trained on {ranks}{strategy}"
     return draw_loss(run.options.folder / "loss.png", run.history, title)
 
 
@@ -63,7 +71,7 @@ def conclude(run: Run, backend: px.Backend) -> str:
     readable = "".join(
         c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in written
     )
-    save_files(run, backend, written)
+    save_log(run, backend, written)
     drawn = draw_curve(run, backend)
     before, after, whole = history.held_out[0], history.held_out[-1], history.last(options.steps)
     return "\n".join(
@@ -78,7 +86,7 @@ def conclude(run: Run, backend: px.Backend) -> str:
             f"{whole.communication:.0%} of the time communicating",
             f"loss curve     {options.folder / 'loss.png' if drawn else 'needs matplotlib'}",
             f"log            {options.folder / 'log.json'}",
-            f"checkpoint     {options.folder / FILE_NAME}",
+            f"checkpoint     {px.latest_checkpoint(options.checkpoints)}",
         ]
     )
 

@@ -130,3 +130,16 @@ def test_the_time_spent_waiting_is_counted(cluster: Cluster) -> None:
 
     assert all(before <= after for before, after in cluster.run(meet, 3))
     assert any(after > 0 for _, after in cluster.run(meet, 3))
+
+
+def test_what_a_group_waits_its_parents_wait(cluster: Cluster) -> None:
+    def meet(backend: Backend) -> tuple[float, float, float]:
+        parent = backend.subgroup([0, 1, 2])
+        group = parent.subgroup([0, 1, 2])
+        for _ in range(3):
+            phalanx.async_all_reduce(torch.ones(3), group).wait()
+        return group.seconds_waiting, parent.seconds_waiting, backend.seconds_waiting
+
+    waited = cluster.run(meet, 3)
+    assert any(group > 0 for group, _, _ in waited)
+    assert all(group <= parent <= backend for group, parent, backend in waited)

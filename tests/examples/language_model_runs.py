@@ -35,6 +35,11 @@ def train_on(ranks: int, arguments: list[str]) -> list[Run]:
     return px.simulate(lambda backend: run_on(backend, [*TINY, *arguments]), ranks)
 
 
+def checkpoints(out: Path) -> list[str]:
+    """The names of the checkpoints in the folder of a run, the oldest first."""
+    return sorted(path.parent.name for path in (out / "checkpoints").glob("*/commit.json"))
+
+
 def losses(history: History) -> list[float]:
     """The training loss of each step."""
     return [point.loss for point in history.steps]

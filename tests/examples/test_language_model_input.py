@@ -4,9 +4,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from language_model.checkpoint import FILE_NAME
+from language_model.checkpoint import FORMER_NAME
 from language_model.text import LIBRARY_BYTES, InputError, read_text
-from language_model_runs import TINY, train_on, write_text
+from language_model_runs import TINY, checkpoints, train_on, write_text
+from torch import nn
 from train_language_model import run_on
 
 import phalanx as px
@@ -57,8 +58,26 @@ BAD = {
     "--learning-rate=-1": "'-1' is not a number above 0",
     "--heads=3": "--width 16 is not a multiple of twice --heads 3",
     "--nonsense": "unrecognized arguments: --nonsense",
-    "--resume": "cannot read",
+    "--resume": "there is no checkpoint in",
+    "--resume=/nowhere/at/all": "there is no checkpoint in /nowhere/at/all",
+    "--strategy=full": "'full' is not one of ddp|full_shard|",
+    "--strategy=hybrid:0": "'hybrid:0' is not one of",
+    "--strategy=hybrid:2": "--strategy hybrid:2: FSDP: hybrid(intra_node_size=2) needs a",
 }
+
+
+def exits_of(ranks: int, arguments: list[str]) -> list[object]:
+    """What each rank of a run ends with."""
+    exits: list[object] = []
+
+    def rank(backend: px.Backend) -> None:
+        try:
+            run_on(backend, [*TINY, *arguments])
+        except SystemExit as error:
+            exits.append(error.code)
+
+    px.simulate(rank, ranks)
+    return exits
 
 
 @pytest.mark.parametrize("argument", BAD)
@@ -66,16 +85,7 @@ def test_bad_input_ends_every_rank_with_one_message(
     argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_text(tmp_path)
-    exits: list[object] = []
-
-    def rank(backend: px.Backend) -> None:
-        try:
-            run_on(backend, [*TINY, f"--data={data}", f"--out={tmp_path / 'out'}", argument])
-        except SystemExit as error:
-            exits.append(error.code)
-
-    px.simulate(rank, 3)
-    assert exits == [2, 2, 2]
+    assert exits_of(3, [f"--data={data}", f"--out={tmp_path / 'out'}", argument]) == [2, 2, 2]
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("error: ") == 1
@@ -116,7 +126,7 @@ def test_ranks_that_read_different_texts_are_told_which(
     [
         ("--seed=5", "another run: seed 0, now 5"),
         ("--width=32", "another run: width 16, now 32"),
-        ("--batch-size=3", "another run: windows_per_step 4, now 3"),
+        ("--batch-size=3", "windows_per_step 4, now 3; --batch-size x ranks is to stay the same"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -129,15 +139,65 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert problem in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused(
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_can_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = [f"--data={write_text(tmp_path)}", f"--out={tmp_path}", "--steps=2"]
-    train_on(1, common)
-    file = tmp_path / FILE_NAME
-    whole = file.read_bytes()
-    for damaged in (b"", b"nonsense", whole[: len(whole) // 2]):
-        file.write_bytes(damaged)
-        with pytest.raises(SystemExit):
-            train_on(1, [*common, "--resume"])
-        assert "this is no checkpoint of this script" in capsys.readouterr().err
+    train_on(2, [*common, "--checkpoint-every=1", "--strategy=full_shard"])
+    before, last = (tmp_path / "checkpoints" / name for name in checkpoints(tmp_path))
+    file = last / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train_on(1, [*common, "--batch-size=8", "--resume"])
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("error: ") == 1
+    assert str(file) in said.err
+    assert str(before) in said.err
+    assert "--resume CHECKPOINT goes on from the one in that folder" in said.err
+
+    (run,) = train_on(1, [*common, "--batch-size=8", f"--resume={before}"])
+    assert [point.step for point in run.history.steps] == [1, 2]
+
+
+def test_a_checkpoint_of_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    px.save_checkpoint(tmp_path / "checkpoints", model=nn.Linear(2, 2), step=3, extra={"epoch": 1})
+    with pytest.raises(SystemExit):
+        train_on(2, [f"--data={write_text(tmp_path)}", f"--out={tmp_path}", "--resume"])
+    assert "000001-step-3 is no checkpoint of this script" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_the_former_kind_is_named_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = tmp_path / FORMER_NAME
+    former.write_bytes(b"what it was")
+    with pytest.raises(SystemExit):
+        train_on(2, [f"--data={write_text(tmp_path)}", f"--out={tmp_path}", "--resume"])
+    assert f"{former} is of an earlier form of this script" in capsys.readouterr().err
+    assert former.read_bytes() == b"what it was"
+
+
+def test_a_place_for_checkpoints_that_is_none_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file, where a folder should be")
+    assert exits_of(2, [f"--data={write_text(tmp_path)}", f"--out={tmp_path}"]) == [2, 2]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"error: --out {tmp_path / 'checkpoints'}: File exists\n"
+
+
+def test_a_disk_that_fails_while_saving_ends_every_rank_with_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / ".phalanx-lock").mkdir(parents=True)  # where a file should be
+    options = [f"--data={write_text(tmp_path)}", f"--out={tmp_path}", "--steps=1"]
+    assert exits_of(2, options) == [2, 2]
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert f"{tmp_path / 'checkpoints'}" in said
+    assert "EISDIR" in said

@@ -5,12 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from language_model_runs import ROOT, SCRIPT, TINY, write_text
+from language_model_runs import ROOT, SCRIPT, TINY, checkpoints, write_text
 
 
 def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = [*TINY, f"--data={write_text(tmp_path)}", f"--out={out}", "--steps=6"]
+    options = [
+        *TINY,
+        f"--data={write_text(tmp_path)}",
+        f"--out={out}",
+        "--steps=6",
+        "--strategy=full_shard",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", str(SCRIPT), *options],
         cwd=ROOT,
@@ -25,3 +31,4 @@ def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
     log = json.loads((out / "log.json").read_text())
     assert log["world_size"] == 2
     assert len(log["steps"]) == 6
+    assert checkpoints(out) == ["000001-step-6"]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from language_model.checkpoint import FILE_NAME
 from language_model.progress import TrainingProgress
 from language_model.setup import Run, prepare
-from language_model_runs import TINY, losses, parameters, train_on, write_text
+from language_model_runs import TINY, checkpoints, losses, parameters, train_on, write_text
 from matplotlib import image
 from train_language_model import train
 
@@ -46,13 +45,15 @@ def test_the_loss_falls_and_the_files_are_there(
     height, width, channels = image.imread(out / "loss.png").shape
     assert width > height > 400
     assert channels in (3, 4)
-    assert sorted(path.name for path in out.iterdir()) == [FILE_NAME, "log.json", "loss.png"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "log.json", "loss.png"]
+    assert checkpoints(out) == ["000001-step-40"]
 
     shown = capsys.readouterr().out
     assert "2 ranks x 8 windows x 16 bytes = 256 tokens a step" in shown
     assert "step 40/40  loss " in shown
     assert "held-out loss  5." in shown
     assert shown.count("A GPT of") == 1
+    assert "000001-step-40" in shown
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -101,23 +102,24 @@ def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted(text: Path, tmp_pa
         assert torch.equal(parameters(resumed[rank]), parameters(whole[rank]))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_if_the_batch_of_all_is_the_same(
-    text: Path, tmp_path: Path
-) -> None:
-    def steps(count: int, batch_size: int) -> list[str]:
-        return arguments(text, tmp_path, steps=count, batch_size=batch_size)
-
-    train_on(2, steps(3, 6))
-    runs = train_on(3, [*steps(5, 4), "--resume"])
-    assert [point.step for point in runs[2].history.steps] == [1, 2, 3, 4, 5]
-
-
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(text: Path, tmp_path: Path) -> None:
     again = arguments(text, tmp_path, steps=3)
     (before,) = train_on(1, again)
     (after,) = train_on(1, [*again, "--resume"])
     assert after.history == before.history
     assert torch.equal(parameters(after), parameters(before))
+
+
+def test_a_run_that_begins_anew_beside_checkpoints_says_what_resume_would_take(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_on(1, arguments(text, tmp_path, steps=1))
+    assert "begins anew" not in capsys.readouterr().out
+    train_on(2, arguments(text, tmp_path, steps=1))
+    said = capsys.readouterr().out
+    assert said.count("It begins anew") == 1
+    assert "--resume would go on from " in said
+    assert checkpoints(tmp_path) == ["000001-step-1", "000002-step-1"]
 
 
 def test_the_same_seed_gives_the_same_run(text: Path, tmp_path: Path) -> None:

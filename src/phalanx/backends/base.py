@@ -47,7 +47,8 @@ class Backend(Calls):
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
     links        what messages cost inside a host and between hosts; the same on every rank
-    seconds_waiting  the time that calls of this backend have spent blocked, summed
+    seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
+                 that were made of it, too
 
     Blocking calls block this rank only. After a failure of a collective the group is broken:
     every later call on it raises the first cause at once. Use it in a `with` statement, or call

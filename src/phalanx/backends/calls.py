@@ -148,7 +148,7 @@ class Calls(Messages):
                 step = engine.begin_call(group, call, seconds)
                 if step is None:
                     ended = monotonic()
-                    self.seconds_waiting += ended - began
+                    self._waited(ended - began)
                     group.was_done(
                         Record(
                             *(name, sequence, signature, group.suffix, site),

@@ -156,10 +156,14 @@ class Messages:
                 raise
             finally:
                 awaited.remove(operation)
-                self.seconds_waiting += monotonic() - began
+                self._waited(monotonic() - began)
         error = operation.error
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error
+
+    def _waited(self, seconds: float) -> None:
+        """A call was blocked for so long."""
+        self.seconds_waiting += seconds
 
     def _message(
         self,

@@ -58,6 +58,10 @@ class SubBackend(Backend):
         """This group's number for rank `global_` of the parent; None if it is no member."""
         return self.members.index(global_) if global_ in self.members else None
 
+    def _waited(self, seconds: float) -> None:
+        super()._waited(seconds)
+        self.parent._waited(seconds)
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As the parent's: memory is one, whichever group it is sent in."""
         return self.parent.empty(*shape, dtype=dtype)
