@@ -135,6 +135,8 @@ class Gradients:
             elsewhere=self._take_elsewhere(),
         )
         self._scattering = begin(task, shards, label), into, memory
+        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
+            self.finish_scattering(label)
 
     def _take_elsewhere(self) -> tuple[tuple[int, Tensor], ...]:
         """What was not copied: where in this rank's shard it belongs, and its values."""
