@@ -28,11 +28,11 @@ with init(timeout={timeout}):
     ("how", "timeout", "code", "story"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 60, 137, "rank 1 was killed by signal 9"),
-        ("sys.exit(0)", 0.5, 1, "rank 1 ended with exit code 0"),
+        ("sys.exit(0)", 2, 1, "rank 1 ended with exit code 0"),
     ],
 )
 def test_a_rank_that_ends_before_it_joins_is_named(
-    tmp_path: Path, how: str, timeout: float, code: int, story: str
+    tmp_path: Path, how: str, timeout: int, code: int, story: str
 ) -> None:
     script = ENDS_EARLY.format(how=how, timeout=timeout)
     with run_script(script, tmp_path) as launcher:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from phalanx.backends.base import Backend
 from phalanx.errors import UnsupportedOperationError
+from phalanx.parallel.clip import clip_, norm_of
 from phalanx.parallel.fsdp.build import build
-from phalanx.parallel.fsdp.clip import clip_, norm_of
 from phalanx.parallel.fsdp.materialize import Initialize
 from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_of
 from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of

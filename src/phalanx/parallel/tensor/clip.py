@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp
 from phalanx.errors import MisuseError
+from phalanx.parallel.clip import clip_, norm_here
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.tensor.layer import owners
 from phalanx.parallel.tensor.moves import Ranks, all_reduce
@@ -46,7 +47,8 @@ def clip_grad_norm_(
     groups = [None, *dict.fromkeys(owned.values())]  # None: what is whole
     powers = torch.zeros(len(groups), dtype=torch.float64)
     for parameter in trained:
-        norm = torch.linalg.vector_norm(_wide(parameter.grad), norm_type).double().cpu()
+        assert parameter.grad is not None
+        norm = norm_here(parameter.grad, norm_type)
         place = groups.index(owned.get(parameter))
         powers[place] = max(powers[place], norm) if largest else powers[place] + norm**norm_type
     if shards is not None:
@@ -55,16 +57,8 @@ def clip_grad_norm_(
         if backend is not None:  # the other ranks wait for it, whether it has gradients or not
             powers[place] = all_reduce(powers[place], Ranks(backend, "clip_grad_norm_"), op)
     total = powers.max() if largest else powers.sum() ** (1 / norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
-    for parameter in trained:
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    clip_(trained, total, max_norm)
     return total
-
-
-def _wide(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.float() if gradient.element_size() < 4 else gradient
 
 
 def _slices(module: nn.Module) -> Iterable[Slice]:
