@@ -102,7 +102,8 @@ class Attempt:
     def kill(self) -> None:
         """Kill the ranks that are still there, and what they have started, now."""
         for pid, process in self._alive().items():
-            process.killed = True
+            # Its thread may not have got round to say that it ended by itself.
+            process.killed = not _has_ended(pid)
             end_session(pid)  # the agent gave each a session of its own
 
     def endings(self, exitcodes: dict[int, int] | None = None) -> list[Ending]:
@@ -172,6 +173,16 @@ class Attempt:
         """Kill, `GRACE` from now, the ranks (and what they started) that are still there."""
         if not self._closed.wait(GRACE):
             self.kill()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether this child has; whoever waits for it may still do so."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:  # and somebody has waited for it
+        return True
 
 
 def _pid_file(process: _Process) -> Path:
