@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +117,18 @@ class Attempt:
             if code != 0 and rank in self._processes
         ]
 
-    def left(self) -> list[int]:
-        """Return the ranks that have ended with exit code 0, which nobody orders."""
-        return sorted(rank for rank, p in self._processes.items() if p.exitcode == 0)
+    def left(self, failures: Collection[int]) -> list[int]:
+        """Return the ranks that have ended with exit code 0, which nobody orders.
+
+        Of one that ended too soon to be followed, only the agent knows the code: `failures` are the
+        ranks for which it is another one.
+        """
+        return sorted(
+            rank
+            for rank, p in self._processes.items()
+            if p.exitcode == 0
+            or (p.exitcode is None and p.ended is not None and rank not in failures)
+        )
 
     def _alive(self) -> dict[int, _Process]:
         """Return the processes that run now, by their ids."""

@@ -122,7 +122,7 @@ def _launch(job: Job, address: str, folder: str, signals: Signals) -> int:
     if not failures:
         return 0
     attempt = folders.attempt
-    return tell_failure(attempt.endings(failures), nodes=job.nodes, left=attempt.left())
+    return tell_failure(attempt.endings(failures), nodes=job.nodes, left=attempt.left(failures))
 
 
 def _as_torch_does(kind: Any, signum: int) -> BaseException:
