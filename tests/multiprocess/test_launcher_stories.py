@@ -16,9 +16,9 @@ from phalanx.launch.worker import BOOT
 
 ENDS_EARLY = """
 import os, signal, sys
+from phalanx.launch.init import init
 if os.environ["RANK"] == "1":
     {how}
-from phalanx.launch.init import init
 with init(timeout={timeout}):
     pass
 """
