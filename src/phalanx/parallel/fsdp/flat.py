@@ -162,16 +162,6 @@ class Flat:
 
     # The full memory ------------------------------------------------------------------------
 
-    @property
-    def ready(self) -> bool:
-        """Whether the full memory holds what the shards do, or will when that is waited for."""
-        return self._current or self._pending is not None
-
-    @property
-    def pending(self) -> bool:
-        """Whether a gather is on its way."""
-        return self._pending is not None
-
     def convert(self) -> None:
         """Write this rank's part of full memory that stays. Nobody may be reading it."""
         if self.apart and not self._frees and not self._current:
@@ -179,7 +169,7 @@ class Flat:
 
     def begin_gather(self, label: str) -> None:
         """Let the others' shards come, if they have to."""
-        if self.ready:
+        if self._current or self._pending is not None:
             return
         if self._frees:
             self._pool.fill_in(self.full, self.layout.padded * self.full.element_size())

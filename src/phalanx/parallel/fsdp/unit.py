@@ -84,16 +84,6 @@ class Unit:
 
     # Parameters -----------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> bool:
-        """Whether a gather is on its way."""
-        return any(flat.pending for flat in self.flats)
-
-    @property
-    def ready(self) -> bool:
-        """Whether nothing has to be gathered any more."""
-        return all(flat.ready for flat in self.flats)
-
     def begin_gather(self) -> None:
         """Let the full parameters come, if they are not here."""
         for number, flat in enumerate(self.flats):

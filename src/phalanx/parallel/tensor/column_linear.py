@@ -80,7 +80,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     Forward sends nothing, but to gather; backward sums the gradient of the input, an all_reduce of
     its bytes, if it needs one. With `sequence_dim` these are an all_gather (and a message of 8
-    bytes) and a reduce_scatter, together the same bytes. Construction blocks for a message of 8
+    bytes) and a reduce_scatter, together the same bytes. Construction blocks for a message of 16
     bytes: `DesyncError` if the ranks' options or values differ. Raises `ValueError` if there are
     fewer units than ranks; in forward, `SizeMismatchError` for an input of another width.
     """

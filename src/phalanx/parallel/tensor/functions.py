@@ -68,10 +68,7 @@ def scatter_to_ranks(
 
     Forward sends nothing; backward joins the shards' gradients: an all_gather.
     """
-    dim = _checked_dim(x, dim, label)
-    cut = cut or Cut.of(x.shape[dim], backend.world_size)
-    _check_size(x, dim, cut.total, Ranks(backend, label))
-    return _apply(_Scatter, x, cut, dim, Ranks(backend, label))
+    return _shard(_Scatter, x, dim, cut, Ranks(backend, label))
 
 
 def gather_from_ranks(
@@ -108,10 +105,7 @@ def scatter_sum(
 
     Forward is a reduce_scatter, backward an all_gather.
     """
-    dim = _checked_dim(x, dim, label)
-    cut = cut or Cut.of(x.shape[dim], backend.world_size)
-    _check_size(x, dim, cut.total, Ranks(backend, label))
-    return _apply(_ScatterSum, x, cut, dim, Ranks(backend, label))
+    return _shard(_ScatterSum, x, dim, cut, Ranks(backend, label))
 
 
 # The functions ------------------------------------------------------------------------------
@@ -162,12 +156,7 @@ class _Gather(Function):
         return _Scatter.apply(dy, *ctx.rest), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut, dim: int, ranks: Ranks) -> Tensor:
-        ctx.rest = cut, dim, ranks
-        return all_gather(x, cut, dim, ranks)
-
+class _GatherSequence(_Gather):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         return _ScatterSum.apply(dy, *ctx.rest), None, None, None  # type: ignore[no-untyped-call]
@@ -189,6 +178,13 @@ def _apply(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
     if ranks.backend.world_size == 1:
         return x
     return cast(Tensor, function.apply(x, *rest))  # type: ignore[no-untyped-call]
+
+
+def _shard(function: type[Function], x: Tensor, dim: int, cut: Cut | None, ranks: Ranks) -> Tensor:
+    dim = _checked_dim(x, dim, ranks.label)
+    cut = cut or Cut.of(x.shape[dim], ranks.backend.world_size)
+    _check_size(x, dim, cut.total, ranks)
+    return _apply(function, x, cut, dim, ranks)
 
 
 def _gather(function: type[Function], x: Tensor, dim: int, cut: Cut | None, ranks: Ranks) -> Tensor:
