@@ -19,13 +19,19 @@ def check_same_list(gradients: Sequence[Tensor], backend: Backend, who: str) -> 
         f"gradient {number} ({str(gradient.dtype).removeprefix('torch.')} {list(gradient.shape)})"
         for number, gradient in enumerate(gradients)
     ]
-    differ = difference([who, *mine], backend, end="no more gradients")
+    differ = difference([f"called {who}", *mine], backend, end="no more gradients")
     if differ is None:
         return
+    if differ.place == 0:
+        problem = f"the ranks do different things: {differ.text}"
+    else:
+        problem = (
+            f"the ranks' lists of gradients differ: {differ.text}. Give the gradients of the same "
+            "parameters on every rank, in the same order, and zeros for one that a rank does not "
+            "have"
+        )
     raise DesyncError(
-        f"rank {backend.rank}: {who}: the ranks' lists of gradients differ: {differ.text}. Give "
-        "the gradients of the same parameters on every rank, in the same order, and zeros for one "
-        "that a rank does not have",
+        f"rank {backend.rank}: {who}: {problem}",
         rank=backend.rank,
         peer=differ.odd[0],
         op="aggregate",

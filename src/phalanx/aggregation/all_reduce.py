@@ -34,7 +34,7 @@ class AllReduceAggregator(GradientAggregator):
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The means, new tensors."""
-        listed = checked(gradients, "AllReduceAggregator")
+        listed = checked(gradients, "AllReduceAggregator", self.backend)
         check_same_list(listed, self.backend, "AllReduceAggregator")
         return all_reduce_coalesced(
             [gradient.detach() for gradient in listed],

@@ -53,9 +53,10 @@ class CompressedAggregator(GradientAggregator):
     @torch.no_grad()
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The means, new tensors."""
-        listed = checked(gradients, "CompressedAggregator")
-        for gradient in listed:
-            check_floating(gradient, self.compressor)
+        listed = checked(gradients, "CompressedAggregator", self.backend)
+        for number, gradient in enumerate(listed):
+            which = f"rank {self.backend.rank}: gradient {number}: {self.compressor}"
+            check_floating(gradient, which)
         who = f"CompressedAggregator({self.compressor!r})"
         check_same_list(listed, self.backend, who)
         groups = numbers_by_kind(listed)

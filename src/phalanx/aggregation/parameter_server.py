@@ -61,7 +61,7 @@ class ParameterServer(GradientAggregator):
         return self.reduce_gradients(gradients)
 
     def _checked(self, tensors: Sequence[Tensor], method: str) -> list[Tensor]:
-        listed = checked(tensors, "ParameterServer")
+        listed = checked(tensors, "ParameterServer", self.backend)
         check_same_list(listed, self.backend, f"ParameterServer.{method}")
         return listed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -26,19 +26,48 @@ def distributed_train_step(
     step                its number, in errors; by default how many the aggregator was used for
 
     Every rank calls it as often. Blocks as the aggregator does. Errors of all three pass through as
-    they are, with a note (from Python 3.11 on) that says which step it was, and what of it.
+    they are, with a note (which Python shows from 3.11 on) that says which step it was, and what of
+    it. TypeError, before anything is sent, if `compute_gradients` returns something else, or the
+    aggregator is none.
     """
+    if not isinstance(aggregator, GradientAggregator):
+        raise TypeError(
+            "distributed_train_step takes a GradientAggregator, such as "
+            f"AllReduceAggregator(backend), not {aggregator!r}"
+        )
     number = aggregator.steps if step is None else step
     doing = "computing gradients"
     try:
-        loss, gradients = compute_gradients()
+        loss, gradients = _pair(compute_gradients())
         doing = "aggregating gradients"
         averages = aggregator.aggregate(gradients)
         doing = "applying gradients"
         apply_gradients(averages)
     except Exception as error:
-        if hasattr(error, "add_note"):  # since Python 3.11
-            error.add_note(f"in training step {number}, {doing}")
+        _note(error, f"in training step {number}, {doing}")
         raise
     aggregator.steps += 1
     return loss
+
+
+def _pair(computed: Any) -> tuple[Any, Any]:
+    """What `compute_gradients` has returned, if it is a loss and gradients."""
+    if not isinstance(computed, (tuple, list)):
+        has = f"a {type(computed).__name__}"
+    elif len(computed) != 2:
+        has = f"a {type(computed).__name__} of {len(computed)}"
+    elif computed[1] is None or isinstance(computed[1], (Tensor, str, dict)):
+        has = f"gradients that are a {type(computed[1]).__name__}"
+    else:
+        return computed[0], computed[1]
+    raise TypeError(
+        "compute_gradients has to return two things, the loss and a list of gradients: "
+        f"`return loss, gradients`; it has returned {has}"
+    )
+
+
+def _note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # for who looks
