@@ -42,9 +42,7 @@ class LocalAggregator(GradientAggregator):
         return checked(gradients, "LocalAggregator")
 
 
-def checked(
-    gradients: Iterable[Tensor], who: str, backend: Backend | None = None
-) -> list[Tensor]:
+def checked(gradients: Iterable[Tensor], who: str, backend: Backend | None = None) -> list[Tensor]:
     """The gradients as a list. TypeError unless it is one of tensors, and for several ranks
     `UnsupportedOperationError` unless they are dense.
     """

@@ -11,15 +11,18 @@ from phalanx.collectives.alike import difference
 from phalanx.errors import DesyncError
 
 
-def check_same_list(gradients: Sequence[Tensor], backend: Backend, who: str) -> None:
+def check_same_list(
+    gradients: Sequence[Tensor], backend: Backend, who: str, *, timeout: float | None = None
+) -> None:
     """Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
-    many, of the same shapes and dtypes. Blocks for one message of 16 bytes, before any sum.
+    many, of the same shapes and dtypes. Blocks for one message of 16 bytes, before any sum, and at
+    most `timeout` seconds, by default the backend's.
     """
     mine = [
         f"gradient {number} ({str(gradient.dtype).removeprefix('torch.')} {list(gradient.shape)})"
         for number, gradient in enumerate(gradients)
     ]
-    differ = difference([f"called {who}", *mine], backend, end="no more gradients")
+    differ = difference([f"called {who}", *mine], backend, end="no more gradients", timeout=timeout)
     if differ is None:
         return
     if differ.place == 0:

@@ -16,7 +16,7 @@ class AllReduceAggregator(GradientAggregator):
     """The mean over the ranks of a backend, all gradients of a dtype in one message.
 
     reproducible   sum in rank order: the same bits on every backend and for every list
-    timeout        seconds that a call waits at most; by default the backend's
+    timeout        seconds that a message waits at most; by default the backend's
 
     A ring sends 2(p-1)/p of the gradients' bytes from each of p ranks, and 16 bytes to compare the
     lists. Raises `DesyncError` on every rank, naming the first gradient that differs, before
@@ -35,7 +35,7 @@ class AllReduceAggregator(GradientAggregator):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The means, new tensors."""
         listed = checked(gradients, "AllReduceAggregator", self.backend)
-        check_same_list(listed, self.backend, "AllReduceAggregator")
+        check_same_list(listed, self.backend, "AllReduceAggregator", timeout=self.timeout)
         return all_reduce_coalesced(
             [gradient.detach() for gradient in listed],
             self.backend,

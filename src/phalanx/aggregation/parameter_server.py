@@ -62,7 +62,8 @@ class ParameterServer(GradientAggregator):
 
     def _checked(self, tensors: Sequence[Tensor], method: str) -> list[Tensor]:
         listed = checked(tensors, "ParameterServer", self.backend)
-        check_same_list(listed, self.backend, f"ParameterServer.{method}")
+        who = f"ParameterServer.{method}"
+        check_same_list(listed, self.backend, who, timeout=self.timeout)
         return listed
 
     def _broadcast(self, flat: Tensor) -> None:

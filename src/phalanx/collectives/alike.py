@@ -29,25 +29,29 @@ class Difference(NamedTuple):
     text: str
 
 
-def difference(mine: Sequence[str], backend: Backend, *, end: str) -> Difference | None:
+def difference(
+    mine: Sequence[str], backend: Backend, *, end: str, timeout: float | None = None
+) -> Difference | None:
     """Compare lines of text over the ranks; None if all have the same. Blocks.
 
-    end   what a rank has that has no more lines, in messages
+    end       what a rank has that has no more lines, in messages
+    timeout   seconds that a message waits at most; by default the backend's
 
     Costs one message of 16 bytes; the lines themselves are exchanged only when they differ.
     """
     encoded = msgspec.json.encode(list(mine))
     digest = xxh3_64_intdigest(encoded) >> 1  # 63 bits: torch has no full uint64
     summary = torch.tensor([[digest, len(encoded)]], dtype=torch.int64)
-    summaries = all_gather(summary, backend)
+    summaries = all_gather(summary, backend, timeout=timeout)
     if bool((summaries[:, 0] == digest).all()):
         return None
     longest = int(summaries[:, 1].max())
     padded = torch.zeros(1, longest, dtype=torch.uint8)
     padded[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    gathered = all_gather(padded, backend, timeout=timeout)
     everyone = [
         msgspec.json.decode(bytes(row[: int(length)].tolist()), type=list[str])
-        for row, length in zip(all_gather(padded, backend), summaries[:, 1], strict=True)
+        for row, length in zip(gathered, summaries[:, 1], strict=True)
     ]
     place, said = _first_difference(everyone, end)
     odd = minority(said)

@@ -60,7 +60,7 @@ class PowerSGD(Compressor):
     """
 
     def __init__(self, rank: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> None:
-        if rank < 1:
+        if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"PowerSGD approximates by matrices of rank 1 or more, not {rank}")
         if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"PowerSGD sends bfloat16, float16 or float32, not {dtype}")

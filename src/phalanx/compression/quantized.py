@@ -67,10 +67,12 @@ class Quantized(Compressor):
         stochastic: bool | None = None,
         seed: int = 0,
     ) -> None:
-        if bits not in (8, 4, 1):
+        if type(bits) is not int or bits not in (8, 4, 1):
             raise ValueError(f"Quantized has 8, 4 or 1 bits for a value, not {bits}")
-        if block < 1:
-            raise ValueError(f"a block is at least 1 value, not {block}")
+        if not isinstance(block, int) or block < 1:
+            raise ValueError(f"a block is a number of values, at least 1, not {block!r}")
+        if stochastic not in (None, True, False):
+            raise ValueError(f"stochastic is True, False or None, not {stochastic!r}")
         self.bits, self.block, self.stochastic, self.seed = bits, block, stochastic, seed
         self._turns = Turns()
 

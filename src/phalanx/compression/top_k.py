@@ -104,8 +104,12 @@ def kept(n: int, ratio: float) -> int:
 
 def checked_ratio(ratio: float) -> float:
     """The ratio; ValueError unless it is one."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"the ratio of values to keep is between 0 and 1, not {ratio}")
+    try:
+        fits = 0 <= ratio <= 1
+    except TypeError:  # text, or nothing
+        fits = False
+    if not fits:
+        raise ValueError(f"the ratio of values to keep is between 0 and 1, not {ratio!r}")
     return float(ratio)
 
 

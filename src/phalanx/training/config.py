@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -27,7 +28,12 @@ from phalanx.compression import (
     RandomK,
     TopK,
 )
-from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.errors import (
+    BackendUnavailableError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    MisuseError,
+)
 from phalanx.wire.address import parse_address
 
 T = TypeVar("T", bound="_Config")
@@ -74,22 +80,27 @@ class DistributedConfig(_Config, frozen=True):
                 f"rank {self.rank!r} is not one of {self.world_size}: ranks count from 0, the last "
                 f"is {self.world_size - 1}",
             )
+        if not isinstance(self.coordinator_addr, str):
+            raise ValueError(  # noqa: TRY004 - as for every other field
+                f'coordinator_addr must be text, "host:port", not {self.coordinator_addr!r}'
+            )
         parse_address(self.coordinator_addr)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
         """What is in the environment. Raises ValueError, which names the variable."""
-        names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
-        for name in names:
+        for name in _VARIABLES:
             if name not in environ:
-                raise ValueError(f"{name} is not in the environment; {', '.join(names)} have to be")
-        host = environ["MASTER_ADDR"]
-        host = f"[{host}]" if ":" in host else host
-        return cls(
-            _number("WORLD_SIZE", environ),
-            _number("RANK", environ),
-            f"{host}:{_number('MASTER_PORT', environ)}",
-        )
+                raise ValueError(
+                    f"{name} is not in the environment; {', '.join(_VARIABLES)} have to be"
+                )
+        size, rank = _number("WORLD_SIZE", environ), _number("RANK", environ)
+        address = f"{_host(environ)}:{_number('MASTER_PORT', environ)}"
+        try:
+            return cls(size, rank, address)
+        except ValueError as error:
+            found = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+            raise type(error)(f"the environment has {found}: {error}") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads, and `phalanx.init`."""
@@ -102,8 +113,21 @@ class DistributedConfig(_Config, frozen=True):
         }
 
     def connect(self, *, timeout: float = 60.0) -> TcpBackend:
-        """This rank's backend. Blocks until all ranks have met; raises as `TcpBackend` does."""
-        return TcpBackend(self.rank, self.world_size, self.coordinator_addr, timeout=timeout)
+        """This rank's backend. Blocks until all ranks have met; raises as `TcpBackend` does.
+
+        Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
+        MASTER_PORT, `phalanx.init()` gives the backend instead.
+        """
+        try:
+            return TcpBackend(self.rank, self.world_size, self.coordinator_addr, timeout=timeout)
+        except BackendUnavailableError as error:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                raise
+            raise BackendUnavailableError(
+                f"{error}. Under torchrun its own store listens at MASTER_PORT: take "
+                "phalanx.init() for the backend, and give it to build()",
+                rank=self.rank,
+            ) from error
 
 
 class CompressionConfig(_Config, frozen=True):
@@ -125,9 +149,14 @@ class CompressionConfig(_Config, frozen=True):
 
     def build(self) -> Compressor:
         """The compressor, new."""
-        if self.method not in _COMPRESSORS:
+        if not isinstance(self.method, str) or self.method not in _COMPRESSORS:
             raise ValueError(
                 f"compression: {self.method!r} is no method; there are {', '.join(_COMPRESSORS)}"
+            )
+        if not isinstance(self.options, dict) or not isinstance(self.error_feedback, bool):
+            raise ValueError(  # noqa: TRY004 - as for every other field
+                f"compression: options={self.options!r} has to be a dict, such as "
+                f'{{"ratio": 0.01}}, and error_feedback={self.error_feedback!r} True or False'
             )
         try:
             compressor = _COMPRESSORS[self.method](**self.options)
@@ -155,7 +184,14 @@ class DataParallelConfig(_Config, frozen=True):
     compression: CompressionConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.aggregator not in _AGGREGATORS:
+        if not isinstance(self.config, DistributedConfig):
+            raise TypeError(f"config takes a DistributedConfig, not {self.config!r}")
+        if not isinstance(self.compression, CompressionConfig | None):
+            raise TypeError(
+                "compression takes a CompressionConfig, such as "
+                f'CompressionConfig("top_k", {{"ratio": 0.01}}), not {self.compression!r}'
+            )
+        if not isinstance(self.aggregator, str) or self.aggregator not in _AGGREGATORS:
             raise ValueError(
                 f"aggregator: {self.aggregator!r} is none; there are {', '.join(_AGGREGATORS)}"
             )
@@ -173,20 +209,16 @@ class DataParallelConfig(_Config, frozen=True):
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DataParallelConfig:
         """What is in the environment. Raises ValueError, which names the variable."""
         config = DistributedConfig.from_environment(environ)
-        compression = environ.get("PHALANX_COMPRESSION")
+        aggregator = environ.get("PHALANX_AGGREGATOR") or "all_reduce"
+        text = environ.get("PHALANX_COMPRESSION")
         try:
-            return msgspec.convert(
-                {
-                    "config": config,
-                    "aggregator": environ.get("PHALANX_AGGREGATOR", "all_reduce"),
-                    "compression": CompressionConfig.from_json(compression)
-                    if compression
-                    else None,
-                },
-                type=cls,
-            )
+            compression = CompressionConfig.from_json(text) if text else None
+            return cls(config, aggregator, compression)  # type: ignore[arg-type]  # which it checks
         except ValueError as error:
-            raise ValueError(f"PHALANX_AGGREGATOR, PHALANX_COMPRESSION: {error}") from None
+            raise ValueError(
+                f"the environment has PHALANX_AGGREGATOR={aggregator} and PHALANX_COMPRESSION="
+                f"{text or ''}: {error}"
+            ) from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads."""
@@ -204,6 +236,24 @@ class DataParallelConfig(_Config, frozen=True):
                 rank=backend.rank,
             )
         return _AGGREGATORS[self.aggregator](backend, self.compression)
+
+
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _host(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR as it stands before a port: a number of IPv6 in brackets."""
+    host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
+    if ":" not in host:
+        return host
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        raise ValueError(
+            f"MASTER_ADDR={environ['MASTER_ADDR']} in the environment is no host; a port goes into "
+            "MASTER_PORT"
+        ) from None
+    return f"[{host}]"
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

@@ -50,16 +50,17 @@ def distributed_train_step(
     return loss
 
 
-def _pair(computed: Any) -> tuple[Any, Any]:
+def _pair(computed: tuple[Loss, Sequence[Tensor]]) -> tuple[Loss, Sequence[Tensor]]:
     """What `compute_gradients` has returned, if it is a loss and gradients."""
-    if not isinstance(computed, (tuple, list)):
-        has = f"a {type(computed).__name__}"
-    elif len(computed) != 2:
-        has = f"a {type(computed).__name__} of {len(computed)}"
-    elif computed[1] is None or isinstance(computed[1], (Tensor, str, dict)):
-        has = f"gradients that are a {type(computed[1]).__name__}"
+    found: Any = computed
+    if not isinstance(found, (tuple, list)):
+        has = f"a {type(found).__name__}"
+    elif len(found) != 2:
+        has = f"a {type(found).__name__} of {len(found)}"
+    elif found[1] is None or isinstance(found[1], (Tensor, str, dict)):
+        has = f"gradients that are a {type(found[1]).__name__}"
     else:
-        return computed[0], computed[1]
+        return computed
     raise TypeError(
         "compute_gradients has to return two things, the loss and a list of gradients: "
         f"`return loss, gradients`; it has returned {has}"
@@ -70,4 +71,5 @@ def _note(error: Exception, note: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(note)
     else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # for who looks
+        notes = [*getattr(error, "__notes__", []), note]  # for who looks
+        error.__dict__["__notes__"] = notes
