@@ -55,8 +55,9 @@ class Quantized(Compressor):
     seed        of the random numbers, which differ for each call and part
 
     An average sends (p-1)/p of the quantized gradients twice from each of p parts. A block with a
-    value that is not finite becomes NaN, whole. Raises ValueError for other numbers of bits, and
-    for stochastic rounding to 1 bit under error feedback: its errors grow without bound there.
+    value that is not finite, or too large for float32, becomes NaN, whole. Raises ValueError for
+    other numbers of bits, and for stochastic rounding to 1 bit under error feedback: its errors
+    grow without bound there.
     """
 
     def __init__(

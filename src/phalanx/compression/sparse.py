@@ -36,7 +36,13 @@ class CompressedGradient:
         return self.values.nbytes + encoded_size(self.original_len, k)
 
     def pack(self) -> Tensor:
-        """The bytes on the wire, uint8. Their number follows from k, `original_len` and dtype."""
+        """The bytes on the wire, uint8. Their number follows from k, `original_len` and dtype.
+
+        Raises ValueError unless indices are ascending, and as `dense` does.
+        """
+        self.check()
+        if not _ascending(self.indices):
+            raise ValueError("indices go on the wire in ascending order: sort them, and the values")
         code = encode(self.indices, self.original_len)
         return torch.cat([self.values.contiguous().view(torch.uint8), code])
 
@@ -50,7 +56,7 @@ class CompressedGradient:
                 f"{k} of {n} values of {dtype} are {expected} bytes, not {len(packed)}"
             )
         indices = decode(packed[split:], n, k)
-        if len(indices) != k or (k and int(indices[-1]) >= n):
+        if len(indices) != k or not _ascending(indices) or (k and int(indices[-1]) >= n):
             raise SizeMismatchError(f"these bytes do not say which {k} of {n} values they are")
         values = packed[:split].clone().view(dtype)  # at an address that the dtype can have
         return cls(indices.to(index_dtype(n)), values, n)
@@ -58,8 +64,9 @@ class CompressedGradient:
     def dense(self) -> Tensor:
         """The gradient with zeros for what is not there: new, of its shape.
 
-        Raises `IndexError` if an index is not one of its, `SizeMismatchError` if there are not as
-        many indices as values, or the shape is another size.
+        Raises `IndexError` if an index is not one of its, ValueError if one comes twice,
+        `SizeMismatchError` if there are not as many indices as values, or the shape is another
+        size.
         """
         dense = self.values.new_zeros(self.original_len)
         self.check()
@@ -82,6 +89,18 @@ class CompressedGradient:
                 f"index {int(self.indices[outside][0])} of a compressed gradient is out of range: "
                 f"it has {n} values, 0 to {n - 1}"
             )
+        if not _ascending(self.indices):
+            ordered = self.indices.sort().values
+            twice = ordered[1:][ordered.diff() == 0]
+            if len(twice) > 0:
+                raise ValueError(
+                    f"index {int(twice[0])} of a compressed gradient comes twice: each "
+                    "stands for one value"
+                )
+
+
+def _ascending(indices: Tensor) -> bool:
+    return not bool((indices.diff() <= 0).any())
 
 
 def index_dtype(n: int) -> torch.dtype:

@@ -6,7 +6,7 @@ Lin et al. 2018, "Deep Gradient Compression").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 import torch
@@ -68,10 +68,18 @@ class TopK(Compressor):
         bundle.flat.copy_(total.div_(part.parts))
 
 
-def compress_gradients(gradients: Sequence[Tensor], ratio: float) -> list[CompressedGradient]:
-    """Each gradient's `TopK(ratio)` message."""
-    top_k = TopK(ratio)
-    return [top_k.compress(gradient) for gradient in gradients]
+def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
+    """Each gradient's `TopK(ratio)` message. TypeError for what is no list of tensors."""
+    if isinstance(gradients, Tensor):  # whose rows would be taken for gradients
+        raise TypeError("compress_gradients takes a list of gradients, not one tensor")
+    top_k, listed = TopK(ratio), list(gradients)
+    for number, gradient in enumerate(listed):
+        if not isinstance(gradient, Tensor):
+            raise TypeError(
+                f"compress_gradients: gradient {number} is a {type(gradient).__name__}, not a "
+                "tensor; leave out parameters without a gradient, or give zeros"
+            )
+    return [top_k.compress(gradient) for gradient in listed]
 
 
 def decompress_gradients(
@@ -80,7 +88,7 @@ def decompress_gradients(
     """Gradients of these shapes, with zeros where the messages have no value.
 
     Raises `SizeMismatchError` unless there is a shape for each, of as many values as the gradient
-    had; `IndexError` for an index that is not one of its.
+    had; `IndexError` for an index that is not one of its; TypeError for what is no message.
     """
     if len(compressed) != len(shapes):
         raise SizeMismatchError(
@@ -88,6 +96,11 @@ def decompress_gradients(
         )
     dense = []
     for number, (message, shape) in enumerate(zip(compressed, shapes, strict=True)):
+        if not isinstance(message, CompressedGradient):
+            raise TypeError(
+                f"decompress_gradients: gradient {number} is a {type(message).__name__}, not a "
+                "CompressedGradient"
+            )
         if torch.Size(shape).numel() != message.original_len:
             raise SizeMismatchError(
                 f"decompress_gradients: gradient {number} had {message.original_len} values, and "
