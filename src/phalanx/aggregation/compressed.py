@@ -19,6 +19,8 @@ from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.compression.exchange import Part
 from phalanx.compression.finite import is_finite
+from phalanx.compression.residuals import RESIDUAL
+from phalanx.errors import SizeMismatchError
 
 
 class CompressedAggregator(GradientAggregator):
@@ -29,7 +31,8 @@ class CompressedAggregator(GradientAggregator):
 
     All gradients of a dtype are compressed together (top-k takes the largest of all of them);
     matrices keep their shapes. A gradient is known to the compressor by its number in the list:
-    always give those of the same parameters. Raises `DesyncError` on every rank, naming the first
+    always give those of the same parameters (under error feedback, `SizeMismatchError` on every
+    rank for another shape than before). Raises `DesyncError` on every rank, naming the first
     gradient that differs, before anything is summed; `UnsupportedOperationError`, before anything
     is sent, for dtypes that cannot be compressed.
 
@@ -44,6 +47,7 @@ class CompressedAggregator(GradientAggregator):
         self.backend = backend
         self.compressor = deepcopy(compressor)
         self._exchange = Exchange(backend)
+        self._shapes: dict[int, torch.Size] = {}  # of what something may be left over of
 
     @property
     def bytes_sent(self) -> int:
@@ -59,6 +63,7 @@ class CompressedAggregator(GradientAggregator):
             check_floating(gradient, which)
         who = f"CompressedAggregator({self.compressor!r})"
         check_same_list(listed, self.backend, who)
+        self._check_shapes(listed)
         groups = numbers_by_kind(listed)
         bundles = [
             Bundle.of([listed[n] for n in numbers], [*map(str, numbers)]) for numbers in groups
@@ -75,6 +80,7 @@ class CompressedAggregator(GradientAggregator):
             raise
         if all(is_finite(bundle.flat) for bundle in bundles):
             self.compressor.commit()
+            self._shapes.update((number, g.shape) for number, g in enumerate(listed))
         else:
             self.compressor.rollback()
         results: dict[int, Tensor] = {}
@@ -96,3 +102,21 @@ class CompressedAggregator(GradientAggregator):
         in the log says which ones are missing: what these had left over is lost. Nothing is sent.
         """
         load_own(self.compressor, state, self.backend)
+        self._shapes.clear()
+
+    def _check_shapes(self, listed: Sequence[Tensor]) -> None:
+        """Refuse gradients in another order: others' leavings would be added to them."""
+        if RESIDUAL not in self.compressor.remembers():
+            return
+        for number, gradient in enumerate(listed):
+            before = self._shapes.get(number, gradient.shape)
+            if before != gradient.shape:
+                rank = self.backend.rank
+                raise SizeMismatchError(
+                    f"rank {rank}: {self.compressor}: gradient {number} has the shape "
+                    f"{list(gradient.shape)}, and what is left over is of one of {list(before)}: "
+                    "give the gradients of the same parameters in the same order in every call, or "
+                    "make a new aggregator for others",
+                    rank=rank,
+                    op="aggregate",
+                )

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.aggregation.intact import check_intact
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
-from phalanx.compression.memory import under
 from phalanx.compression.residuals import RESIDUAL
-from phalanx.errors import SizeMismatchError
 
 log = logging.getLogger("phalanx")
 
-_KEY = re.compile(r"compression@(\d+)/(\d+)\.(.*)", re.DOTALL)
+_KEY = re.compile(r"compression@(\d{1,6})/(\d{1,6})\.(.*)", re.DOTALL)
+"""Nobody has more ranks; a key that says so does not make anybody count to there."""
 
 
 def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
@@ -72,7 +72,8 @@ def load_own(
                for what was left over of one that is not there, or has another size
 
     Without any the compressor keeps the state that it has. A warning in the log says what is lost.
-    Raises ValueError if there are states of different numbers of ranks.
+    Raises ValueError if there are states of different numbers of ranks, and what `check_intact`
+    does; the compressor is as before then.
     """
     states: dict[int, dict[str, Tensor]] = {}
     sizes = set()
@@ -96,6 +97,17 @@ def load_own(
             f"rank {backend.rank}: the state dict has states of compressors of {sorted(sizes)} "
             "ranks: load those of one save"
         )
+    check_intact(states, backend, sizes_of)
+    if RESIDUAL not in compressor.remembers() and any(
+        key.startswith(RESIDUAL) for state in states.values() for key in state
+    ):
+        log.warning(
+            "rank %d: the state dict has what an ErrorFeedback had left over, and it is lost: %r "
+            "forgets what it leaves out; ErrorFeedback(%r) would go on",
+            backend.rank,
+            compressor,
+            compressor,
+        )
     (size,) = sizes
     size = max(size, *(rank + 1 for rank in states))
     missing = sorted(set(range(size)) - states.keys())
@@ -109,17 +121,4 @@ def load_own(
             size,
         )
     resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
-    if sizes_of is not None:
-        _check_sizes(resharded[mine], sizes_of, backend)
     compressor.load_state_dict(resharded[mine])
-
-
-def _check_sizes(state: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
-    for name, left in under(RESIDUAL, state).items():
-        if sizes.get(name) != left.numel():
-            has = f"{sizes[name]} values" if name in sizes else "no such gradient"
-            raise SizeMismatchError(
-                f"rank {backend.rank}: the state dict has {left.numel()} values that were left "
-                f"over of {name}, and this model has {has}: it is the state of another model",
-                rank=backend.rank,
-            )

@@ -192,7 +192,8 @@ class DDP(Wrapper):
 
         For as many ranks as before, each needs its own only; else all are needed, and what averages
         lack stays the same, to a rounding. A warning in the log says what is missing. Nothing is
-        sent. `SizeMismatchError` if it is of a model with other parameters.
+        sent. `SizeMismatchError` if it is of a model with other parameters, ValueError if it is
+        damaged; the state stays as it was then.
         """
         load_own(self.compression, state, self.backend, sizes_of=self._sizes)
 
