@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from forms import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx import (
     AllReduceAggregator,
     Backend,
+    BackendUnavailableError,
     CompressedAggregator,
     CompressionConfig,
     DataParallelConfig,
@@ -17,6 +23,7 @@ from phalanx import (
     LocalAggregator,
     MisuseError,
     ParameterServer,
+    TopK,
     simulate,
 )
 
@@ -51,6 +58,43 @@ def test_a_config_is_the_same_from_json_and_from_the_environment(config: DataPar
     assert DataParallelConfig.from_environment(config.to_environment()) == config
     assert DistributedConfig.from_json(config.config.to_json()) == config.config
     assert DistributedConfig.from_environment(config.config.to_environment()) == config.config
+
+
+HOSTS = st.sampled_from(["node1", "192.0.2.7", "[fd00::1]", "[fe80::1%eth0]", "a.b-c.example"])
+SEEDS = st.integers() | st.text(max_size=5) | st.none() | st.booleans()
+COMPRESSIONS_DRAWN = st.one_of(
+    st.builds(
+        lambda method, ratio, seed, feedback: CompressionConfig(
+            method, {"ratio": ratio, **({"seed": seed} if method == "random_k" else {})}, feedback
+        ),
+        st.sampled_from(["top_k", "random_k"]),
+        st.floats(0, 1),
+        SEEDS,
+        st.booleans(),
+    ),
+    st.builds(
+        lambda rank, seed: CompressionConfig("power_sgd", {"rank": rank, "seed": seed}),
+        st.integers(1, 1000),
+        SEEDS,
+    ),
+    st.builds(
+        lambda bits, block: CompressionConfig("quantized", {"bits": bits, "block": block}),
+        st.sampled_from([8, 4, 1]),
+        st.integers(1, 10**6),
+    ),
+)
+
+
+@settings(max_examples=examples(25))
+@given(st.integers(1, 10**6), st.integers(0), HOSTS, st.integers(1, 65535), COMPRESSIONS_DRAWN)
+def test_so_is_any_other(size: int, rank: int, host: str, port: int, compression):
+    ranks = DistributedConfig(size, rank % size, f"{host}:{port}")
+    config = DataParallelConfig(ranks, "compressed", compression)
+    again = DataParallelConfig.from_json(config.to_json())
+    assert again == config
+    assert again.to_json() == config.to_json()
+    assert DataParallelConfig.from_environment(config.to_environment()) == config
+    assert repr(again.compression.build()) == repr(compression.build())
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", True, 1.5])
@@ -98,6 +142,52 @@ def test_a_variable_that_is_missing_or_no_number_is_named(name: str):
 
 
 @pytest.mark.parametrize(
+    ("variable", "kind"),
+    [
+        ({"RANK": "-1"}, InvalidRankError),
+        ({"RANK": "3"}, InvalidRankError),
+        ({"WORLD_SIZE": "0"}, InvalidWorldSizeError),
+        ({"WORLD_SIZE": ""}, ValueError),
+        ({"MASTER_ADDR": ""}, ValueError),
+        ({"MASTER_ADDR": "node1:29500"}, ValueError),
+        ({"MASTER_PORT": "-1"}, ValueError),
+        ({"MASTER_PORT": "70000"}, ValueError),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named_with_its_value(variable, kind):
+    ((name, value),) = variable.items()
+    with pytest.raises(kind, match=f"{name}='?{value}"):
+        DistributedConfig.from_environment({**CONFIG.to_environment(), **variable})
+
+
+def test_an_ipv6_number_in_the_environment_may_have_brackets():
+    environ = {**CONFIG.to_environment(), "MASTER_ADDR": "[fd00::1]"}
+    assert DistributedConfig.from_environment(environ).coordinator_addr == "[fd00::1]:29500"
+
+
+def test_a_variable_that_is_empty_counts_as_none():
+    environ = {**CONFIG.to_environment(), "PHALANX_AGGREGATOR": "", "PHALANX_COMPRESSION": ""}
+    assert DataParallelConfig.from_environment(environ) == DataParallelConfig(CONFIG)
+
+
+def test_fields_of_other_types_are_refused_when_they_are_written_down_too():
+    with pytest.raises(ValueError, match="coordinator_addr must be text"):
+        DistributedConfig(1, 0, 29500)
+    with pytest.raises(TypeError, match=r"takes a DistributedConfig, not \{"):
+        DataParallelConfig({"world_size": 1, "rank": 0, "coordinator_addr": "a:1"})
+    with pytest.raises(TypeError, match=r"takes a CompressionConfig.* not TopK\(0.1\)"):
+        DataParallelConfig(CONFIG, "compressed", TopK(0.1))
+    with pytest.raises(ValueError, match="is none; there are local"):
+        DataParallelConfig(CONFIG, LocalAggregator())
+    with pytest.raises(ValueError, match="is no method"):
+        CompressionConfig(["top_k"], {"ratio": 0.1})
+    with pytest.raises(ValueError, match="has to be a dict"):
+        CompressionConfig("half", None)
+    with pytest.raises(ValueError, match="error_feedback='no' True or False"):
+        CompressionConfig("half", {}, "no")
+
+
+@pytest.mark.parametrize(
     "variables",
     [
         {"PHALANX_AGGREGATOR": "gossip"},
@@ -127,7 +217,14 @@ def test_so_are_they_when_they_are_written_down():
         ("top_k", {}, "ratio"),
         ("top_k", {"ratio": 2.0}, "between 0 and 1"),
         ("top_k", {"ratio": 0.1, "size": 3}, "size"),
+        ("top_k", {"ratio": "0.1"}, "between 0 and 1, not '0.1'"),
+        ("top_k", {"ratio": None}, "between 0 and 1"),
+        ("random_k", {"ratio": math.nan}, "between 0 and 1"),
+        ("power_sgd", {"rank": 1.5}, "rank 1 or more, not 1.5"),
         ("quantized", {"bits": 3}, "8, 4 or 1"),
+        ("quantized", {"bits": 8.0}, "8, 4 or 1"),
+        ("quantized", {"block": 1.5}, "at least 1, not 1.5"),
+        ("quantized", {"stochastic": "maybe"}, "True, False or None"),
         ("half", {"dtype": "float33"}, "'float33' is no dtype"),
         ("half", {"dtype": "int8"}, "casts to"),
         ("gossip", {}, "is no method; there are top_k"),
@@ -187,3 +284,13 @@ def test_a_config_connects_its_rank():
     for thread in threads:
         thread.join(30)
     assert met == {0: [1.0], 1: [1.0]}
+
+
+def test_under_torchrun_whose_store_has_the_port_it_says_what_to_do(monkeypatch):
+    import socket
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        config = DistributedConfig(2, 0, f"127.0.0.1:{store.getsockname()[1]}")
+        with pytest.raises(BackendUnavailableError, match=r"in use.* take phalanx.init\(\)"):
+            config.connect(timeout=5.0)

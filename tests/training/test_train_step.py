@@ -15,6 +15,7 @@ from phalanx import (
     AllReduceAggregator,
     Backend,
     CompressedAggregator,
+    DesyncError,
     ErrorFeedback,
     GradientAggregator,
     LocalAggregator,
@@ -124,6 +125,49 @@ def test_steps_are_counted_where_nobody_gives_a_number():
     assert LocalAggregator().steps == 0
 
 
+@pytest.mark.parametrize(
+    ("computed", "words"),
+    [
+        (None, "a NoneType"),
+        (torch.ones(2), "a Tensor"),
+        ((1, 2, 3), "a tuple of 3"),
+        ((1.0, None), "gradients that are a NoneType"),
+        (([torch.ones(1)], torch.tensor(1.0)), "gradients that are a Tensor"),
+        ((1.0, {"weight": torch.ones(1)}), "gradients that are a dict"),
+    ],
+)
+def test_what_compute_has_to_return_is_said_to_who_returns_something_else(computed, words: str):
+    with pytest.raises(TypeError, match=f"`return loss, gradients`; it has returned {words}"):
+        distributed_train_step(lambda: computed, fail, LocalAggregator())
+
+
+def test_gradients_may_come_from_a_generator():
+    applied: list[torch.Tensor] = []
+    given = (torch.full((2,), float(n)) for n in range(3))
+    distributed_train_step(lambda: (0, given), applied.extend, LocalAggregator())
+    assert [g.tolist() for g in applied] == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("none", [None, LocalAggregator, object()])
+def test_what_is_no_aggregator_is_refused_before_anything_is_computed(none):
+    with pytest.raises(TypeError, match=r"takes a GradientAggregator, such as AllReduce"):
+        distributed_train_step(fail, fail, none)
+
+
+def test_a_step_that_failed_on_every_rank_can_be_done_again():
+    def run(backend: Backend) -> list[float]:
+        aggregator = AllReduceAggregator(backend)
+        training = Training(backend.rank, backend.world_size)
+        with pytest.raises(Problem):
+            distributed_train_step(training.compute, fail, aggregator)
+        assert aggregator.steps == 0
+        losses, _ = trained(aggregator, training, steps=2)
+        assert aggregator.steps == 2
+        return losses
+
+    assert simulate(run, 2)[0][1] > 0
+
+
 def test_an_epoch_is_a_step_for_each_batch_and_gives_the_mean_loss():
     one, other = Training(), Training()
     rows = [slice(0, 8), slice(8, 16), slice(16, 24)]
@@ -176,3 +220,80 @@ def test_what_is_no_terminal_stays_empty():
     training = Training()
     train_epoch([slice(0, 4)], training.compute, training.apply, LocalAggregator(), console=console)
     assert console.file.getvalue() == ""
+
+
+KINDS = [
+    AllReduceAggregator,
+    ParameterServer,
+    lambda backend: CompressedAggregator(backend, ErrorFeedback(TopK(0.3))),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["all-reduce", "parameter server", "compressed"])
+def test_ranks_with_other_numbers_of_batches_are_told_who_had_how_many(kind):
+    """Else the last batch of one would be averaged with the next epoch's first of another."""
+
+    def run(backend: Backend) -> str:
+        training = Training(backend.rank, backend.world_size)
+        rows = (slice(0, 4) for _ in range(2 if backend.rank == 1 else 3))
+        with pytest.raises(DesyncError) as caught:
+            train_epoch(rows, training.compute, training.apply, kind(backend))
+        assert caught.value.peer == 1
+        return str(caught.value)
+
+    told = simulate(run, 3)
+    for rank, words in enumerate(told):
+        assert words.startswith(f"rank {rank}: ")
+        assert "rank 1 has come to the end of its epoch, after 2 batches" in words
+    assert "Give every rank as many" in told[1]
+
+
+def test_no_batches_at_all_on_one_rank_are_told_too():
+    def run(backend: Backend) -> None:
+        training = Training(backend.rank, backend.world_size)
+        rows = [slice(0, 4)] * backend.rank
+        with pytest.raises(DesyncError, match=r"rank 0 has come to the end .*, after 0 batches"):
+            train_epoch(rows, training.compute, training.apply, AllReduceAggregator(backend))
+
+    simulate(run, 3)
+
+
+def test_no_batches_on_any_rank_are_an_epoch():
+    def run(backend: Backend) -> float:
+        return train_epoch([], fail, fail, AllReduceAggregator(backend))
+
+    assert all(math.isnan(mean) for mean in simulate(run, 2))
+
+
+@pytest.mark.parametrize("loss", [None, "3", torch.ones(2)])
+def test_a_loss_that_is_no_number_is_refused_before_it_is_applied(loss):
+    with pytest.raises(TypeError, match="a number, or a tensor of one, not of"):
+        train_epoch([0], lambda batch: (loss, []), fail, LocalAggregator())
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Problem])
+def test_an_epoch_that_is_interrupted_leaves_the_terminal_as_it_was(stop: type[BaseException]):
+    console, training = terminal(), Training()
+
+    def compute(rows: slice):
+        if rows.start:
+            raise stop
+        return training.compute(rows)
+
+    rows = [slice(0, 4), slice(4, 8)]
+    with pytest.raises(stop):
+        train_epoch(rows, compute, training.apply, LocalAggregator(), console=console)
+    shown = console.file.getvalue()
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor hidden, and back
+    train_epoch(rows, training.compute, training.apply, LocalAggregator(), console=console)
+
+
+def test_an_epoch_inside_of_an_epoch_is_an_epoch():
+    inner, outer = Training(), Training()
+
+    def compute(rows: slice):
+        train_epoch([rows], inner.compute, inner.apply, LocalAggregator())
+        return outer.compute(rows)
+
+    train_epoch([slice(0, 4), slice(4, 8)], compute, outer.apply, LocalAggregator())
+    assert torch.equal(inner.model.weight, outer.model.weight)
