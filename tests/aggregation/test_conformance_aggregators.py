@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from aggregator_kinds import ALL, ALONE, EXACT, SHAPES, gradients, mean_of
-from clusters import Cluster
+from clusters import Cluster, Simulated
 
 from phalanx import (
     AllReduceAggregator,
     Backend,
+    CollectiveTimeoutError,
     CompressedAggregator,
     DesyncError,
     ErrorFeedback,
@@ -17,6 +18,7 @@ from phalanx import (
     LocalAggregator,
     ParameterServer,
     Quantized,
+    SizeMismatchError,
     TopK,
     UnsupportedOperationError,
     simulate,
@@ -154,10 +156,34 @@ def test_what_is_no_list_of_tensors_is_refused_before_anything_is_sent(name: str
     simulate(run, 1)
 
 
+@pytest.mark.parametrize("name", ["all-reduce", "parameter server", "top-k"])
+def test_sparse_gradients_are_refused_by_number_before_anything_is_sent(name: str):
+    def run(backend: Backend) -> None:
+        given = [torch.ones(2), torch.ones(3).to_sparse()]
+        words = f"rank {backend.rank}: .*gradient 1 is torch.sparse_coo.*sparse=False"
+        with pytest.raises(UnsupportedOperationError, match=words):
+            ALL[name](backend).aggregate(given)
+
+    simulate(run, 2)
+
+
+@pytest.mark.parametrize("kind", [AllReduceAggregator, ParameterServer])
+def test_a_timeout_of_its_own_holds_from_the_first_message_on(kind):
+    def run(backend: Backend) -> None:
+        if backend.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match="1"):
+                kind(backend, timeout=0.05).aggregate([torch.ones(3)])
+
+    Simulated().run(run, 2, timeout=60.0)
+
+
 def test_integers_can_be_averaged_but_not_compressed():
     def run(backend: Backend) -> None:
-        with pytest.raises(UnsupportedOperationError, match="not int64"):
-            CompressedAggregator(backend, TopK(0.5)).aggregate([torch.ones(3).long()])
+        words = f"rank {backend.rank}: gradient 1: TopK.* not int64; average such gradients un"
+        with pytest.raises(UnsupportedOperationError, match=words):
+            CompressedAggregator(backend, TopK(0.5)).aggregate(
+                [torch.ones(3), torch.ones(3).long()]
+            )
         given = [torch.full((2,), 4 * backend.rank)]
         assert AllReduceAggregator(backend).aggregate(given)[0].tolist() == [2, 2]
         assert ParameterServer(backend).aggregate(given)[0].tolist() == [2, 2]
@@ -226,3 +252,51 @@ def test_what_is_not_finite_is_given_back_and_not_remembered():
         assert all(g.isfinite().all() for g in aggregator.aggregate(gradients(backend.rank)))
 
     simulate(run, 2)
+
+
+SHAPES_LATER = {"another size": [(2, 4), (5,)], "another order": [(5,), (3, 4)], "turned": [(4, 3)]}
+
+
+@pytest.mark.parametrize("what", SHAPES_LATER)
+def test_under_error_feedback_gradients_keep_their_places_in_the_list(what: str):
+    """Else what was left over of one would be added to another."""
+
+    def run(backend: Backend) -> None:
+        aggregator = CompressedAggregator(backend, ErrorFeedback(TopK(0.2)))
+        aggregator.aggregate([torch.ones(3, 4), torch.ones(5)])
+        before = aggregator.state_dict()
+        words = rf"rank {backend.rank}: .*gradient 0 has the shape .* of one of \[3, 4\]"
+        with pytest.raises(SizeMismatchError, match=words):
+            aggregator.aggregate([torch.ones(shape) for shape in SHAPES_LATER[what]])
+        after = aggregator.state_dict()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        aggregator.aggregate([torch.ones(3, 4), torch.ones(5)])
+
+    simulate(run, 2)
+
+
+def test_without_feedback_they_may_be_others_in_each_call():
+    def run(backend: Backend) -> None:
+        aggregator = CompressedAggregator(backend, Quantized(8))
+        for shapes in ([(3, 4)], [(5,), (4, 3)], [], [(2,)]):
+            found = aggregator.aggregate([torch.ones(shape) for shape in shapes])
+            assert [tuple(g.shape) for g in found] == shapes
+
+    simulate(run, 2)
+
+
+def test_an_average_that_is_not_finite_says_so_in_its_dtype_alone_and_training_goes_on():
+    def run(backend: Backend) -> list[list[bool]]:
+        aggregator = CompressedAggregator(backend, ErrorFeedback(TopK(0.2)))
+        finite = []
+        for step in range(3):
+            given = gradients(backend.rank, step) + gradients(backend.rank, 9, torch.float64)
+            if (step, backend.rank) == (1, 2):
+                given[0][2, 2] = torch.inf
+            found = aggregator.aggregate(given)
+            finite.append([bool(g.isfinite().all()) for g in found])
+        return finite
+
+    everything = [True] * (2 * len(SHAPES))
+    for found in simulate(run, 3):
+        assert found == [everything, [False, *everything[1:]], everything]

@@ -10,7 +10,15 @@ import torch
 from aggregator_kinds import COMPRESSORS, gradients
 from torch import Tensor
 
-from phalanx import Backend, CompressedAggregator, ErrorFeedback, TopK, simulate
+from phalanx import (
+    Backend,
+    CompressedAggregator,
+    ErrorFeedback,
+    Quantized,
+    SizeMismatchError,
+    TopK,
+    simulate,
+)
 from phalanx.compression.residuals import short_of
 
 WITH_FEEDBACK = [name for name in COMPRESSORS if "feedback" in name]
@@ -98,3 +106,81 @@ def test_a_dict_without_any_state_changes_nothing():
         assert aggregator.state_dict().keys() == before.keys()
 
     simulate(run, 1)
+
+
+DAMAGED = {
+    "a number that is none": ({"residual.0": torch.tensor([1.0, torch.nan])}, "no row of finite"),
+    "an infinity": ({"residual.0": torch.tensor([torch.inf])}, "no row of finite"),
+    "integers": ({"residual.0": torch.ones(2).long()}, "no row of finite"),
+    "a matrix": ({"residual.0": torch.ones(2, 3)}, "no row of finite"),
+    "no tensor": ({"residual.0": [1.0]}, "is a list, not a tensor"),
+    "a slice of nothing": ({"owned.0-2.0": torch.ones(2)}, "no part of a gradient"),
+    "a slice of no numbers": ({"owned.x-y.0": torch.ones(2)}, "no part of a gradient"),
+    "a slice that is too long": (
+        {"residual.0": torch.ones(4), "owned.2-6.0": torch.ones(4)},
+        "no part of a gradient",
+    ),
+    "a slice of another length": (
+        {"residual.0": torch.ones(4), "owned.2-4.0": torch.ones(3)},
+        "no part of a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_state_that_is_damaged_is_refused_and_the_one_that_was_there_stays(what: str):
+    state, words = DAMAGED[what]
+
+    def run(backend: Backend) -> None:
+        aggregator = CompressedAggregator(backend, ErrorFeedback(Quantized(1)))
+        aggregator.aggregate([torch.arange(4.0)])
+        before = aggregator.state_dict()
+        damaged = {f"compression@1/2.{key}": value for key, value in state.items()}
+        with pytest.raises(ValueError, match=f"rank 0: .*damaged.* of rank 1's .*{words}"):
+            aggregator.load_state_dict(damaged)
+        after = aggregator.state_dict()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+    simulate(run, 1)
+
+
+def test_ranks_that_had_other_models_are_refused_by_the_gradient_s_name():
+    def run(backend: Backend) -> None:
+        aggregator = CompressedAggregator(backend, ErrorFeedback(TopK(0.1)))
+        joined = {
+            "compression@0/2.residual.0": torch.ones(3),
+            "compression@1/2.residual.0": torch.ones(4),
+        }
+        with pytest.raises(SizeMismatchError, match="4 values that were left over of 0"):
+            aggregator.load_state_dict(joined)
+
+    simulate(run, 1)
+
+
+def test_a_key_of_more_ranks_than_there_can_be_is_nobody_s():
+    def run(backend: Backend) -> None:
+        aggregator = CompressedAggregator(backend, ErrorFeedback(TopK(0.1)))
+        aggregator.load_state_dict({f"compression@0/{10**12}.residual.0": torch.ones(3)})
+        assert not aggregator.state_dict()
+
+    simulate(run, 1)
+
+
+@pytest.mark.parametrize("later", COMPRESSORS)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_another_compressor_goes_on_from_it_or_says_that_it_forgets(name: str, later: str, caplog):
+    def run(backend: Backend) -> tuple[dict[str, Tensor], ...]:
+        _, state = train(backend, name, range(2), None)
+        _, loaded = train(backend, later, range(0), state)
+        train(backend, later, range(2, 3), state)
+        return state, loaded
+
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        states, loaded = zip(*simulate(run, 2), strict=True)
+    told = any(
+        "ErrorFeedback had left over, and it is lost" in r.getMessage() for r in caplog.records
+    )
+    assert told == ("feedback" not in later)
+    if not told:
+        before, after = missing(join(enumerate(states)), 2), missing(join(enumerate(loaded)), 2)
+        assert all(torch.equal(before[key], after[key]) for key in before)

@@ -17,6 +17,7 @@ from phalanx import (
     compress_gradients,
     decompress_gradients,
 )
+from phalanx.compression.bits import bits_of, pack_bits
 from phalanx.compression.index_codes import CODES, code_for, encoded_size
 from phalanx.compression.select import largest
 from phalanx.errors import SizeMismatchError
@@ -123,6 +124,41 @@ def test_indices_take_the_shortest_code(n: int, k: int, code: str, nbytes: int):
     assert encoded_size(n, k) == nbytes
 
 
+BOUNDARIES = [1, 2, 255, 256, 257, 65535, 65536, 65537, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**40]
+
+
+@pytest.mark.parametrize("n", BOUNDARIES)
+def test_indices_survive_at_the_ends_of_what_a_width_can_hold(n: int):
+    spread = [i * n // 50 for i in range(50)]
+    for wanted in ([0], [n - 1], [0, n - 1], [n // 2 - 1, n // 2], [*range(9), n - 1], spread):
+        indices = torch.tensor(sorted({i for i in wanted if 0 <= i < n}), dtype=torch.int64)
+        k = len(indices)
+        for code in CODES.values():
+            if code.bits(n, k) < 10**6:
+                assert torch.equal(code.decode(code.encode(indices, n), n, k), indices)
+        values = torch.ones(k)
+        packed = CompressedGradient(indices, values, n).pack()
+        again = CompressedGradient.unpack(packed, k, n, torch.float32)
+        assert torch.equal(again.indices.long(), indices)
+        assert again.indices.dtype == (torch.int32 if n <= 2**31 else torch.int64)
+
+
+@pytest.mark.parametrize("ratio", [0, 5e-324, 1e-12, 0.5, 1])
+@pytest.mark.parametrize("value", [0.0, -0.0, math.nan, math.inf, 1e-45, -1e-40])
+def test_values_that_are_all_alike_are_taken_from_the_first_on(ratio: float, value: float):
+    for shape in [(6,), (2, 3), (), (0,)]:
+        gradient = torch.full(shape, value)
+        message = TopK(ratio).compress(gradient)
+        k = min(gradient.numel(), max(1, math.ceil(gradient.numel() * ratio)))
+        assert message.indices.tolist() == list(range(k))
+        back = TopK(ratio).decompress(message)
+        assert back.shape == gradient.shape
+        torch.testing.assert_close(
+            back.flatten()[:k], gradient.flatten()[:k], rtol=0, atol=0, equal_nan=True
+        )
+        assert not back.flatten()[k:].any()
+
+
 def test_a_code_is_never_far_from_the_number_of_choices():
     for n in (100, 1000, 100_000):
         for k in (1, n // 100, n // 10, n // 2):
@@ -157,6 +193,42 @@ def test_an_index_out_of_range_is_an_error_that_names_it():
         bad = CompressedGradient(torch.tensor([index]), torch.ones(1), 4)
         with pytest.raises(IndexError, match=f"index {index} .* 4 values"):
             decompress_gradients([bad], [(2, 2)])
+
+
+def test_an_index_that_comes_twice_is_an_error_that_names_it():
+    bad = CompressedGradient(torch.tensor([2, 0, 2]), torch.ones(3), 4)
+    for refuses in (bad.dense, bad.pack):
+        with pytest.raises(ValueError, match="index 2 of a compressed gradient comes twice"):
+            refuses()
+
+
+def test_indices_in_another_order_are_read_but_not_packed():
+    message = CompressedGradient(torch.tensor([3, 1]), torch.tensor([5.0, 6.0]), 4)
+    assert message.dense().tolist() == [0, 6, 0, 5]
+    with pytest.raises(ValueError, match="ascending order: sort them"):
+        message.pack()
+    with pytest.raises(IndexError, match="index 9 "):
+        CompressedGradient(torch.tensor([9]), torch.ones(1), 4).pack()
+
+
+def test_bytes_whose_indices_are_out_of_range_or_order_are_refused():
+    n, k = 300, 2  # of 9 bits each
+    assert code_for(n, k) is CODES["plain"]
+    for indices in ([400, 7], [7, 400], [7, 7], [8, 7]):
+        code = pack_bits(bits_of(torch.tensor(indices), 9))
+        packed = torch.cat([torch.ones(k).view(torch.uint8), code])
+        with pytest.raises(SizeMismatchError, match="which 2 of 300 values"):
+            CompressedGradient.unpack(packed, k, n, torch.float32)
+
+
+def test_what_is_no_list_of_gradients_or_of_messages_is_refused_by_number():
+    with pytest.raises(TypeError, match="not one tensor"):
+        compress_gradients(torch.ones(2, 2), 0.5)
+    with pytest.raises(TypeError, match="gradient 1 is a NoneType"):
+        compress_gradients([torch.ones(2), None], 0.5)
+    with pytest.raises(TypeError, match="gradient 0 is a Tensor, not a CompressedGradient"):
+        decompress_gradients([torch.ones(2)], [(2,)])
+    assert len(compress_gradients((torch.ones(n) for n in range(3)), 0.5)) == 3
 
 
 def test_shapes_that_do_not_fit_are_errors_that_name_both():
