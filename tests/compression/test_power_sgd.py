@@ -79,3 +79,37 @@ def test_its_state_is_where_the_next_step_begins():
     assert not compressors[0].state_dict()  # until the pass counts
     commit(compressors)
     assert compressors[0].state_dict()["inner.q.g0"].shape == (9, 1)
+
+
+KERNELS = [(500, 3), (3, 500), (1, 70), (70, 1), (64, 1, 3, 3), (2, 3, 1, 1), (8, 4, 5), (2, 2)]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_matrices_of_any_shape_lose_nothing_under_error_feedback(rank: int):
+    feedbacks = [ErrorFeedback(PowerSGD(rank)) for _ in range(2)]
+    given = [
+        [noise(*shape, seed=9 * part + i) for i, shape in enumerate(KERNELS)] for part in (0, 1)
+    ]
+    mean = sum(bundle.flat.double() for bundle in bundles_of(given)) / 2
+    found, other = average(feedbacks, bundles_of(given))
+    commit(feedbacks)
+    assert torch.equal(found, other)
+    left = sum(
+        torch.cat([feedback.residual(f"g{i}") for i in range(len(KERNELS))]).double()
+        for feedback in feedbacks
+    )
+    torch.testing.assert_close(found.double() + left / 2, mean, rtol=0, atol=1e-5)
+
+
+def test_zeros_on_one_part_or_on_all_are_averaged_as_they_are():
+    for others in (torch.zeros(20, 30), noise(20, 1) @ noise(1, 30, seed=1)):
+        given = [[torch.zeros(20, 30)], [others]]
+        found = average([PowerSGD(2) for _ in range(2)], bundles_of(given))[0].view(20, 30)
+        torch.testing.assert_close(found, others / 2, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e15])
+def test_sizes_far_from_one_are_approximated_as_well(size: float):
+    matrix = noise(20, 2) @ noise(2, 30, seed=1) * size
+    found = average([PowerSGD(2)], bundles_of([[matrix]]))[0].view(20, 30)
+    torch.testing.assert_close(found / size, matrix / size, rtol=1e-3, atol=1e-2)

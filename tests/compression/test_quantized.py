@@ -81,6 +81,35 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(bits: int, 
     assert back[32:].isnan().all()
 
 
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("bits", [8, 4, 1])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 7, 8, 9, 250])
+def test_sizes_that_blocks_and_bytes_do_not_divide_are_whole(n: int, bits: int, stochastic: bool):
+    values = noise(n)
+    compressor = Quantized(bits, block=4, stochastic=stochastic)
+    message = compressor.compress(values)
+    assert message.nbytes == 4 * -(-n // 4) + -(-bits * n // 8)
+    off = (compressor.decompress(message) - values).abs()
+    assert (off <= 2 * values.abs().max() / {8: 127, 4: 7, 1: 1}[bits]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_one_huge_value_takes_its_block_s_precision_and_no_other_s(bits: int):
+    values = torch.ones(8)
+    values[1] = 1e30
+    compressor = Quantized(bits, block=4, stochastic=False)
+    back = compressor.decompress(compressor.compress(values))
+    torch.testing.assert_close(back, torch.tensor([0, 1e30, 0, 0, 1, 1, 1, 1]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_the_smallest_and_largest_numbers_stay_finite(bits: int):
+    for values in (torch.full((5,), 1e-45), torch.full((5,), -1e-39), torch.tensor([3e38, -1e38])):
+        compressor = Quantized(bits, block=4)
+        off = compressor.decompress(compressor.compress(values)) - values
+        assert (off.abs() <= 2 * values.abs().max()).all()
+
+
 def test_random_numbers_differ_from_call_to_call_and_from_part_to_part():
     values = torch.full((64,), 0.3)
     values[0] = 1
