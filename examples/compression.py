@@ -1,14 +1,12 @@
-"""DDP that sends less: loss and bytes of each compressor, on ranks of this process.
+"""DDP that sends less: loss and bytes of each compressor.
 
-python examples/compression.py
-phalanx run -n 4 examples/compression.py       on ranks of their own
+python examples/compression.py (two ranks in this process), phalanx run -n 4 examples/compression.py
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import phalanx
 from phalanx import DDP, Backend, Compressor, ErrorFeedback, Half, PowerSGD, Quantized, TopK
@@ -40,15 +38,14 @@ def train(backend: Backend, compression: Compressor | None, steps: int = 100) ->
     for step in range(steps):
         x, y = batch(step * backend.world_size + backend.rank)
         optimizer.zero_grad()
-        loss: Tensor = cross_entropy(ddp(x), y)
+        loss: Tensor = nn.functional.cross_entropy(ddp(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     x, y = map(torch.cat, zip(*(batch(10**6 + i) for i in range(8)), strict=True))
-    return cross_entropy(model(x), y).item(), ddp.bytes_sent
+    return nn.functional.cross_entropy(model(x), y).item(), ddp.bytes_sent
 
 
-def main() -> None:
-    backend = phalanx.init()
+def compare(backend: Backend) -> None:
     for name, compression in COMPRESSORS.items():
         loss, nbytes = train(backend, compression)
         if backend.rank == 0:
@@ -56,4 +53,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    world = phalanx.init()
+    if world.world_size == 1:
+        phalanx.simulate(compare, 2)
+    else:
+        compare(world)

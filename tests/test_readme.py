@@ -84,6 +84,13 @@ def test_the_benchmarks_in_the_readme_are_understood(command: str) -> None:
     assert isinstance(result.exception, phalanx.InvalidWorldSizeError), result.output
 
 
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_what_the_readme_links_to_is_there_and_examples_are_short(target: str) -> None:
+    assert (ROOT / target).exists()
+    if target.startswith("examples/") and target != "examples/train_language_model.py":
+        assert len((ROOT / target).read_text().splitlines()) < 60
+
+
 def test_make_demo_and_make_test_are_the_two_commands() -> None:
     assert blocks("console")[0].split("\n")[:2] == ["make demo", "make test"]
 

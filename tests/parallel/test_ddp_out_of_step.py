@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clusters import Cluster
+from clusters import Cluster, Simulated
 from ddp_models import noise
 from ddp_runs import outcome_of
 from torch import nn
@@ -101,3 +101,32 @@ def test_a_refusal_of_one_rank_is_the_error_of_all():
 
 def _both(module: nn.Module):
     return lambda x: module[0](x) + module[1](x)
+
+
+@pytest.mark.requires("agreement")  # else the library says it, in its words
+def test_a_rank_that_ran_out_of_batches_and_left_is_explained(cluster: Cluster):
+    def run(backend: Backend) -> str:
+        ddp = DDP(nn.Linear(6, 4), backend)
+        backward(ddp, backend.rank)
+        if backend.rank == 1:
+            if cluster.name != "baton":
+                backend.close()
+            return ""
+        return str(outcome_of(lambda: backward(ddp, backend.rank)))
+
+    told = cluster.run(run, 2)[0]
+    assert "DDP: this rank averages gradients" in told
+    assert "its batches ran out (see DDP.join)" in told
+
+
+def test_a_rank_that_died_is_not_taken_for_one_without_batches():
+    def run(backend: Backend) -> str:
+        ddp = DDP(nn.Linear(6, 4), backend)
+        if backend.rank == 1:
+            backend.abort()
+            return ""
+        return str(outcome_of(lambda: backward(ddp, backend.rank)))
+
+    told = Simulated().run(run, 2)[0]
+    assert "rank 1" in told
+    assert "batches ran out" not in told

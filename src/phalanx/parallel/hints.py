@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.errors import CollectiveTimeoutError, DesyncError
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    DeadlockError,
+    DesyncError,
+    DistributedError,
+    PeerLostError,
+)
 
 
 @contextmanager
@@ -13,9 +19,20 @@ def hint(text: str) -> Iterator[None]:
     """Add a sentence to the error that says that ranks do different things, or one does nothing."""
     try:
         yield
-    except (DesyncError, CollectiveTimeoutError) as error:
-        error.message = f"{error.message.rstrip('.')}. DDP: {text}"
+    except DistributedError as error:
+        if isinstance(error, _APART) or _has_left(error):
+            error.message = f"{error.message.rstrip('.')}. DDP: {text}"
         raise
+
+
+_APART = (DesyncError, CollectiveTimeoutError)
+
+
+def _has_left(error: DistributedError) -> bool:
+    """Whether somebody has ended in peace: one who died does not mean anything by it."""
+    if isinstance(error, PeerLostError):
+        return " left" in error.message
+    return isinstance(error, DeadlockError) and "(which has returned)" in error.message
 
 
 _ANOTHER = (
