@@ -24,8 +24,7 @@ COMPRESSORS: dict[str, Compressor | None] = {
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     """Points in 32 dimensions; their class is the largest of four of their sums."""
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(64, 32, generator=draw)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
     return x, x.view(-1, 4, 8).sum(-1).argmax(-1)
 
 
