@@ -143,8 +143,8 @@ class DDP(Wrapper):
     def _new_averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
         if self.compression is None:
             return AllReduced(self.backend)
-        for parameter in trained:
-            check_floating(parameter, self.compression)
+        for parameter, name in trained.items():
+            check_floating(parameter, f"rank {self.backend.rank}: DDP: {name}: {self.compression}")
         return Compressed(self.compression, trained, self.backend)
 
     # As a module ----------------------------------------------------------------------------
