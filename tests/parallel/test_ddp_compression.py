@@ -420,7 +420,7 @@ def test_ranks_with_other_compressors_are_refused_at_construction():
 def test_parameters_that_cannot_be_compressed_are_refused_at_construction():
     def run(backend: Backend) -> None:
         with pytest.raises(
-            UnsupportedOperationError, match="rank 0: DDP: weight: TopK.*not complex64"
+            UnsupportedOperationError, match=r"rank 0: DDP: weight: TopK.*not complex64"
         ):
             DDP(nn.Linear(2, 2, dtype=torch.complex64), backend, compression=TopK(0.1))
 
