@@ -80,6 +80,8 @@ class Pipeline(Wrapper):
     with nothing sent but that.
     """
 
+    spreads = True
+
     def __init__(
         self,
         layers: nn.Sequential | Sequence[nn.Module],
