@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -121,6 +122,14 @@ class Pipeline(Wrapper):
         At one time, at most; 1F1B: the number of stages from this one on.
         """
         return self._peak
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy on the same ranks, on which every rank makes one: there is one connection."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
+        rest = {name: value for name, value in self.__dict__.items() if name not in shared}
+        copy.__dict__ = deepcopy(rest, memo) | shared
+        return copy
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load this rank's layers; `state_dict` may be the whole model's."""

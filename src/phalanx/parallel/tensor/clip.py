@@ -1,8 +1,8 @@
 """The norm of all gradients, of which a rank has some, of others a part, and of others the whole.
 
-    cut over ranks: parallel layers, FSDP      every rank's part counts
-    on one of the ranks: a pipeline's stages   every rank's count
-    whole, and the same on every rank          counts once
+cut over ranks: parallel layers, FSDP      every rank's part counts
+on one of the ranks: a pipeline's stages   every rank's count
+whole, and the same on every rank          counts once
 """
 
 from __future__ import annotations
