@@ -6,12 +6,11 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ddp_runs import outcome_of, rows_of
-from pipeline_runs import SCHEDULES, adam, batch, deep, piped, sgd
+from pipeline_runs import adam, batch, deep, piped, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -151,7 +150,7 @@ def test_a_pipeline_is_saved_and_goes_on_with_other_stages(tmp_path: Path):
             torch.testing.assert_close(value, expected[key])
 
 
-# Clipping -----------------------------------------------------------------------------------
+# Clipping -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
@@ -196,7 +195,7 @@ def test_shards_inside_of_a_model_are_not_taken_for_the_whole(piped_too: bool):
     simulate(run, 4)
 
 
-# State of layers that are cut, in wrappers of their own ------------------------------------------
+# State of layers that are cut, in wrappers of their own ---------------------------------------
 
 
 @pytest.mark.parametrize("piped_too", [False, True])
@@ -271,7 +270,7 @@ def test_an_infinity_in_one_stage_lets_all_skip_the_step(frozen: bool):
     assert simulate(run, 3) == [[True, False], [True, False], [not frozen, False]]
 
 
-# Around a pipeline, and copies of it ---------------------------------------------------------------
+# Around a pipeline, and copies of it ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [DDP, FSDP])

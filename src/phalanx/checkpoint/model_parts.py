@@ -1,8 +1,8 @@
 """What a rank holds of a model, by the names that the plain model has for it.
 
 A model is a plain module, a wrapper of one (DDP, FSDP), or a module or pipeline with wrappers in
-it. Names are as if no wrapper were there. A tensor that has several names goes by the first; the others are its
-aliases.
+it. Names are as if no wrapper were there. A tensor that has several names goes by the first; the
+others are its aliases.
 """
 
 from __future__ import annotations

@@ -75,6 +75,21 @@ class Pipeline(Wrapper):
     tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
     each kind of batch, and not again.
 
+    What a loop needs besides: `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's takes each for itself); `GradScaler(backend)`; an optimizer for each stage's
+    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
+    the whole model's state, which any number of stages load, and a plain model.
+
+    On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
+    `mesh["data"]`, and after a step the mean of their gradients,
+
+        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
+
+    or layers that do it in each backward pass, in DDP or FSDP over `mesh["data"]`; and layers that
+    `parallelize` cut over `mesh["tensor"]`. Checkpoints are then of all ranks with the same part,
+    `backend=mesh["data", "stage"]`.
+
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
     `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for what cannot be a pipeline,

@@ -68,7 +68,7 @@ def clip_grad_norm_(
     if shards is not None and powers:
         together = all_reduce(torch.stack(list(powers.values())), Ranks(shards, NAME), op)
         powers = dict(zip(powers, together, strict=True))
-    totals = {stages: nothing for stages in (None, *(p.backend for p in pipelines))}
+    totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
     for (parts, stages), power in powers.items():
         whole = power if parts is None else all_reduce(power, Ranks(parts, NAME), op)
         totals[stages] = add(totals[stages], whole)

@@ -83,11 +83,12 @@ def load_full_state_dict(
                 "in this state: nothing was loaded. A rank's own state_dict() goes into "
                 "load_state_dict() of the same rank"
             )
+        part = value
         if place is not None:
-            value = place.split.cut.shard(value, place.split.dim, place.ranks.backend.rank)
-        if value.shape != mine.shape:  # a shard, of one dimension
-            value = value.reshape(-1)[piece.start : piece.stop].view(mine.shape)
-        parts[key] = value
+            part = place.split.cut.shard(part, place.split.dim, place.ranks.backend.rank)
+        if part.shape != mine.shape:  # a shard, of one dimension
+            part = part.reshape(-1)[piece.start : piece.stop].view(mine.shape)
+        parts[key] = part
     with ExitStack() as writing:
         for _, part in walk(module):
             if isinstance(part, Wrapper) and part is not module:  # which sees to it by itself
