@@ -90,9 +90,9 @@ def load_full_state_dict(
             part = part.reshape(-1)[piece.start : piece.stop].view(mine.shape)
         parts[key] = part
     with ExitStack() as writing:
-        for _, part in walk(module):
-            if isinstance(part, Wrapper) and part is not module:  # which sees to it by itself
-                writing.enter_context(part.writing())
+        for _, inner in walk(module):
+            if isinstance(inner, Wrapper) and inner is not module:  # which sees to it by itself
+                writing.enter_context(inner.writing())
         module.load_state_dict(parts, strict=strict)
 
 
