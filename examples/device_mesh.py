@@ -16,7 +16,8 @@ def train(
     backend: px.Backend, data: int = 2, steps: int = 20
 ) -> tuple[list[float], dict[str, Tensor]]:
     mesh = px.DeviceMesh(backend, (data, backend.world_size // data), ("data", "tensor"))
-    print(mesh)
+    if backend.rank == 0:
+        print(mesh)
 
     torch.manual_seed(0)  # the same model and data on every rank
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))

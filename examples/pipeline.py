@@ -1,9 +1,8 @@
-"""Pipeline parallelism: each rank trains some layers of a model that sees every sample.
+"""Pipeline parallelism: each rank trains some layers of a network that learns to add angles.
 
-    phalanx run -n 4 examples/pipeline.py
-    phalanx run -n 2 examples/pipeline.py --schedule interleaved_1f1b
-
-A deep network learns the sum of two angles, as sines and cosines. On one rank it is plain training.
+phalanx run -n 4 examples/pipeline.py
+phalanx run -n 2 examples/pipeline.py --schedule interleaved_1f1b
+phalanx run -n 2 examples/pipeline.py --steps 8 --width 1024       # to measure the bubble
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import phalanx as px
 
 
-def build_layers(depth: int = 12, width: int = 64) -> nn.Sequential:
+def build_layers(width: int, depth: int = 12) -> nn.Sequential:
     hidden = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     return nn.Sequential(nn.Linear(4, width), *hidden, nn.Linear(width, 2))
 
@@ -28,11 +27,13 @@ def draw_batch(step: int, rows: int = 256) -> tuple[Tensor, Tensor]:
     return torch.cat([angles.sin(), angles.cos()], 1), torch.cat([total.sin(), total.cos()], 1)
 
 
-def train(backend: px.Backend, steps: int, micro_batches: int, schedule: str) -> list[float]:
+def train(
+    backend: px.Backend, steps: int, micro_batches: int, schedule: str, width: int = 64
+) -> list[float]:
     torch.manual_seed(0)  # all ranks build all layers, and keep their own
     config = px.PipelineParallelConfig(backend.world_size, micro_batches, schedule)
-    pipeline = px.Pipeline(build_layers(), backend, config)
-    optimizer = torch.optim.Adam(pipeline.parameters(), lr=2e-3)
+    pipeline = px.Pipeline(build_layers(width), backend, config)
+    optimizer = torch.optim.Adam(pipeline.parameters(), lr=2e-3 * 64 / width)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -53,6 +54,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b")
-    options = parser.parse_args()
+    parser.add_argument("--width", type=int, default=64)
     with px.init() as backend:
-        train(backend, options.steps, options.micro_batches, options.schedule)
+        train(backend, **vars(parser.parse_args()))

@@ -56,7 +56,7 @@ def test_an_example_trains_as_it_does_on_one_rank(
 
 def test_the_mesh_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     simulate(lambda backend: device_mesh.train(backend, steps=1), 4)
-    assert "DeviceMesh(data=2, tensor=2), rank 3 at (1, 1)" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("DeviceMesh(data=2, tensor=2), rank 0 at (0, 0)") == 1
 
 
 @pytest.mark.parametrize("name", TRAIN)

@@ -12,17 +12,22 @@ from clusters import Cluster
 from ddp_runs import Watched, outcome_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from phalanx import (
+    DDP,
     Backend,
     DesyncError,
     DeviceMesh,
     InvalidRankError,
     InvalidWorldSizeError,
+    Pipeline,
+    PipelineParallelConfig,
     SimulatedBackend,
     SubBackend,
     all_gather,
     all_reduce,
+    parallelize,
     simulate,
 )
 
@@ -181,6 +186,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "one name twice": ((2, 3), ("a", "a"), ValueError, "one name: a, a"),
     "a name less": ((2, 3), ("a",), ValueError, "needs 2 names, .* given 1: a"),
     "no names": ((2, 3), (1, 2), ValueError, "words"),
+    "a number for names": ((6,), 6, TypeError, "a list of words, not 6"),
     "an empty name": ((2, 3), ("a", ""), ValueError, "words"),
 }
 
@@ -215,6 +221,26 @@ def test_axes_that_are_not_there_or_in_another_order_are_refused(axes: Any):
         mesh = DeviceMesh(backend, (1, 2), ("data", "tensor"))
         with pytest.raises(KeyError, match="this mesh has the axes data, tensor"):
             mesh[axes]
+
+    simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mesh: parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": "column"}, mesh),
+        lambda mesh: Pipeline([nn.Tanh(), nn.Tanh()], mesh, PipelineParallelConfig(2, 2)),
+        lambda mesh: DDP(nn.Linear(2, 2), mesh),
+        lambda mesh: all_reduce(torch.ones(1), mesh),
+    ],
+    ids=["parallelize", "Pipeline", "DDP", "all_reduce"],
+)
+def test_a_mesh_given_for_a_backend_says_what_to_give(use: Any):
+    def run(backend: Backend) -> None:
+        mesh = DeviceMesh(backend, (2,), ("tensor",))
+        with pytest.raises(AttributeError, match=r"It is no backend: .* such as mesh\['tensor'\]"):
+            use(mesh)
+        assert not hasattr(mesh, "rank")
 
     simulate(run, 2)
 

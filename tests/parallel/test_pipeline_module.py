@@ -203,6 +203,12 @@ def test_a_layer_without_parameters_may_come_twice() -> None:
             ValueError,
             "the stages end with layer 3 of 12",
         ),
+        (
+            lambda b: piped(b, deep(), stages=[(0, 4), (4, 8), (8, 12)]),
+            TypeError,
+            "have to be a list of PipelineStage(start_layer, end_layer, rank), such as",
+        ),
+        (lambda b: piped(b, deep(), stages=3), TypeError, "balance_stages gives, not 3"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(

@@ -335,6 +335,41 @@ def test_dropout_draws_from_the_rank_s_own_random_state_and_batch_norm_sees_micr
     torch.testing.assert_close(results[0][1], norm.running_mean)
 
 
+class Float32(nn.Module):
+    """Computes in float32 under autocast, too: so do its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float()).exp()
+
+
+def test_under_autocast_gradients_are_those_of_a_backward_pass_outside_of_it() -> None:
+    def build() -> nn.Sequential:
+        parts = [nn.Linear(SIZE, SIZE), Float32(), nn.LayerNorm(SIZE), Float32()]
+        return nn.Sequential(*parts, nn.Linear(SIZE, SIZE))
+
+    inputs, targets = batch(8)
+    plain = seeded(build)
+    for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(plain(x).float(), y) / 2
+        loss.backward()
+
+    def run(backend: Backend) -> None:
+        pipeline = piped(backend, seeded(build), 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            pipeline.train_step(inputs, targets, lambda y, t: F.mse_loss(y.float(), t))
+        for name, parameter in pipeline.named_parameters():
+            close = {"rtol": 1e-5, "atol": 1e-6} if "linear" in name else {"rtol": 0.1, "atol": 0.1}
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, **close)
+
+    simulate(run, 2)
+
+
 def test_two_pipelines_side_by_side_train_parts_of_the_ranks() -> None:
     """Data parallel, by hand: four ranks are two pipelines of two."""
     batches = [batch(8, seed) for seed in range(2)]

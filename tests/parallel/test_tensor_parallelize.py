@@ -181,6 +181,13 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         "'col', for 'head', is no style: there are 'column', 'row',",
     ),
+    "a plan that is a list": (
+        transformer,
+        ["head"],
+        TypeError,
+        "a plan is a dict from patterns of names to styles, such as",
+    ),
+    "a plan of numbers": (transformer, {0: "column"}, TypeError, "a plan is a dict from patterns"),
     "another kind of layer": (
         transformer,
         {"embed": "column"},

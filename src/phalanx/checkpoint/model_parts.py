@@ -1,8 +1,8 @@
 """What a rank holds of a model, by the names that the plain model has for it.
 
-A model is a plain module, a wrapper of one (DDP, FSDP), or a module with wrappers in it. Names are
-as if no wrapper were there. A tensor that has several names goes by the first; the others are its
-aliases.
+A model is a plain module, a wrapper of one (DDP, FSDP), or a module or pipeline with wrappers in
+it. Names are as if no wrapper were there. A tensor that has several names goes by the first; the
+others are its aliases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.backends.base import Backend
 from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.parallel.slices import Slice
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, walk
 
 
 class Part(NamedTuple):
@@ -56,7 +56,9 @@ def parts_of(model: nn.Module) -> ModelParts:
             found.parameters[name] = _checked(name, part)
         else:
             found.aliases[name] = first[id(part.tensor)]
-    for prefix, module in _plain_modules(model, ""):
+    for prefix, module in walk(model):
+        if isinstance(module, Wrapper):
+            continue
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set:
                 continue
@@ -103,11 +105,12 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[Wrapper]:
-    if not isinstance(model, Wrapper):
+    if isinstance(model, Wrapper):
+        yield model
+    if not isinstance(model, Wrapper) or model.spreads:
         for child in model.children():
             yield from _wrappers(child)
         return
-    yield model
     for inner in model.module.modules():
         if isinstance(inner, Wrapper):
             raise MisuseError(
@@ -116,17 +119,10 @@ def _wrappers(model: nn.Module) -> Iterator[Wrapper]:
             )
 
 
-def _plain_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, Wrapper):
-        yield from _plain_modules(module.module, prefix)
-        return
-    yield prefix, module
-    for name, child in module._modules.items():  # a child that has two names is there twice
-        if child is not None:
-            yield from _plain_modules(child, f"{prefix}{name}.")
-
-
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Part]]:
+    if isinstance(module, Wrapper) and module.spreads:
+        yield from _parameters(module.module, prefix)
+        return
     if isinstance(module, Wrapper):
         slices = module.slices()
         names = {id(parameter): name for name, parameter in module.named_parameters()}

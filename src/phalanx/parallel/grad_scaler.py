@@ -21,15 +21,23 @@ class GradScaler(torch.amp.GradScaler):
     scaler.step(optimizer)
     scaler.update()
 
-    With FSDP an infinity may lie in one rank's shard alone; torch's own scaler would skip the step
-    there, and go on with the others. With DDP, where averages are the same everywhere, either one
-    does. `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a
-    step, in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018).
+    With FSDP an infinity may lie in one rank's shard alone, and with a pipeline in one stage's
+    gradients; torch's own scaler would skip the step there, and go on with the others. With DDP,
+    where averages are the same everywhere, either one does. `backend` has all ranks that step
+    together. A pipeline goes back by itself, so what is scaled is what its loss function returns:
+
+    loss = pipeline.train_step(x, y, lambda *given: scaler.scale(criterion(*given)))
+    loss /= scaler.get_scale()              # before update()
+
+    `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a step,
+    in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018).
     """
 
     def __init__(self, backend: Backend, device: str = "cpu", **options: Any) -> None:
         super().__init__(device, **options)
         self._backend = backend
+        if self.is_enabled():  # only the last rank of a pipeline will see a loss to scale
+            self.scale(torch.zeros((), device=device))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -41,4 +49,4 @@ class GradScaler(torch.amp.GradScaler):
         all_reduce_(anywhere, self._backend, ReduceOp.MAX)
         for value in found.values():
             value.fill_(anywhere.item())
-        return found
+        return found or {inv_scale.device: anywhere}  # as where all layers are frozen

@@ -9,10 +9,11 @@ data    0   1   2   3           mesh["tensor"] on rank 5:  ranks 4, 5, 6, 7
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from operator import index
+from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.backends.base import Backend
 from phalanx.backends.sub import SubBackend
@@ -71,6 +72,16 @@ class DeviceMesh:
         if names not in self._groups:
             self._groups[names] = self._group(names)
         return self._groups[names]
+
+    if not TYPE_CHECKING:  # to which every name would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """A hint for those who give a mesh where a backend is wanted."""
+            axes = self.__dict__.get("axis_names", ("data",))
+            raise AttributeError(
+                f"a DeviceMesh has no {name!r}. It is no backend: take that of an axis, such as "
+                f"mesh[{axes[0]!r}], or that of all ranks, mesh.backend"
+            )
 
     def __repr__(self) -> str:
         sizes = ", ".join(
@@ -152,6 +163,8 @@ def _checked_shape(shape: Sequence[int], backend: Backend) -> tuple[int, ...]:
 
 
 def _checked_names(axis_names: Sequence[str], shape: tuple[int, ...]) -> tuple[str, ...]:
+    if not isinstance(axis_names, Iterable):
+        raise TypeError(f"the names of a mesh's axes are a list of words, not {axis_names!r}")
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"the names of a mesh's axes are words, not {names!r}")

@@ -19,10 +19,13 @@ class Wrapper(nn.Module):
 
     backend    the ranks that have the model together
     averages   whether it gives parameters their gradients. Raises `MisuseError` if a wrapper of
-               another kind inside it does, too
+               another kind inside it does, too, or if one inside spreads
+    spreads    whether each rank of `backend` has other modules of the model, which are what they
+               are without it: wrapped, some of them, maybe
     """
 
     averages: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
@@ -78,8 +81,33 @@ class Wrapper(nn.Module):
         return nullcontext()
 
 
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and all in it, each with the prefix of its names in the plain model.
+
+    That is, as if no wrapper were there. A wrapper comes before what it holds, under the same
+    prefix; a module that has two names is there twice.
+    """
+    yield prefix, module
+    if isinstance(module, Wrapper):
+        yield from walk(module.module, prefix)
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, f"{prefix}{name}.")
+
+
 def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
     for name, inner in module.named_modules():
+        if isinstance(inner, Wrapper) and inner.spreads:
+            raise MisuseError(
+                f"rank {rank}: {kind.__name__}: {name or 'the module'} is a {type(inner).__name__},"
+                f" which is not called as a module is: put {kind.__name__} around its layers, "
+                "before they are given to it, or average the gradients after each step: "
+                "all_reduce_coalesced_([p.grad for p in pipeline.parameters()], "
+                'mesh["data"], ReduceOp.MEAN)',
+                rank=rank,
+                op=kind.__name__,
+            )
         if isinstance(inner, Wrapper) and inner.averages and type(inner) is not kind:
             raise MisuseError(
                 f"rank {rank}: {kind.__name__}: {name or 'the module'} is a "

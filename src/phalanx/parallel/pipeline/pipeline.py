@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -74,11 +75,28 @@ class Pipeline(Wrapper):
     tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
     each kind of batch, and not again.
 
+    What a loop needs besides: `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's takes each for itself); `GradScaler(backend)`; an optimizer for each stage's
+    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
+    the whole model's state, which any number of stages load, and a plain model.
+
+    On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
+    `mesh["data"]`, and after a step the mean of their gradients,
+
+        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
+
+    or layers that do it in each backward pass, in DDP or FSDP over `mesh["data"]`; and layers that
+    `parallelize` cut over `mesh["tensor"]`. Checkpoints are then of all ranks with the same part,
+    `backend=mesh["data", "stage"]`.
+
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
     `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for what cannot be a pipeline,
     with nothing sent but that.
     """
+
+    spreads = True
 
     def __init__(
         self,
@@ -119,6 +137,14 @@ class Pipeline(Wrapper):
         At one time, at most; 1F1B: the number of stages from this one on.
         """
         return self._peak
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy on the same ranks, on which every rank makes one: there is one connection."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
+        rest = {name: value for name, value in self.__dict__.items() if name not in shared}
+        copy.__dict__ = deepcopy(rest, memo) | shared
+        return copy
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load this rank's layers; `state_dict` may be the whole model's."""

@@ -105,6 +105,11 @@ def make_plan(
 def _checked(
     stages: Sequence[PipelineStage], num_layers: int, count: int
 ) -> Sequence[PipelineStage]:
+    if not isinstance(stages, Sequence) or not all(isinstance(s, PipelineStage) for s in stages):
+        raise TypeError(
+            "stages have to be a list of PipelineStage(start_layer, end_layer, rank), such as "
+            f"balance_stages gives, not {stages!r}"
+        )
     if len(stages) != count:
         raise ValueError(f"{count} stages are needed (ranks x chunks), {len(stages)} were given")
     start = 0

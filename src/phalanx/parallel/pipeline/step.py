@@ -88,9 +88,11 @@ class Step:
                 self.doing = f"{action} of {self.plan.words_for(stage)}"
                 for coming in actions[number : number + 1 + AHEAD]:
                     self._expect(coming)
-                (self._forward if action.kind is Kind.F else self._backward)(
-                    stage, action.micro_batch
-                )
+                if action.kind is Kind.F:
+                    self._forward(stage, action.micro_batch)
+                else:  # where train_step is under autocast, gradients have the dtypes of forward
+                    with torch.autocast("cpu", enabled=False):
+                        self._backward(stage, action.micro_batch)
             self.doing = "the end of the step"
             self.wires.finish()
             return self.wires.hear() if self.loss is None else self.loss

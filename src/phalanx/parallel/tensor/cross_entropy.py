@@ -48,7 +48,8 @@ def parallel_cross_entropy(
     reduction        `mean` over the rows that count, `sum`, or `none`: a loss for each row
     label_smoothing  the share of the target that goes to all classes alike
 
-    The classes are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same.
+    Classes that weigh differently: `weight[targets]` times the losses that `none` gives. The
+    classes are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same.
     The result is float32 (float64 for such logits), and the same bits on every rank. Large logits
     do no harm: the largest of all ranks is taken off before `exp`.
 

@@ -84,6 +84,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights
     are used without calling it; `MisuseError` for tied weights of which only some are in the plan.
     """
+    _check_kinds(module, plan)
     if any(isinstance(part, Wrapper) for part in module.modules()):
         raise MisuseError(
             f"rank {backend.rank}: parallelize: the model is wrapped already: call it first, and "
@@ -109,6 +110,16 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
             parent._modules[child] = layer
         module = layer if plain is module else module
     return module
+
+
+def _check_kinds(module: nn.Module, plan: Plan) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: the model has to be an nn.Module, not {module!r}")
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
+        raise TypeError(
+            "parallelize: a plan is a dict from patterns of names to styles, such as "
+            f'{{"blocks.*.up": "column"}}, not {plan!r}'
+        )
 
 
 def _matched(module: nn.Module, plan: Plan) -> dict[str, Style]:

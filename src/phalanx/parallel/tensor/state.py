@@ -9,14 +9,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from phalanx.errors import SizeMismatchError
+from phalanx.parallel.slices import Slice
 from phalanx.parallel.tensor.layer import ParallelLayer, Split
 from phalanx.parallel.tensor.moves import Ranks, all_gather
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, walk
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -25,14 +27,20 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     rank0_only   only rank 0 of each layer's group keeps it; the others get {}
 
     Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut;
-    what is gathered is a copy, all else the module's own. For a model in DDP, too, and in FSDP,
-    whose shards are gathered first.
+    what is gathered is a copy, all else the module's own. For a model in DDP, too, or in FSDP,
+    whose shards are gathered first, and one that has such in it; of a pipeline, this rank's layers.
     """
     places = _cut_places(module)
     state: dict[str, Any] = {}
     empty = False
-    sharded = _of_shards(module)
-    own = module.state_dict() if sharded is None else sharded()
+    own = dict(module.state_dict())
+    for prefix, gather in _sharded(module).items():
+        gathered = {prefix + key: value for key, value in gather().items()}
+        own = {
+            key: gathered.get(key, value)
+            for key, value in own.items()
+            if key in gathered or not key.startswith(prefix)
+        }
     for key, value in own.items():
         place = places.get(key)
         if place is None:
@@ -55,21 +63,18 @@ def load_full_state_dict(
     strict   the keys have to be exactly the model's, as in `Module.load_state_dict`
 
     Raises `SizeMismatchError`, naming the first, for a tensor that is not as large as the whole;
-    nothing is changed then. For a model in DDP or FSDP, too.
+    nothing is changed then. For a model in DDP or FSDP, too, or with such in it, and a pipeline.
+    Every rank that shards parameters with others (FSDP) calls it.
     """
-    places = _cut_places(module)
-    own = module.state_dict()
+    places, slices = _cut_places(module), _slices(module)
+    own = module.state_dict(keep_vars=True)
     parts = dict(state)
     for key, value in state.items():
-        place = places.get(key)
-        if not isinstance(value, Tensor) or not isinstance(own.get(key), Tensor):
+        mine, place = own.get(key), places.get(key)
+        if not isinstance(value, Tensor) or not isinstance(mine, Tensor):
             continue
-        if _of_shards(module) is None:
-            shape = list(own[key].shape)
-        elif place is not None:  # it knows itself how large its parameters are
-            shape = list(value.shape)
-        else:
-            continue
+        piece = slices.get(mine, Slice.whole(tuple(mine.shape)))
+        shape = list(piece.shape)
         if place is not None:
             shape[place.split.dim] = place.split.cut.total
         if list(value.shape) != shape:
@@ -78,10 +83,17 @@ def load_full_state_dict(
                 "in this state: nothing was loaded. A rank's own state_dict() goes into "
                 "load_state_dict() of the same rank"
             )
+        part = value
         if place is not None:
-            rank = place.ranks.backend.rank
-            parts[key] = place.split.cut.shard(value, place.split.dim, rank)
-    module.load_state_dict(parts, strict=strict)
+            part = place.split.cut.shard(part, place.split.dim, place.ranks.backend.rank)
+        if part.shape != mine.shape:  # a shard, of one dimension
+            part = part.reshape(-1)[piece.start : piece.stop].view(mine.shape)
+        parts[key] = part
+    with ExitStack() as writing:
+        for _, inner in walk(module):
+            if isinstance(inner, Wrapper) and inner is not module:  # which sees to it by itself
+                writing.enter_context(inner.writing())
+        module.load_state_dict(parts, strict=strict)
 
 
 class _Place(NamedTuple):
@@ -94,16 +106,26 @@ class _Place(NamedTuple):
 def _cut_places(module: nn.Module) -> dict[str, _Place]:
     """By the key in the state dict."""
     places = {}
-    while isinstance(module, Wrapper):
-        module = module.module
-    for name, layer in module.named_modules(remove_duplicate=False):
+    for prefix, layer in walk(module):
         if isinstance(layer, ParallelLayer):
             for own, split in layer.splits.items():
-                key = f"{name}.{own}" if name else own
+                key = prefix + own
                 places[key] = _Place(split, Ranks(layer.backend, f"full_state_dict of {key}"))
     return places
 
 
-def _of_shards(module: nn.Module) -> Callable[[], dict[str, Any]] | None:
-    """How a wrapper that shards its parameters gathers them; None for one that does not."""
-    return getattr(module, "full_state_dict", None)
+def _sharded(module: nn.Module) -> dict[str, Callable[[], dict[str, Any]]]:
+    """How the wrappers that shard their parameters gather them, by the prefix of their keys."""
+    found = ((prefix, getattr(part, "full_state_dict", None)) for prefix, part in walk(module))
+    return {prefix: gather for prefix, gather in found if gather is not None}
+
+
+def _slices(module: nn.Module) -> dict[Tensor, Slice]:
+    """What part of a parameter there is here, for those in wrappers."""
+    wrappers = (part for _, part in walk(module) if isinstance(part, Wrapper) and not part.spreads)
+    return {
+        parameter: slices[name]
+        for wrapper in wrappers
+        for slices in [wrapper.slices()]
+        for name, parameter in wrapper.named_parameters()
+    }

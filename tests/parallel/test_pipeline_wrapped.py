@@ -1,0 +1,307 @@
+"""A pipeline with what else there is: its layers in DDP or FSDP, clipped, scaled, saved, loaded."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ddp_runs import outcome_of, rows_of
+from pipeline_runs import adam, batch, deep, piped, sgd
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    GradScaler,
+    MisuseError,
+    Pipeline,
+    ReduceOp,
+    all_reduce_coalesced_,
+    clip_grad_norm_,
+    full_state_dict,
+    load_checkpoint,
+    load_full_state_dict,
+    parallelize,
+    save_checkpoint,
+    simulate,
+)
+
+AXES = ("data", "stage")
+Wrap = Callable[[nn.Module, Backend], nn.Module]
+WRAPS: dict[str, Wrap] = {
+    "DDP": DDP,
+    "FSDP": FSDP,
+    "by hand": lambda layer, _: layer,
+}
+
+
+def grid(backend: Backend) -> DeviceMesh:
+    return DeviceMesh(backend, (2, 2), AXES)
+
+
+def wrapped(mesh: DeviceMesh, wrap: Wrap, schedule: str = "1f1b", seed: int = 0) -> Pipeline:
+    """Each layer that has parameters, in DDP or FSDP over the data axis."""
+    layers = [
+        wrap(layer, mesh["data"]) if list(layer.parameters()) else layer
+        for layer in deep(seed=seed)
+    ]
+    return piped(mesh["stage"], layers, 2, schedule)
+
+
+def step(pipeline: Pipeline, mesh: DeviceMesh, seed: int, *, by_hand: bool) -> None:
+    """Gradients of the mean over both halves of a batch."""
+    rows = [rows_of(part, mesh["data"]) for part in batch(8, seed)]
+    pipeline.zero_grad()
+    pipeline.train_step(*rows, F.mse_loss)
+    if by_hand:
+        mine = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        all_reduce_coalesced_(mine, mesh["data"], ReduceOp.MEAN)
+
+
+def plainly(steps: int, max_norm: float) -> tuple[nn.Module, list[float]]:
+    model, norms = deep(), []
+    optimizer = adam(model.parameters())
+    for seed in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(8, seed)
+        F.mse_loss(model(inputs), targets).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return model, norms
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("DDP", "interleaved_1f1b"), ("FSDP", "1f1b"), ("by hand", "1f1b")],
+)
+def test_data_and_stages_train_clip_save_and_go_on_as_the_plain_model(
+    name: str, schedule: str, tmp_path: Path
+):
+    """Saved by 2 x 2 ranks after two steps; loaded on as many with another seed, and on one."""
+    plain, norms = plainly(3, max_norm=0.05)
+    expected = plain.state_dict()
+
+    def run(backend: Backend) -> dict[str, Tensor]:
+        mesh, by_hand = grid(backend), name == "by hand"
+        shards = mesh["data"] if name == "FSDP" else None
+        pipeline = wrapped(mesh, WRAPS[name], schedule)
+        optimizer = adam(pipeline.parameters())
+        for seed in range(3):
+            if seed == 2:
+                together = {"backend": mesh[AXES]}
+                save_checkpoint(tmp_path, model=pipeline, optimizer=optimizer, step=2, **together)
+                pipeline = wrapped(mesh, WRAPS[name], schedule, seed=5)
+                optimizer = adam(pipeline.parameters())
+                load_checkpoint(tmp_path, model=pipeline, optimizer=optimizer, **together)
+            step(pipeline, mesh, seed, by_hand=by_hand)
+            norm = clip_grad_norm_(pipeline, 0.05, shards=shards)
+            assert norm.item() == pytest.approx(norms[seed], rel=1e-5)
+            optimizer.step()
+        return full_state_dict(pipeline)
+
+    for found in simulate(run, 4):
+        assert found.keys() < expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key])
+
+    def alone(backend: Backend) -> dict[str, Tensor]:
+        model = deep(seed=7)
+        load_checkpoint(tmp_path, model=model, backend=backend)
+        return model.state_dict()
+
+    for key, value in simulate(alone, 1)[0].items():
+        torch.testing.assert_close(value, plainly(2, max_norm=0.05)[0].state_dict()[key])
+
+
+def test_a_pipeline_is_saved_and_goes_on_with_other_stages(tmp_path: Path):
+    """Saved on two ranks, loaded on three in another schedule, with the optimizer's state."""
+
+    def save(backend: Backend) -> None:
+        pipeline = piped(backend, deep())
+        optimizer = adam(pipeline.parameters())
+        for seed in range(2):
+            optimizer.zero_grad()
+            pipeline.train_step(*batch(8, seed), F.mse_loss)
+            clip_grad_norm_(pipeline, 0.05)
+            optimizer.step()
+        save_checkpoint(tmp_path, model=pipeline, optimizer=optimizer, step=2)
+
+    def go_on(backend: Backend) -> dict[str, Tensor]:
+        pipeline = piped(backend, deep(seed=3), 2, "interleaved_1f1b")
+        optimizer = adam(pipeline.parameters())
+        assert load_checkpoint(tmp_path, model=pipeline, optimizer=optimizer).step == 2
+        optimizer.zero_grad()
+        pipeline.train_step(*batch(8, 2), F.mse_loss)
+        clip_grad_norm_(pipeline, 0.05)
+        optimizer.step()
+        return pipeline.state_dict()
+
+    simulate(save, 2)
+    expected = plainly(3, max_norm=0.05)[0].state_dict()
+    for found in simulate(go_on, 3):
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key])
+
+
+# Clipping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+def test_gradients_are_clipped_by_the_norm_over_all_stages(norm_type: float):
+    plain = deep()
+    F.mse_loss(plain(batch(8)[0]), batch(8)[1]).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
+
+    def run(backend: Backend) -> Tensor:
+        pipeline = piped(backend, deep())
+        pipeline.train_step(*batch(8), F.mse_loss)
+        norm = clip_grad_norm_(pipeline, 0.05, norm_type=norm_type)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return norm
+
+    norms = list(simulate(run, 3))
+    assert len({norm.item() for norm in norms}) == 1
+    torch.testing.assert_close(norms[0].float(), expected)
+
+
+def test_what_is_beside_a_pipeline_counts_once_and_a_stage_may_have_no_parameters():
+    def run(backend: Backend) -> float:
+        pipeline = piped(backend, [nn.Linear(1, 1, bias=False), nn.Tanh()], 2)
+        beside = nn.Linear(1, 1, bias=False)
+        both = nn.ModuleList([beside, pipeline])
+        for parameter, value in zip(both.parameters(), (3.0, 4.0), strict=False):
+            parameter.grad = torch.tensor([[value]])
+        return clip_grad_norm_(both, 1.0).item()
+
+    assert simulate(run, 2) == pytest.approx([5.0, 5.0])
+
+
+@pytest.mark.parametrize("piped_too", [False, True])
+def test_shards_inside_of_a_model_are_not_taken_for_the_whole(piped_too: bool):
+    def run(backend: Backend) -> None:
+        mesh = grid(backend)
+        model = wrapped(mesh, FSDP) if piped_too else nn.Sequential(FSDP(deep(), mesh["data"]))
+        with pytest.raises(MisuseError, match="this model's parameters are shards: say over which"):
+            clip_grad_norm_(model, 1.0)
+
+    simulate(run, 4)
+
+
+# State of layers that are cut, in wrappers of their own ---------------------------------------
+
+
+@pytest.mark.parametrize("piped_too", [False, True])
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_the_whole_state_is_found_in_wrappers_inside_of_a_model(wrap: Wrap, piped_too: bool):
+    def build(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def run(backend: Backend) -> None:
+        mesh = DeviceMesh(backend, (2, backend.world_size // 4, 2), ("data", "stage", "tensor"))
+        model = parallelize(build(0), {"0": "column", "2": "row"}, mesh["tensor"])
+        assert isinstance(model, nn.Sequential)
+        first, middle, last = model
+        model = nn.Sequential(wrap(first, mesh["data"]), middle, wrap(last, mesh["data"]))
+        if piped_too:
+            model = piped(mesh["stage"], model, 2)
+        for seed in (0, 1):
+            if seed:
+                load_full_state_dict(model, build(seed).state_dict())
+            found, expected = full_state_dict(model), build(seed).state_dict()
+            assert found.keys() == (found.keys() if piped_too else expected.keys())
+            for key, value in found.items():
+                assert torch.equal(value, expected[key]), key
+
+    simulate(run, 8 if piped_too else 4)
+
+
+# Loss scaling ---------------------------------------------------------------------------------
+
+
+class Overflows(nn.Module):
+    """Gradients that are infinite here, if told so, and end here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.now = nn.Parameter(torch.ones(6)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            self.weight.register_hook(lambda gradient: gradient * math.inf)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_infinity_in_one_stage_lets_all_skip_the_step(frozen: bool):
+    """Also a stage of which nothing is trained."""
+
+    def run(backend: Backend) -> list[bool]:
+        overflows = Overflows()
+        last = nn.Linear(6, 6).requires_grad_(not frozen)
+        pipeline = piped(backend, [nn.Linear(6, 6), overflows, last])
+        scaler = GradScaler(backend, init_scale=1024.0)
+        optimizer = sgd(pipeline.parameters())
+        moved = []
+        for now in (False, True):
+            overflows.now = now
+            before = copy.deepcopy(pipeline.state_dict())
+            optimizer.zero_grad()
+            loss = pipeline.train_step(*batch(8), lambda y, t: scaler.scale(F.mse_loss(y, t)))
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(pipeline, 1.0)
+            scaler.step(optimizer)
+            assert 0 < loss.item() / scaler.get_scale() < 10
+            scaler.update()
+            moved.append(
+                any(not torch.equal(v, before[k]) for k, v in pipeline.state_dict().items())
+            )
+        assert scaler.get_scale() == 512.0
+        return moved
+
+    assert simulate(run, 3) == [[True, False], [True, False], [not frozen, False]]
+
+
+# Around a pipeline, and copies of it ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_what_averages_goes_around_the_layers_and_not_around_the_pipeline(wrap: Wrap):
+    def run(backend: Backend) -> BaseException | None:
+        mesh = grid(backend)
+        pipeline = piped(mesh["stage"], deep(), 2)
+        return outcome_of(lambda: wrap(pipeline, mesh["data"]))
+
+    for error in simulate(run, 4):
+        assert isinstance(error, MisuseError)
+        assert "the module is a Pipeline, which is not called" in str(error)
+        assert "around its layers, before they are given to it" in str(error)
+
+
+def test_a_copy_of_a_pipeline_is_one_of_its_own_on_the_same_ranks():
+    """As for an average of the weights, with which one evaluates."""
+
+    def run(backend: Backend) -> list[float]:
+        pipeline = piped(backend, deep())
+        pipeline.train_step(*batch(8), F.mse_loss)
+        other = copy.deepcopy(pipeline)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        losses = [each.train_step(*batch(8), F.mse_loss).item() for each in (pipeline, other)]
+        assert other.backend is backend
+        assert not any(a is b for a, b in zip(pipeline.parameters(), other.parameters()))  # noqa: B905
+        return losses
+
+    inputs, targets = batch(8)
+    expected = [F.mse_loss(deep()(inputs), targets).item(), targets.square().mean().item()]
+    for losses in simulate(run, 2):
+        assert losses == pytest.approx(expected)
