@@ -53,6 +53,7 @@ def perform(fsdp: FSDP, rank: int, plan: str) -> None:
             fsdp.sync_gradients()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("strategy", "where"), WAYS[:3], ids=["common", "messages", "grad_op"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_accumulated_gradients_are_the_sum_over_the_passes(plan: str, strategy: Any, where: Any):

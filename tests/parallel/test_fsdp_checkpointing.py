@@ -112,6 +112,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(noise(4, 6, seed=rank)).pow(2).sum()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("strategy", "where", "unit"),
     [

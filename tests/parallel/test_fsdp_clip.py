@@ -59,6 +59,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
     (model(noise(4, 6)).pow(2).sum() * scale).backward()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("norm", [2, 1, 3.5, float("inf")])
 def test_it_gives_the_norm_of_the_plain_model_and_scales_as_it(

@@ -96,6 +96,7 @@ def plain_gradients() -> Any:
     return alone(build, losses)
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize(
     ("unit", "place"), [(Layer, 3), ((nn.Sequential, nn.Linear), 0)], ids=["layers", "nested"]

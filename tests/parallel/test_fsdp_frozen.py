@@ -50,6 +50,7 @@ def train(model: nn.Module, frozen: list[list[str]], ranks: list[int]) -> None:
         optimizer.step()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_frozen_parameters_stay_and_the_others_learn(

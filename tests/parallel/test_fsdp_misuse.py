@@ -101,6 +101,7 @@ MISUSES: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
 def test_misuse_is_found_and_the_next_step_works(misuse: Any, strategy: Any, where: Any):

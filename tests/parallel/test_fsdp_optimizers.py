@@ -144,6 +144,7 @@ WORK: dict[str, Train] = {
 }
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("train", WORK.values(), ids=WORK)
 def test_training_is_that_of_the_plain_model(train: Train, strategy: Any, where: Any):

@@ -111,6 +111,7 @@ class Looks(nn.Module):
         return output
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("cast", [True, False])
 def test_what_is_in_which_dtype(cast: bool, ranks: int, strategy: Any, where: Any):

@@ -43,6 +43,7 @@ def step(model: nn.Module, rank: int, number: int, names: list[str]) -> None:
     model(noise(4, 6, seed=10 * number + rank), *names).pow(2).sum().backward()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_inside_a_unit_they_count_as_zeros_and_stay_none_where_no_rank_used_them(
@@ -152,6 +153,7 @@ class Repeats(nn.Module):
         return self.one(self.two(self.one(self.one(x, both), both), both), both)
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("kind", [Chain, Decoder, Towers, Repeats])
 def test_units_are_reduced_in_one_order_though_not_all_ranks_have_all_gradients(

@@ -156,6 +156,7 @@ PLAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], No
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("strategy", "where", "prefetch"),
     [

@@ -74,6 +74,7 @@ def test_inside_modules_have_full_parameters_and_outside_they_have_shards(
     on_ranks(where, RANKS, mlp, body)
 
 
+@pytest.mark.checkered
 @way
 @precision
 @pytest.mark.parametrize("writeback", [True, False])
