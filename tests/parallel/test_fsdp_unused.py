@@ -16,6 +16,7 @@ from fsdp_runs import (
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -34,9 +35,7 @@ PLANS: dict[str, Plan] = {
     "another in each step": [[["left"]] * 3, [["right"]] * 3, [["left", "right"]] * 3],
 }
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, BATON), (NO_SHARD, COMMON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WAYS)
 
 
 def step(model: nn.Module, rank: int, number: int, names: list[str]) -> None:
