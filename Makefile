@@ -25,12 +25,16 @@
 # PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
 # processes. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
+#
+# Bytecode is kept, also where the environment says that none is written: the tests start hundreds of
+# processes, each of which would compile the package anew.
 
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
 WORKERS ?= 2
 ARGS ?=
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
+from checkered import split
 from clusters import CLUSTERS
-from forms import examples
+from forms import LONG, examples
 from together import Together
 
 from phalanx.backends.engine import group as group_module
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeouts: of the clusters, only those in which time passes")
     config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
     config.addinivalue_line("markers", "together: on all clusters at a time: it mostly waits")
+    config.addinivalue_line("markers", "checkered: half of the combinations of its parameters")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,6 +46,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cluster", [Together(chosen)], ids=["together"])
     else:
         metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not LONG:
+        items[:], left = split(items)
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -123,6 +123,7 @@ def test_tags_groups_and_collectives_are_kept_apart(cluster: Cluster) -> None:
     cluster.run(exchange, 3)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("size", [0, 1, 5 << 20])
 def test_messages_of_every_size_are_whole_however_many_come_at_once(
     cluster: Cluster, size: int

@@ -154,6 +154,7 @@ def test_nobody_has_to_wait_for_an_async_collective(cluster: Cluster) -> None:
     assert cluster.run(forget, 3) == [3.0] * 3
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", COLLECTIVES["all_reduce"])
 def test_the_bits_are_those_of_a_simulated_run(cluster: Cluster, algorithm: str) -> None:
     """Sizes that need several frames and blocks; rounding makes every other order visible."""

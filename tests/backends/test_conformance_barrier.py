@@ -12,6 +12,7 @@ import phalanx
 from phalanx import Backend
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_nobody_leaves_before_everybody_has_come(cluster: Cluster, size: int) -> None:
     came: list[set[int]] = [set() for _ in range(8)]
@@ -25,6 +26,7 @@ def test_nobody_leaves_before_everybody_has_come(cluster: Cluster, size: int) ->
     cluster.run(meet, size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("last", range(4))
 def test_whoever_comes_last_holds_up_all_the_others(cluster: Cluster, last: int) -> None:
     """The last one comes only when it has heard that each of the others is at the barrier."""

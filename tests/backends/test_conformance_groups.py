@@ -39,6 +39,7 @@ def test_members_are_sorted_without_repeats_and_numbered_in_order(cluster: Clust
     cluster.run(make, 5)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("kind", [list, tuple, set, iter, dict.fromkeys])
 def test_members_may_come_in_any_collection(cluster: Cluster, kind: type) -> None:
     def make(backend: Backend) -> list[int]:
@@ -47,6 +48,7 @@ def test_members_may_come_in_any_collection(cluster: Cluster, kind: type) -> Non
     assert cluster.run(make, 2) == [[0, 1], [0, 1]]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("members", [[0, 2], [0, -1], [0, 1, 10**9]])
 def test_a_member_that_does_not_exist_is_refused(cluster: Cluster, members: list[int]) -> None:
     def make(backend: Backend) -> None:

@@ -53,6 +53,7 @@ def still_in_step(backend: Backend) -> None:
         assert into == b"y"
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_message_to_oneself_is_refused(cluster: Cluster, call: Call) -> None:
     def talk_to_oneself(backend: Backend) -> None:
@@ -80,6 +81,7 @@ def test_a_peer_that_does_not_exist_is_refused(cluster: Cluster, call: Call, pee
     cluster.run(call_nobody, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("peer", [(), "1", 1.0])
 def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     def call(backend: Backend) -> None:
@@ -91,6 +93,7 @@ def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     cluster.run(call, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("call", WAITING.values(), ids=WAITING.keys())
 def test_a_timeout_must_be_positive_and_a_refused_one_leaves_the_group_in_step(
     cluster: Cluster, call: Callable[[Backend, float], object]
@@ -111,6 +114,7 @@ def test_a_backend_without_a_positive_timeout_is_refused(seconds: float) -> None
         SimulatedBackend.create_group(2, timeout=seconds)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("tag", [-1, 2**31, 2**70])
 def test_a_tag_out_of_range_is_refused(cluster: Cluster, tag: int) -> None:
     def refuse(backend: Backend) -> None:

@@ -99,6 +99,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("sizes", MISMATCHES.values(), ids=MISMATCHES.keys())
 @pytest.mark.parametrize("size", [2, 4])
 def test_sizes_that_do_not_match_are_an_error_on_both_ranks_that_names_them(

@@ -163,6 +163,7 @@ LISTS: dict[str, tuple[list[Tensor], list[Tensor]]] = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS.keys())
 def test_ranks_with_other_lists_are_told(
     cluster: Cluster, lists: tuple[list[Tensor], list[Tensor]]

@@ -45,6 +45,7 @@ def strided(tensor: Tensor) -> Tensor:
     return wide[::2]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("cut", [lambda t: t, strided], ids=["contiguous", "strided"])
 def test_every_dtype_is_moved_bit_for_bit(dtype: torch.dtype, cut: object) -> None:
@@ -183,6 +184,7 @@ def test_large_unsigned_integers_are_reduced_as_what_they_mean(
     assert simulate(run, size) == [expected] * size
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_a_mean_of_float16_does_not_overflow_on_the_way(algorithm: str, size: int) -> None:
@@ -208,6 +210,7 @@ def test_a_mean_of_float16_does_not_overflow_on_the_way(algorithm: str, size: in
     assert results[0][4] == (size - 1) / 2
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", ["direct", "star"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT])

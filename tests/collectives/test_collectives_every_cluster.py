@@ -24,6 +24,7 @@ def ramp(rank: int, length: int) -> Tensor:
     return torch.arange(length, dtype=torch.float32) % 1000 + rank
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "tree", "halving_doubling", "star"])
 def test_reduce(cluster: Cluster, algorithm: str) -> None:
     def run(backend: Backend) -> None:
@@ -41,6 +42,7 @@ def test_reduce(cluster: Cluster, algorithm: str) -> None:
         cluster.run(run, size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", ["tree", "star"])
 def test_gather_and_scatter(cluster: Cluster, algorithm: str) -> None:
     def run(backend: Backend) -> None:
@@ -60,6 +62,7 @@ def test_gather_and_scatter(cluster: Cluster, algorithm: str) -> None:
         cluster.run(run, size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("algorithm", ["direct", "pairwise"])
 def test_all_to_all(cluster: Cluster, algorithm: str) -> None:
     def run(backend: Backend) -> None:
@@ -172,6 +175,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.requires("agreement")
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
 def test_ranks_that_disagree_are_told(cluster: Cluster, disagreement: tuple[Call, Call]) -> None:

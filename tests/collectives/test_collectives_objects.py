@@ -110,6 +110,7 @@ def test_an_object_may_be_changed_as_soon_as_the_call_returns() -> None:
     assert simulate(run, 3) == [[[0], [1], [2]]] * 3
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -173,6 +174,7 @@ def test_bytes_that_are_no_object_are_an_error_where_they_arrive(cluster: Cluste
     assert cluster.run(run, 3) == [3.0] * 3
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("length", [0, 1 << 50])
 def test_a_length_that_no_object_has_is_refused_before_memory_is_taken(
     cluster: Cluster, length: int

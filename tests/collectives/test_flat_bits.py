@@ -103,6 +103,7 @@ def bits_of(
     return cluster.run(run, size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -48,6 +48,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
 @pytest.mark.parametrize("size", [2, 5])
 def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, int]) -> None:

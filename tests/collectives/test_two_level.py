@@ -45,6 +45,7 @@ def roots(collective: str, hosts: Hosts) -> range:
     return range(len(hosts) if collective in ROOTED else 1)
 
 
+@pytest.mark.checkered
 @every_two_level
 @on_all_hosts
 def test_every_contribution_arrives_exactly_once_whoever_is_root(
@@ -69,6 +70,7 @@ def test_whatever_the_hosts_and_in_whatever_order_ranks_run(
     assert_phases_part_where_owners_divide(collective, hosts, root)
 
 
+@pytest.mark.checkered
 @every_two_level
 @on_all_hosts
 def test_every_chunk_has_one_owner_which_divides_a_mean_once(collective: str, hosts: Hosts) -> None:

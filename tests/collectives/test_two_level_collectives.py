@@ -175,6 +175,7 @@ def test_objects_and_subgroups_of_ranks_on_several_hosts() -> None:
     on_hosts(hosts, run)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("background", [False, True])
 def test_on_every_kind_of_backend(cluster: Cluster, background: bool) -> None:
     hosts = (0, 1, 0, 1, 1)

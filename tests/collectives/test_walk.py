@@ -26,6 +26,7 @@ def pace(collective: str, algorithm: str, hosts: Hosts, links: Links) -> Pace:
     return walk(row_for(collective, algorithm, hosts), hosts, links, share=share)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("collective", "algorithm"), ROWS)
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_on_one_host_it_counts_about_what_the_formulas_say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from clusters import Baton, Cluster, SharedMemory, Simulated, Tcp
 from ddp_runs import Gradients
@@ -24,7 +25,32 @@ MESSAGES = Tcp()  # every rank has its own
 SHM = SharedMemory()
 CLUSTERS: dict[str, Cluster] = {"common": COMMON, "messages": MESSAGES}
 
+Way = tuple[ShardingStrategy, Cluster]
+WAYS: list[Way] = [
+    (FULL_SHARD, COMMON),
+    (FULL_SHARD, MESSAGES),
+    (SHARD_GRAD_OP, MESSAGES),
+    (NO_SHARD, COMMON),
+]
+"""Every strategy, and both ways to gather: what most promises are tried on."""
+
+WITH_HYBRID: list[Way] = [*WAYS, (ShardingStrategy.hybrid(1), COMMON)]
+
 Pieces = dict[str, tuple[Slice, "Tensor | None"]]
+
+
+def every_way(ways: Sequence[Way] = WAYS) -> pytest.MarkDecorator:
+    """A test that takes `strategy` and `where` is run on each of these."""
+    ids = [f"{strategy}-{where.name}" for strategy, where in ways]
+    return pytest.mark.parametrize(("strategy", "where"), ways, ids=ids)
+
+
+def every_way_of_ranks(
+    ways: Sequence[tuple[int, ShardingStrategy, Cluster]],
+) -> pytest.MarkDecorator:
+    """A test that takes `ranks`, `strategy` and `where` is run on each of these."""
+    ids = [f"{ranks}-{strategy}-{where.name}" for ranks, strategy, where in ways]
+    return pytest.mark.parametrize(("ranks", "strategy", "where"), ways, ids=ids)
 
 
 def on_ranks(

@@ -38,6 +38,7 @@ def micro_batches(rank: int, step: int, count: int) -> list[int]:
     return [100 * rank + 10 * step + number for number in range(count)]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 30])
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -25,6 +25,7 @@ def flip_a_bit(parameter: torch.Tensor, place: int, bit: int) -> None:
     flat[place % len(flat)] ^= 1 << bit
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", sizes([2, 5], [2, 3, 4, 5]))
 def test_one_bit_of_one_parameter_on_each_rank_in_turn_is_found(world_size: int, name: str):

@@ -63,6 +63,7 @@ def fail(ddp: DDP, seed: int, fail_after: int) -> None:
     ddp.zero_grad()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 200, 1 << 20])
 @pytest.mark.parametrize("good_before", [0, 2])
 @pytest.mark.parametrize("fail_after", [4, 3, 1, 0])

@@ -40,6 +40,7 @@ def step(ddp: DDP, seed: int, poison: dict[str, float]) -> None:
     ddp(noise(4, 6, seed=seed)).backward()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 200, 1 << 20])
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("culprit", [0, 1, 2])

@@ -53,6 +53,7 @@ def rows(seed: int) -> Tensor:
     return noise(4, 6, seed=seed)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("task", TASKS)
 def test_gradients_equal_the_single_process_gradients_of_the_joined_batch(task, world_size):

@@ -55,6 +55,7 @@ def reference(counts: tuple[int, ...], divide_by_all: bool = False) -> dict[str,
     return values(model)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("seed", range(2))

@@ -24,6 +24,7 @@ from torch import nn
 from phalanx import DDP, Backend, DesyncError, MisuseError
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("task", TASKS)

@@ -77,6 +77,7 @@ def backward(model: nn.Module, seed: int) -> None:
     model(noise(4, 6, seed=seed)).pow(2).sum().backward()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 70, 1 << 20])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,6 +86,7 @@ def ddp_run(
     return values(ddp), gradients(ddp)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("apart", [False, True], ids=["same group", "group of its own"])
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("shares", [(4, 4), (5, 2), (3, 0, 4), (0, 6)], ids=str)
@@ -109,6 +110,7 @@ def test_running_statistics_are_the_same_on_every_rank_without_any_broadcast(bro
     assert_same_bits([state for state, _ in ranks])
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("seed", range(2))

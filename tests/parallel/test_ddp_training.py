@@ -75,6 +75,7 @@ def assert_trained_alike(ranks: list[tuple[list[float], Any]], alone: tuple[list
     assert_same_bits([parameters for _, parameters in ranks])
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("task", TASKS)
 def test_training_over_ranks_equals_training_in_one_process(task: str, world_size: int):
@@ -83,6 +84,7 @@ def test_training_over_ranks_equals_training_in_one_process(task: str, world_siz
     assert_trained_alike(ranks, train_alone(task, make, None))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("task", TASKS)
 def test_it_does_so_for_every_optimizer_and_with_clipped_gradients(task: str, optimizer: str):

@@ -32,6 +32,7 @@ def step(model: nn.Module, rank: int, number: int, names: list[str]) -> None:
     model(noise(4, 6, seed=10 * number + rank), *names).pow(2).sum().backward()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -10,29 +10,18 @@ from ddp_models import Branches, mlp, noise, seeded
 from ddp_runs import Watched, assert_close, gradients, mean_of, outcome_of
 from fsdp_runs import (
     COMMON,
-    FULL_SHARD,
-    MESSAGES,
-    NO_SHARD,
-    SHARD_GRAD_OP,
+    WITH_HYBRID,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
 )
 from torch import nn
 
-from phalanx import FSDP, Backend, MisuseError, ShardingStrategy
+from phalanx import FSDP, Backend, MisuseError
 
 RANKS = 2
-WAYS = [
-    (FULL_SHARD, COMMON),
-    (FULL_SHARD, MESSAGES),
-    (SHARD_GRAD_OP, MESSAGES),
-    (NO_SHARD, COMMON),
-    (ShardingStrategy.hybrid(1), COMMON),
-]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WITH_HYBRID)
 
 # What each pass is: kept on this rank, or averaged; "." is sync_gradients()
 PLANS = ["kka", "aaa", "kk.", "akk.", "kaka", "k.k.", "ka.k.", "akaa"]
@@ -53,7 +42,10 @@ def perform(fsdp: FSDP, rank: int, plan: str) -> None:
             fsdp.sync_gradients()
 
 
-@pytest.mark.parametrize(("strategy", "where"), WAYS[:3], ids=["common", "messages", "grad_op"])
+@pytest.mark.checkered
+@pytest.mark.parametrize(
+    ("strategy", "where"), WITH_HYBRID[:3], ids=["common", "messages", "grad_op"]
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_accumulated_gradients_are_the_sum_over_the_passes(plan: str, strategy: Any, where: Any):
     def body(model: nn.Module, backend: Backend) -> Any:
@@ -148,7 +140,7 @@ def test_zero_grad_drops_what_was_kept_too(strategy: Any, where: Any):
     assert_close(found, mean_of([gradients(model) for model in plain]))
 
 
-@pytest.mark.parametrize(("strategy", "where"), [WAYS[0], *WAYS[2:]])
+@pytest.mark.parametrize(("strategy", "where"), [WITH_HYBRID[0], *WITH_HYBRID[2:]])
 def test_what_only_one_rank_has_kept_counts_as_zeros_on_the_others(strategy: Any, where: Any):
     def body(model: nn.Module, backend: Backend) -> Any:
         fsdp = FSDP(model, backend, strategy=strategy)

@@ -16,6 +16,7 @@ from fsdp_runs import (
     MESSAGES,
     SHARD_GRAD_OP,
     alone,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -103,15 +104,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     for reentrant in (False, True)
 }
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, BATON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WAYS)
 
 
 def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(noise(4, 6, seed=rank)).pow(2).sum()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("strategy", "where", "unit"),
     [

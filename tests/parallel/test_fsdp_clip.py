@@ -15,6 +15,7 @@ from fsdp_runs import (
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    every_way_of_ranks,
     gradient_pieces,
     joined,
     on_ranks,
@@ -32,9 +33,7 @@ WAYS = [
     (4, FULL_SHARD, Hybrid()),
     (1, FULL_SHARD, BATON),
 ]
-way = pytest.mark.parametrize(
-    ("ranks", "strategy", "where"), WAYS, ids=[f"{n}-{s}-{c.name}" for n, s, c in WAYS]
-)
+way = every_way_of_ranks(WAYS)
 
 
 class Model(nn.Module):
@@ -59,6 +58,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
     (model(noise(4, 6)).pow(2).sum() * scale).backward()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("norm", [2, 1, 3.5, float("inf")])
 def test_it_gives_the_norm_of_the_plain_model_and_scales_as_it(

@@ -60,6 +60,7 @@ def reads(model: FSDP) -> list[float]:
     return model().unique().tolist()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("strategy", GATHERING, ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["", "mixed precision"])
@@ -119,6 +120,7 @@ WRITERS: dict[str, Callable[[FSDP, float], object]] = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_way_to_write_waits_for_those_that_read(writer: str, seed: int) -> None:

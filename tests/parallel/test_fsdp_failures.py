@@ -17,6 +17,7 @@ from fsdp_runs import (
     NO_SHARD,
     SHARD_GRAD_OP,
     alone,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -31,9 +32,7 @@ from phalanx.parallel.fsdp.whole import Whole
 
 RANKS = 3
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, BATON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WAYS)
 
 
 class FailsBackwards(torch.autograd.Function):
@@ -96,6 +95,7 @@ def plain_gradients() -> Any:
     return alone(build, losses)
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize(
     ("unit", "place"), [(Layer, 3), ((nn.Sequential, nn.Linear), 0)], ids=["layers", "nested"]

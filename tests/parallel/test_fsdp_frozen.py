@@ -9,11 +9,7 @@ import torch
 from ddp_models import mlp, noise
 from ddp_runs import assert_close
 from fsdp_runs import (
-    COMMON,
-    FULL_SHARD,
-    MESSAGES,
-    NO_SHARD,
-    SHARD_GRAD_OP,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -22,10 +18,7 @@ from torch import Tensor, nn
 
 from phalanx import FSDP, Backend
 
-WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, COMMON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way()
 FROZEN: dict[str, list[list[str]]] = {  # in each step, the parameters that do not learn
     "the first layer": [["0.weight", "0.bias"]] * 2,
     "a layer in the middle": [["2.weight", "2.bias"]] * 2,
@@ -50,6 +43,7 @@ def train(model: nn.Module, frozen: list[list[str]], ranks: list[int]) -> None:
         optimizer.step()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_frozen_parameters_stay_and_the_others_learn(

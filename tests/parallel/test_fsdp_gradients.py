@@ -190,6 +190,7 @@ def loss_of(model: nn.Module, rank: int, number: int = 0) -> Tensor:
     return model(noise(4, 6, seed=10 * number + rank)).pow(2).sum()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_gradients_are_the_mean_of_the_ranks(build: Callable[[], nn.Module], way: Way):

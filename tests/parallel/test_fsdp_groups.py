@@ -55,6 +55,7 @@ def test_it_trains_on_part_of_the_ranks(strategy: ShardingStrategy, where: Any):
     assert_trains(where, 4, strategy=strategy)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("ranks", "k"), [(4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
 @pytest.mark.parametrize("where", [COMMON, MESSAGES, Hybrid()], ids=lambda c: c.name)
 def test_hybrid_is_one_model_for_every_size_of_its_groups(ranks: int, k: int, where: Any):

@@ -26,6 +26,7 @@ def twice(module: nn.Module, x: Tensor) -> Tensor:
     return module(module(x))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["shm", "sub of shm", "tcp"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["", "mixed precision"])

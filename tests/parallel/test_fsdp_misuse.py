@@ -13,10 +13,9 @@ from ddp_runs import assert_close, gradients, mean_of, outcome_of
 from fsdp_runs import (
     BATON,
     COMMON,
-    FULL_SHARD,
     MESSAGES,
-    NO_SHARD,
     SHARD_GRAD_OP,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -35,10 +34,7 @@ from phalanx import (
 )
 
 RANKS = 2
-WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, COMMON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way()
 
 
 def x_of(rank: int) -> torch.Tensor:
@@ -101,6 +97,7 @@ MISUSES: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
 def test_misuse_is_found_and_the_next_step_works(misuse: Any, strategy: Any, where: Any):

@@ -19,6 +19,7 @@ from fsdp_runs import (
     NO_SHARD,
     SHARD_GRAD_OP,
     STRATEGIES,
+    every_way,
     on_ranks,
 )
 from torch import Tensor, nn
@@ -26,10 +27,7 @@ from torch import Tensor, nn
 from phalanx import FSDP, Backend, ShardingStrategy
 
 RANKS = 3
-WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, COMMON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way()
 Train = Callable[[nn.Module, list[int]], None]
 
 
@@ -144,6 +142,7 @@ WORK: dict[str, Train] = {
 }
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("train", WORK.values(), ids=WORK)
 def test_training_is_that_of_the_plain_model(train: Train, strategy: Any, where: Any):

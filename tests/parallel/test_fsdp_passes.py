@@ -145,6 +145,7 @@ def plain(play: Play) -> tuple[Any, list[Any]]:
     return grads, given
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("strategy", "where", "unit"),
     [

@@ -16,6 +16,7 @@ from fsdp_runs import (
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    every_way_of_ranks,
     gradient_pieces,
     joined,
     on_ranks,
@@ -35,9 +36,7 @@ WAYS = [
     (2, FULL_SHARD, Hybrid()),
     (1, FULL_SHARD, BATON),
 ]
-way = pytest.mark.parametrize(
-    ("ranks", "strategy", "where"), WAYS, ids=[f"{n}-{s}-{c.name}" for n, s, c in WAYS]
-)
+way = every_way_of_ranks(WAYS)
 BF16 = torch.bfloat16
 
 
@@ -111,6 +110,7 @@ class Looks(nn.Module):
         return output
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("cast", [True, False])
 def test_what_is_in_which_dtype(cast: bool, ranks: int, strategy: Any, where: Any):

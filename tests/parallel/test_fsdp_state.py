@@ -16,8 +16,9 @@ from fsdp_runs import (
     COMMON,
     FULL_SHARD,
     MESSAGES,
-    NO_SHARD,
     SHARD_GRAD_OP,
+    WITH_HYBRID,
+    every_way,
     on_ranks,
 )
 from torch import Tensor, nn
@@ -25,16 +26,7 @@ from torch import Tensor, nn
 from phalanx import FSDP, Backend, ShardingStrategy, SizeMismatchError
 
 RANKS = 3
-WAYS = [
-    (FULL_SHARD, COMMON),
-    (FULL_SHARD, MESSAGES),
-    (SHARD_GRAD_OP, MESSAGES),
-    (NO_SHARD, COMMON),
-    (ShardingStrategy.hybrid(1), COMMON),
-]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WITH_HYBRID)
 
 
 class Many(nn.Module):

@@ -16,6 +16,7 @@ from fsdp_runs import (
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
@@ -34,15 +35,14 @@ PLANS: dict[str, Plan] = {
     "another in each step": [[["left"]] * 3, [["right"]] * 3, [["left", "right"]] * 3],
 }
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, BATON), (NO_SHARD, COMMON)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WAYS)
 
 
 def step(model: nn.Module, rank: int, number: int, names: list[str]) -> None:
     model(noise(4, 6, seed=10 * number + rank), *names).pow(2).sum().backward()
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_inside_a_unit_they_count_as_zeros_and_stay_none_where_no_rank_used_them(
@@ -152,6 +152,7 @@ class Repeats(nn.Module):
         return self.one(self.two(self.one(self.one(x, both), both), both), both)
 
 
+@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("kind", [Chain, Decoder, Towers, Repeats])
 def test_units_are_reduced_in_one_order_though_not_all_ranks_have_all_gradients(

@@ -10,16 +10,23 @@ import pytest
 import torch
 from ddp_models import mlp, noise, seeded
 from ddp_runs import assert_close, gradients, mean_of
-from fsdp_runs import COMMON, FULL_SHARD, MESSAGES, SHARD_GRAD_OP, gradient_pieces, joined, on_ranks
+from fsdp_runs import (
+    COMMON,
+    FULL_SHARD,
+    MESSAGES,
+    SHARD_GRAD_OP,
+    every_way,
+    gradient_pieces,
+    joined,
+    on_ranks,
+)
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, MisuseError
 
 RANKS = 2
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES)]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WAYS)
 
 
 class Inner(nn.Module):
@@ -156,6 +163,7 @@ PLAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], No
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("strategy", "where", "prefetch"),
     [

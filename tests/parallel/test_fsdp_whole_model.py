@@ -14,26 +14,19 @@ from fsdp_runs import (
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    WITH_HYBRID,
     alone,
+    every_way,
     gradient_pieces,
     joined,
     on_ranks,
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, FSDP, Backend, MisuseError, ShardingStrategy
+from phalanx import DDP, FSDP, Backend, MisuseError
 
 RANKS = 2
-WAYS = [
-    (FULL_SHARD, COMMON),
-    (FULL_SHARD, MESSAGES),
-    (SHARD_GRAD_OP, MESSAGES),
-    (NO_SHARD, COMMON),
-    (ShardingStrategy.hybrid(1), COMMON),
-]
-way = pytest.mark.parametrize(
-    ("strategy", "where"), WAYS, ids=[f"{strategy}-{where.name}" for strategy, where in WAYS]
-)
+way = every_way(WITH_HYBRID)
 precision = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -74,6 +67,7 @@ def test_inside_modules_have_full_parameters_and_outside_they_have_shards(
     on_ranks(where, RANKS, mlp, body)
 
 
+@pytest.mark.checkered
 @way
 @precision
 @pytest.mark.parametrize("writeback", [True, False])

@@ -71,6 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("dim", [2, 3, 4, 5])
