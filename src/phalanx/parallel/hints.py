@@ -1,20 +1,24 @@
-"""What a disagreement between ranks means in DDP's words."""
+"""What a disagreement between ranks means, in the words of who wraps the module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.errors import CollectiveTimeoutError, DesyncError
+from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError
+
+APART = (DesyncError, CollectiveTimeoutError)
 
 
 @contextmanager
-def hint(text: str) -> Iterator[None]:
+def hint(
+    text: str, *, who: str = "DDP", kinds: tuple[type[DistributedError], ...] = APART
+) -> Iterator[None]:
     """Add a sentence to the error that says that ranks do different things, or one does nothing."""
     try:
         yield
-    except (DesyncError, CollectiveTimeoutError) as error:
-        error.message = f"{error.message.rstrip('.')}. DDP: {text}"
+    except kinds as error:
+        error.message = f"{error.message.rstrip('.')}. {who}: {text}"
         raise
 
 
