@@ -1,7 +1,7 @@
 """How ranks that have taken steps of their own come to the same parameters: by their mean.
 
-begin   the first step of a period is about to be taken
-meet    the period is over
+begin   parameters are alike, and not by a meeting: they have been made or loaded
+meet    a period is over
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Meeting(Protocol):
         """By this rank so far, as rings and direct messages send them."""
 
     def begin(self) -> None:
-        """The ranks have the same parameters, and are about to take a step of their own."""
+        """The ranks have the same parameters, from which the next period begins."""
 
     def meet(self, label: str) -> None:
         """Overwrite this rank's parameters; blocks until all ranks have come."""

@@ -82,7 +82,9 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the parameters, which somebody may have loaded meanwhile."""
+        """Copy the parameters. Later only outer steps change the copies, so that whatever becomes
+        of a rank's parameters they stay the same on all ranks.
+        """
         for name, parameter in self._trained.items():
             self._copies[name].copy_(parameter)
 

@@ -69,7 +69,7 @@ class Periodic(Wrapper):
                 self._refuse(f"{name} is in another wrapper already: delete that one first")
         self._writes = Writes(self._trained.values())
         self._counts = Counts(0, 0, 0)
-        self._fresh = True  # all ranks have the same, and nobody has taken a step since
+        self._fresh = True  # this rank has taken no step since the ranks were alike
         self._shown = False  # inside `averaged`
         self._statistics = Buffers(module, backend)
 
@@ -79,6 +79,7 @@ class Periodic(Wrapper):
         check_same_model(self.module, self.backend, {"every": self.every, **options}, who=who)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_all_(tensors, self.backend, 0)
+        meeting.begin()
         self._meeting = meeting
         for parameter in self.module.parameters():
             claim(parameter, self)
@@ -117,9 +118,7 @@ class Periodic(Wrapper):
             self._refuse("a step inside averaged(): leave it first")
         if self._writes.before(mine):
             self._step_is_over()
-        if self._fresh:
-            self._meeting.begin()
-            self._fresh = False
+        self._fresh = False
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has: a period may be over."""
@@ -165,8 +164,6 @@ class Periodic(Wrapper):
             self._writes.close()
             self._counts = self._counts.after_a_step()
         if self._anybody_is_apart("sync()"):
-            if self._fresh:
-                self._meeting.begin()
             self._meet("sync()")
 
     def _meet(self, why: str) -> None:
@@ -267,6 +264,8 @@ class Periodic(Wrapper):
         """
         self._check_not_shown("load_state_dict")
         began = self._meeting.load_own_state(state)
+        if not began:
+            self._meeting.begin()
         anew = self._counts._replace(since=0)
         self._counts = saved_counts(state, self.backend) or anew
         self._writes.close()
