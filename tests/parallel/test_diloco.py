@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer steps along the mean of the ways that ranks have come by themselves."""
+"""DiLoCo: an outer optimizer steps along the mean of the ways that ranks have come alone."""
 
 from __future__ import annotations
 

@@ -143,7 +143,8 @@ def _fit_optimizer(
             state = {}
             for key, record in records.items():
                 own = part.name_of(path_of(there(name), key))
-                mine = StateRecord(tensor=own) if own in manifest.state else record
+                has_own = bool(record.tensor) and own in manifest.state
+                mine = StateRecord(tensor=own) if has_own else record
                 state[key] = _fit_state(name, key, mine, part, reader)
             loading.state.append((parameter, state))
     for plain in (*options, saved.shared):
