@@ -261,6 +261,29 @@ def test_every_floating_dtype_is_averaged(dtype: torch.dtype):
         assert all((value == -1).all() for value in found.values())
 
 
+def test_parameters_of_any_layout_are_averaged():
+    """Complex, without elements, without dimensions, not contiguous, in many messages."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.float64))
+            self.scale = nn.Parameter(torch.ones(()))
+            self.turned = nn.Parameter(torch.ones(4, 3).T)
+
+    def run(backend: Backend):
+        model = LocalSGD(Odd(), backend, every=1)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, backend.rank)
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        assert not model.module.turned.is_contiguous()
+        return values(model)
+
+    for found in simulate(run, 3):
+        assert all((value == 0).all() for value in found.values())
+
+
 def test_what_is_not_finite_on_one_rank_is_said_with_its_name(caplog):
     def run(backend: Backend) -> bool:
         model = LocalSGD(mlp(), backend, every=2)

@@ -94,11 +94,12 @@ def backend_of(model: nn.Module | None) -> Backend | None:
     return backends[0] if backends else None
 
 
-def means_of(model: nn.Module) -> dict[Tensor, Tensor]:
+def means_of(model: nn.Module, timeout: float) -> dict[Tensor, Tensor]:
     """What is saved in the place of tensors that are not the same on all ranks. Blocks."""
-    return {
-        tensor: mean for wrapper in _wrappers(model) for tensor, mean in wrapper.means().items()
-    }
+    found: dict[Tensor, Tensor] = {}
+    for wrapper in _wrappers(model):
+        found.update(wrapper.means(timeout=timeout))
+    return found
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:

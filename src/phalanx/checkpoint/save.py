@@ -81,7 +81,7 @@ def save_checkpoint(
     background = Background(backend)
     mine = Holdings()
 
-    means = means_of(model)
+    means = means_of(model, ranks.timeout)
 
     def describe() -> bytes:
         background.settle()

@@ -65,9 +65,9 @@ class Wrapper(nn.Module):
         """Which of the keys of all ranks' own states `load_own_state` makes use of."""
         return needed(keys, self.backend)
 
-    def means(self) -> Mapping[Tensor, Tensor]:
+    def means(self, *, timeout: float | None = None) -> Mapping[Tensor, Tensor]:
         """What a checkpoint has in the place of parameters and buffers that are not the same on all
-        ranks. Every rank calls it. Here there are none.
+        ranks. Every rank calls it; it waits for the others so many seconds. Here there are none.
         """
         return {}
 

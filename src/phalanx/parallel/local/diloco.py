@@ -40,7 +40,8 @@ class DiLoCo(Periodic):
 
     An outer gradient is how far a rank has come: parameters when the ranks last met, minus those it
     has now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
-    that are the same bits on every rank; the module's parameters become those. With
+    that are the same bits on every rank (which is looked at); the module's parameters become those.
+    With
     `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
     step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
     makes of them. Copies take the parameters' memory once, the outer optimizer what it keeps.

@@ -20,6 +20,7 @@ from phalanx.aggregation.saved import load_own, own_state
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
 from phalanx.errors import MisuseError
+from phalanx.parallel.agreement import check_agreement, describe_with_values
 from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
 from phalanx.parallel.local.flats import all_finite, averaged, not_finite_on
 from phalanx.parallel.local.meeting import in_words
@@ -92,7 +93,17 @@ class OuterStep:
     def meet(self, label: str) -> None:
         """Average the outer gradients, step, and copy; or without a step, if they are not finite:
         then all are as they were when the period began.
+
+        Raises `DesyncError` if the copies are not the same on all ranks: their hashes are compared,
+        in a message of 16 bytes.
         """
+        check_agreement(
+            [describe_with_values(name, copy) for name, copy in self._copies.items()],
+            self._backend,
+            op="DiLoCo, parameters as they were when the ranks last met",
+            remedy="Load the same state on every rank: that of a checkpoint, or one that was taken "
+            "right after sync()",
+        )
 
         def put(place: Tensor, parameter: Tensor) -> None:
             torch.sub(self._copy_of[parameter], parameter, out=place)  # type: ignore[index]

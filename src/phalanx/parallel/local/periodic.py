@@ -174,13 +174,13 @@ class Periodic(Wrapper):
         self._counts = self._counts.after_a_meeting()
         self._fresh = True
 
-    def _anybody_is_apart(self, why: str) -> bool:
+    def _anybody_is_apart(self, why: str, timeout: float | None = None) -> bool:
         """Whether a rank has taken a step since they met. One message of 8 bytes."""
         since = torch.tensor([self._counts.since + self._writes.begun], dtype=torch.int64)
         label = f"{type(self).__name__}'s {why} after {self.meetings} meetings"
         with self._explaining():
             task = in_place("all_reduce", since, op=ReduceOp.MAX)
-            start(task, self.backend, label=label).wait()
+            start(task, self.backend, label=label, timeout=timeout).wait()
         return bool(since.item())
 
     @contextmanager
@@ -197,14 +197,15 @@ class Periodic(Wrapper):
 
     # Looking --------------------------------------------------------------------------------
 
-    def means(self) -> dict[Tensor, Tensor]:
+    def means(self, *, timeout: float | None = None) -> dict[Tensor, Tensor]:
         """The means over the ranks of trained parameters and floating buffers, by tensor; new.
 
         Empty where no rank has taken a step since they met. Nothing is changed. Every rank calls
-        it; blocks for a message of 8 bytes, and the all-reduce.
+        it; blocks for a message of 8 bytes, for which it waits `timeout` seconds (by default the
+        backend's), and the all-reduce.
         """
         self._check_not_shown("means()")
-        if not self._anybody_is_apart("means"):
+        if not self._anybody_is_apart("means", timeout):
             return {}
         tensors = [*self._trained.values(), *floating(self.module).values()]
         label = f"{type(self).__name__}'s means after {self.meetings} meetings"
