@@ -40,11 +40,11 @@ class DiLoCo(Periodic):
 
     An outer gradient is how far a rank has come: parameters when the ranks last met, minus those it
     has now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
-    that are the same bits on every rank (which is looked at); the module's parameters become those.
-    With
+    that are the same bits on every rank; the module's parameters become those. With
     `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
     step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
-    makes of them. Copies take the parameters' memory once, the outer optimizer what it keeps.
+    makes of them, and 16 bytes, by which the copies are compared. Copies take the parameters'
+    memory once, the outer optimizer what it keeps.
 
     What `LocalSGD` says of counting, buffers, optimizers, checkpoints and ranks out of step is so
     here, too. `sync()` takes an outer step with what there is. A checkpoint has the copies, the
@@ -55,10 +55,10 @@ class DiLoCo(Periodic):
     the step, parameters are those of the last one, the compressor's state stays as it was, and a
     warning in the log names the rank; `skipped_steps` counts.
 
-    Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
-    parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
-    compressed; `MisuseError` for a module that is wrapped already, or an outer optimizer that
-    leaves out a parameter.
+    Raises `DesyncError`, on every rank, if the ranks' models or options differ, or later their
+    copies, naming the first parameter or option that does; `UnsupportedOperationError` if a
+    parameter's dtype cannot be compressed; `MisuseError` for a module that is wrapped already, or
+    an outer optimizer that leaves out a parameter.
     """
 
     def __init__(

@@ -97,6 +97,12 @@ class OuterStep:
         Raises `DesyncError` if the copies are not the same on all ranks: their hashes are compared,
         in a message of 16 bytes.
         """
+
+        def put(place: Tensor, parameter: Tensor) -> None:
+            torch.sub(self._copy_of[parameter], parameter, out=place)  # type: ignore[index]
+
+        trained = self._trained.values()
+        flats = averaged(trained, self._averaging, self._backend, label=label, put=put)
         check_agreement(
             [describe_with_values(name, copy) for name, copy in self._copies.items()],
             self._backend,
@@ -104,12 +110,6 @@ class OuterStep:
             remedy="Load the same state on every rank: that of a checkpoint, or one that was taken "
             "right after sync()",
         )
-
-        def put(place: Tensor, parameter: Tensor) -> None:
-            torch.sub(self._copy_of[parameter], parameter, out=place)  # type: ignore[index]
-
-        trained = self._trained.values()
-        flats = averaged(trained, self._averaging, self._backend, label=label, put=put)
         if all_finite(flats):
             for flat in flats:
                 for parameter, gradient in flat.views():

@@ -26,17 +26,16 @@ from phalanx.errors import CollectiveTimeoutError, DesyncError, MisuseError, Pee
 from phalanx.parallel.averaging import AllReduced
 from phalanx.parallel.hints import hint
 from phalanx.parallel.local.buffers import Buffers, floating, kept_buffers
+from phalanx.parallel.local.counter import StepCounter
 from phalanx.parallel.local.flats import averaged
 from phalanx.parallel.local.meeting import Meeting
 from phalanx.parallel.local.saved import (
-    Counts,
     is_value_of_another,
     local_state,
     put_values,
     saved_counts,
     saved_values,
 )
-from phalanx.parallel.local.writes import Writes
 from phalanx.parallel.optimizers import claim, owner_of
 from phalanx.parallel.replicas import check_same_model
 from phalanx.parallel.tensors import broadcast_all_
@@ -62,13 +61,13 @@ class Periodic(Wrapper):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
         self.every = every
-        self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._is_trained = frozenset(self._trained.values())
-        for name, parameter in module.named_parameters():
+        named = dict(module.named_parameters())
+        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        for name, parameter in named.items():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another wrapper already: delete that one first")
-        self._writes = Writes(self._trained.values())
-        self._counts = Counts(0, 0, 0)
+        self._counter = StepCounter(self._trained)
         self._fresh = True  # this rank has taken no step since the ranks were alike
         self._shown = False  # inside `averaged`
         self._statistics = Buffers(module, backend)
@@ -93,12 +92,12 @@ class Periodic(Wrapper):
     @property
     def steps(self) -> int:
         """How many steps this rank has taken."""
-        return self._counts.steps
+        return self._counter.counts.steps
 
     @property
     def meetings(self) -> int:
         """How often the ranks have met; the same on every rank."""
-        return self._counts.meetings
+        return self._counter.counts.meetings
 
     @property
     def bytes_sent(self) -> int:
@@ -111,39 +110,30 @@ class Periodic(Wrapper):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write: a period may begin by that."""
-        mine = self._those_of(optimizer)
-        if not mine:
+        self._check_trained(optimizer)
+        if not self._counter.written_by(optimizer):
             return
-        if self._shown:
-            self._refuse("a step inside averaged(): leave it first")
-        if self._writes.before(mine):
-            self._step_is_over()
+        self._check_not_shown("a step")
+        if self._counter.before(optimizer):
+            self._meet_if_it_is_time()
         self._fresh = False
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has: a period may be over."""
-        if self._writes.after(self._those_of(optimizer)):
-            self._step_is_over()
+        if self._counter.after(optimizer):
+            self._meet_if_it_is_time()
 
-    def _those_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        owned = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if owner_of(parameter) is self
-        ]
-        for parameter in owned:
-            if parameter.requires_grad and parameter not in self._is_trained:
-                name = next(n for n, p in self.module.named_parameters() if p is parameter)
+    def _check_trained(self, optimizer: Optimizer) -> None:
+        given = {p for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        for name, parameter in self._frozen.items():
+            if parameter in given:
                 self._refuse(
                     f"{name} is trained, and was frozen when the module was wrapped: wrap it after "
                     "requires_grad_(True)"
                 )
-        return [parameter for parameter in owned if parameter in self._is_trained]
 
-    def _step_is_over(self) -> None:
-        self._counts = self._counts.after_a_step()
-        if self._counts.since >= self._period():
+    def _meet_if_it_is_time(self) -> None:
+        if self._counter.counts.since >= self._period():
             self._meet(f"every {self._period()} steps")
 
     def _period(self) -> int:
@@ -160,9 +150,7 @@ class Periodic(Wrapper):
         since they last met.
         """
         self._check_not_shown("sync()")
-        if self._writes.begun:
-            self._writes.close()
-            self._counts = self._counts.after_a_step()
+        self._counter.close()
         if self._anybody_is_apart("sync()"):
             self._meet("sync()")
 
@@ -171,12 +159,12 @@ class Periodic(Wrapper):
         with self._explaining():
             self._meeting.meet(label)
             self._statistics.meet(label)
-        self._counts = self._counts.after_a_meeting()
+        self._counter.met()
         self._fresh = True
 
     def _anybody_is_apart(self, why: str, timeout: float | None = None) -> bool:
         """Whether a rank has taken a step since they met. One message of 8 bytes."""
-        since = torch.tensor([self._counts.since + self._writes.begun], dtype=torch.int64)
+        since = torch.tensor([self._counter.now().since], dtype=torch.int64)
         label = f"{type(self).__name__}'s {why} after {self.meetings} meetings"
         with self._explaining():
             task = in_place("all_reduce", since, op=ReduceOp.MAX)
@@ -185,7 +173,7 @@ class Periodic(Wrapper):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        steps, since, _ = self._counts
+        steps, since, _ = self._counter.now()
         text = (
             f"this rank has taken {steps} steps, {since} of them since the ranks last met, and "
             "another one does something else: if its batches ran out, let every rank take as many "
@@ -253,8 +241,7 @@ class Periodic(Wrapper):
         self._check_not_shown("a state dict")
         apart = not self._fresh
         values = self._local_values() if apart else {}
-        counts = self._counts.after_a_step() if self._writes.begun else self._counts
-        mine = local_state(counts, values, self.backend)
+        mine = local_state(self._counter.now(), values, self.backend)
         return mine | self._meeting.own_state(apart=apart)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -267,12 +254,11 @@ class Periodic(Wrapper):
         began = self._meeting.load_own_state(state)
         if not began:
             self._meeting.begin()
-        anew = self._counts._replace(since=0)
-        self._counts = saved_counts(state, self.backend) or anew
-        self._writes.close()
-        self._fresh = not (began or self._counts.since)
+        self._counter.go_on_from(saved_counts(state, self.backend))
+        since = self._counter.counts.since
+        self._fresh = not (began or since)
         values = saved_values(state, self.backend)
-        if not values and not self._counts.since:
+        if not values and not since:
             values = dict(began)  # this rank had taken no step, and others had
         put_values(values, self._local_values(), self.backend, type(self).__name__)
 

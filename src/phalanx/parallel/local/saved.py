@@ -10,37 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.errors import SizeMismatchError
+from phalanx.parallel.local.counter import Counts
 
 _KEY = re.compile(r"local@(\d+)/(\d+)\.(count$|value\..*)", re.DOTALL)
 _VALUE = "value."
-
-
-class Counts(NamedTuple):
-    """How far a rank is.
-
-    steps      of optimizers, in all
-    since      of these since the ranks last met
-    meetings   how many
-    """
-
-    steps: int
-    since: int
-    meetings: int
-
-    def after_a_step(self) -> Counts:
-        """One more."""
-        return Counts(self.steps + 1, self.since + 1, self.meetings)
-
-    def after_a_meeting(self) -> Counts:
-        """One more, and a period begins."""
-        return Counts(self.steps, 0, self.meetings + 1)
 
 
 def is_value_of_another(key: str, backend: Backend) -> bool:
