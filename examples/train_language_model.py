@@ -26,7 +26,14 @@ from language_model.progress import TrainingProgress
 from language_model.recorder import Recorder
 from language_model.setup import ANOTHER, Run, prepare
 from language_model.story import conclude, introduce, save_log
-from language_model.strategies import DDP, strategy_of
+from language_model.strategies import (
+    DDP,
+    Distributed,
+    alike,
+    is_periodic,
+    periodic,
+    strategy_of,
+)
 from torch import nn
 
 import phalanx as px
@@ -66,6 +73,8 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
         recorder.end(loss, rate)
 
         done = step + 1
+        if done == options.steps and isinstance(model, px.LocalSGD | px.DiLoCo):
+            model.sync()  # ranks that have trained by themselves come to one model
         progress.advance()
         log, look, save = (
             done == options.steps or (every > 0 and done % every == 0)
@@ -89,16 +98,18 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
         model.unwrap()  # `run.model` is a plain one again, whole on every rank
 
 
-def distribute(model: GPT, strategy: str, backend: px.Backend) -> px.DDP | px.FSDP:
+def distribute(model: GPT, strategy: str, backend: px.Backend) -> Distributed:
     """The model on all ranks, with the values that it has on rank 0."""
     if strategy == DDP:
         return px.DDP(model, backend)  # <- every rank has all of it
+    if is_periodic(strategy):
+        return periodic(strategy, model, backend)  # <- or all of it, and meets the others at times
     sharding = strategy_of(strategy, backend)
     return px.FSDP(model, backend, strategy=sharding, unit=Block)  # <- or a part of every block
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: px.DDP | px.FSDP) -> HeldOutPoint:
+def evaluate(run: Run, model: Distributed) -> HeldOutPoint:
     """The loss on text that is held out, each rank looking at its share; noted in the history.
 
     All ranks compute equally often, since the shards of a model are gathered by all of them. Where
@@ -109,11 +120,12 @@ def evaluate(run: Run, model: px.DDP | px.FSDP) -> HeldOutPoint:
     spread = torch.arange(count) * len(run.held_out) // count
     mine, longest = spread[rank::world_size], len(spread[::world_size])
     total = torch.zeros(2, dtype=torch.float64)
-    for first in range(0, longest, HELD_OUT_BATCH):
-        numbers = mine[first : first + HELD_OUT_BATCH]
-        weight = len(numbers)
-        loss = model(*run.held_out.take(numbers if weight else spread[:1]))
-        total += torch.tensor([loss.item() * weight, weight])
+    with alike(model):
+        for first in range(0, longest, HELD_OUT_BATCH):
+            numbers = mine[first : first + HELD_OUT_BATCH]
+            weight = len(numbers)
+            loss = model(*run.held_out.take(numbers if weight else spread[:1]))
+            total += torch.tensor([loss.item() * weight, weight])
     px.all_reduce_(total, model.backend)
     point = HeldOutPoint(len(run.history.steps), (total[0] / total[1]).item())
     run.history.held_out.append(point)

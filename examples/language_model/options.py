@@ -88,7 +88,8 @@ class Options:
         DDP,
         TRAINING,
         f"what each rank keeps of the model, gradients and optimizer state: all, or shards (FSDP); "
-        f"one of {SYNTAX}, where K ranks share a copy, by default those of a host",
+        f"one of {SYNTAX}, where K ranks share a copy, by default those of a host, and ranks train "
+        "by themselves for H steps",
         type=read_strategy,
         metavar="STRATEGY",
     )

@@ -9,10 +9,10 @@ from language_model.history import write_log
 from language_model.model import write_on
 from language_model.plot import draw_loss
 from language_model.setup import Run
-from language_model.strategies import DDP
+from language_model.strategies import DDP, Distributed
 
 
-def introduce(run: Run, model: px.DDP | px.FSDP) -> str:
+def introduce(run: Run, model: Distributed) -> str:
     """What is about to happen, for people."""
     options, ranks = run.options, model.backend.world_size
     windows = options.batch_size * ranks

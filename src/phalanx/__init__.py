@@ -139,8 +139,10 @@ _WHERE = {
     "phalanx.launch.spawn": ("spawn",),
     "phalanx.parallel": (
         "DDP",
+        "DiLoCo",
         "FSDP",
         "GradScaler",
+        "LocalSGD",
         "MixedPrecision",
         "ShardingStrategy",
         "SyncBatchNorm",

@@ -62,6 +62,7 @@ BAD = {
     "--resume=/nowhere/at/all": "there is no checkpoint in /nowhere/at/all",
     "--strategy=full": "'full' is not one of ddp|full_shard|",
     "--strategy=hybrid:0": "'hybrid:0' is not one of",
+    "--strategy=local_sgd": "'local_sgd' is not one of",
     "--strategy=hybrid:2": "--strategy hybrid:2: FSDP: hybrid(intra_node_size=2) needs a",
 }
 

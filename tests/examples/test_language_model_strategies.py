@@ -110,3 +110,38 @@ def test_ranks_that_have_fewer_held_out_windows_compute_as_often_as_the_others(
     found = px.simulate(held_out, 2)
     assert [passes for passes, _ in found] == [2, 2]
     assert [loss for _, loss in found] == pytest.approx([alone, alone], abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:2", "diloco:2"])
+def test_ranks_that_train_by_themselves_end_with_one_model_and_resume_as_if_uninterrupted(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Held-out losses are looked at, and a checkpoint is written, between two meetings."""
+    write_text(tmp_path)
+    common = ["--checkpoint-every=3", "--eval-every=1"]
+    whole = train_on(2, arguments(tmp_path, 2, strategy, *common, f"--out={tmp_path / 'whole'}"))
+    again = arguments(tmp_path, 2, strategy, *common)
+
+    def killed(backend: px.Backend) -> None:
+        train(prepare([*TINY, *again], backend), backend, KilledAfter(4))
+
+    with pytest.raises(KeyboardInterrupt):
+        px.simulate(killed, 2)
+    resumed = train_on(2, [*again, "--resume"])
+    for rank in range(2):
+        assert losses(resumed[rank].history) == losses(whole[rank].history)
+        assert resumed[rank].history.held_out == whole[rank].history.held_out
+        assert torch.equal(parameters(resumed[rank]), parameters(whole[0]))
+    assert whole[0].history.held_out[-1].loss < whole[0].history.held_out[0].loss
+
+
+def test_a_run_that_has_met_seldom_goes_on_with_other_ranks_and_strategies(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    for number, (ranks, strategy) in enumerate(
+        [(2, "diloco:3"), (3, "local_sgd:2"), (2, "full_shard"), (4, "diloco:3"), (1, "ddp")]
+    ):
+        more = [f"--steps={number + 1}", *(["--resume"] if number else [])]
+        runs = train_on(ranks, arguments(tmp_path, ranks, strategy, *more))
+        for run in runs:
+            assert [point.step for point in run.history.steps] == [*range(1, number + 2)]
+            assert torch.equal(parameters(run), parameters(runs[0]))

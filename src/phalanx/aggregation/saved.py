@@ -24,6 +24,7 @@ from phalanx.compression.residuals import RESIDUAL
 log = logging.getLogger("phalanx")
 
 _KEY = re.compile(r"compression@(\d{1,6})/(\d{1,6})\.(.*)", re.DOTALL)
+_OWN_KEY = re.compile(r"\w+@(\d{1,6}/\d{1,6}|all)\..*", re.DOTALL)
 """Nobody has more ranks; a key that says so does not make anybody count to there."""
 
 
@@ -34,18 +35,23 @@ def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a key of a state dict is one of a compressor's state."""
-    return _KEY.fullmatch(key) is not None
+    """Whether a key of a state dict says whose it is: of a compressor's state, or of another that
+    parameters are not part of. `<what>@<rank>/<ranks>.<key>`, or `<what>@all.<key>`: the same on
+    every rank.
+    """
+    return _OWN_KEY.fullmatch(key) is not None
 
 
 def needed(keys: Iterable[str], backend: Backend) -> list[str]:
-    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks; else
-    all.
+    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks, and
+    those of all; else every one.
     """
     listed = list(keys)
-    mine = f"compression@{backend.rank}/{backend.world_size}."
-    own = [key for key in listed if key.startswith(mine)]
-    return own or listed
+    mine = f"{backend.rank}/{backend.world_size}"
+    whose = {key: match[1] for key in listed if (match := _OWN_KEY.fullmatch(key))}
+    if mine not in whose.values():
+        return listed
+    return [key for key in listed if whose.get(key) in (mine, "all")]
 
 
 def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -5,6 +5,8 @@ From all of them every rank works out the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +20,7 @@ from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
 
 File = Literal["model", "state"]
+NONE: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -99,12 +102,15 @@ class Holdings:
         """The value as JSON, its tensors kept under names that begin with `path`."""
         return to_json(value, path, self.keep)
 
-    def add_model(self, parts: ModelParts) -> dict[str, Any]:
-        """Parameters and buffers; returns what modules keep beside them."""
+    def add_model(self, parts: ModelParts, means: Mapping[Tensor, Tensor] = NONE) -> dict[str, Any]:
+        """Parameters and buffers, or their means over the ranks, where there are any; returns what
+        modules keep beside them.
+        """
         for name, part in parts.parameters.items():
-            self.add("model", name, part.tensor, part.slice, equal=True)
+            tensor = means.get(part.tensor, part.tensor)
+            self.add("model", name, tensor, part.slice, equal=True)
         for name, buffer in parts.buffers.items():
-            self.add("model", name, buffer, equal=False)
+            self.add("model", name, means.get(buffer, buffer), equal=False)
         return {
             key: self.json(module.get_extra_state(), f"model/{key}")
             for key, module in parts.stateful.items()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.manifest import Manifest, OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.model_parts import ModelParts, Part
-from phalanx.checkpoint.optimizer_state import named_groups
+from phalanx.checkpoint.optimizer_state import named_groups, path_of
 from phalanx.checkpoint.plain import tensors_in
 from phalanx.checkpoint.reading import Reader
 from phalanx.errors import CheckpointMismatchError
@@ -140,7 +140,12 @@ def _fit_optimizer(
         for name, parameter in group.items():
             records = saved.state.get(there(name), {})
             part = parts.parameters[name]
-            state = {key: _fit_state(name, key, r, part, reader) for key, r in records.items()}
+            state = {}
+            for key, record in records.items():
+                own = part.name_of(path_of(there(name), key))
+                has_own = bool(record.tensor) and own in manifest.state
+                mine = StateRecord(tensor=own) if has_own else record
+                state[key] = _fit_state(name, key, mine, part, reader)
             loading.state.append((parameter, state))
     for plain in (*options, saved.shared):
         _ask(reader, plain)

@@ -20,10 +20,19 @@ from phalanx.parallel.wrapper import Wrapper, walk
 
 
 class Part(NamedTuple):
-    """A parameter: `tensor` is this rank's part of it, which is `slice` of the whole."""
+    """A parameter: `tensor` is this rank's part of it, which is `slice` of the whole.
+
+    rank   where optimizers keep something else for it on each rank: which one of how many this is;
+           empty on the first, which stands for all
+    """
 
     tensor: Tensor
     slice: Slice
+    rank: str = ""
+
+    def name_of(self, path: str) -> str:
+        """Where this rank keeps what others keep under `path`, too."""
+        return f"{path}@{self.rank}" if self.rank else path
 
 
 class ModelParts(NamedTuple):
@@ -87,6 +96,14 @@ def backend_of(model: nn.Module | None) -> Backend | None:
     return backends[0] if backends else None
 
 
+def means_of(model: nn.Module, timeout: float) -> dict[Tensor, Tensor]:
+    """What is saved in the place of tensors that are not the same on all ranks. Blocks."""
+    found: dict[Tensor, Tensor] = {}
+    for wrapper in _wrappers(model):
+        found.update(wrapper.means(timeout=timeout))
+    return found
+
+
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise `UnsupportedOperationError` unless the tensor's elements lie in memory."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -126,8 +143,11 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Part]]:
     if isinstance(module, Wrapper):
         slices = module.slices()
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        backend = module.backend
+        apart = module.optimizers_apart and backend.rank > 0
+        rank = f"{backend.rank}/{backend.world_size}" if apart else ""
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield prefix + name, Part(parameter, slices[names[id(parameter)]])
+            yield prefix + name, Part(parameter, slices[names[id(parameter)]], rank)
         return
     for name, plain in module._parameters.items():
         if plain is not None:

@@ -75,7 +75,7 @@ def describe_optimizer(
         ],
         state={
             name: {
-                key: _describe(f"optimizer/{name}/{key}", value, key in alike, part, holdings)
+                key: _describe(path_of(name, key), value, key in alike, part, holdings)
                 for key, value in of_parameter.items()
             }
             for name, of_parameter in state.items()
@@ -86,6 +86,11 @@ def describe_optimizer(
             "optimizer/shared",
         ),
     )
+
+
+def path_of(name: str, key: str) -> str:
+    """What a tensor that is kept for a parameter is called in a checkpoint."""
+    return f"optimizer/{name}/{key}"
 
 
 def _keys_cut_like_parameters(
@@ -110,8 +115,9 @@ def _keys_cut_like_parameters(
 
 def _describe(path: str, value: object, alike: bool, part: Part, holdings: Holdings) -> StateRecord:
     if alike and isinstance(value, Tensor):
-        holdings.add("state", path, value, part.slice, equal=True)
-        return StateRecord(tensor=path)
+        name = part.name_of(path)
+        holdings.add("state", name, value, part.slice, equal=True)
+        return StateRecord(tensor=name)
     if _is_common(value):
         return StateRecord(value=holdings.json(value, path))
     start, stop = part.slice.start, part.slice.stop

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.backends.base import Backend
 from phalanx.checkpoint import rng
 from phalanx.checkpoint.background import Background
 from phalanx.checkpoint.cut_layers import check_parts_are_apart
 from phalanx.checkpoint.description import Description, Holdings
-from phalanx.checkpoint.model_parts import backend_of, parts_of
+from phalanx.checkpoint.model_parts import backend_of, means_of, parts_of
 from phalanx.checkpoint.optimizer_state import describe_optimizer
 from phalanx.checkpoint.pending import PendingSave
 from phalanx.checkpoint.ranks import Ranks
@@ -41,7 +42,9 @@ def save_checkpoint(
     model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes what it
                 holds; what several ranks hold one of them writes, so that all write about as much.
                 Parameters, and the buffers and extra state that a state dict has, those as rank 0
-                has them; what each rank has of its own (DDP's compression), as it has it
+                has them; what each rank has of its own (DDP's compression), as it has it. Of
+                LocalSGD and DiLoCo, where ranks have different parameters: the means, and each
+                rank's own, with its optimizer's state
     step        how far training is, 0 or more
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
@@ -78,9 +81,11 @@ def save_checkpoint(
     background = Background(backend)
     mine = Holdings()
 
+    means = means_of(model, ranks.timeout)
+
     def describe() -> bytes:
         background.settle()
-        described = _describe(mine, ranks, model, step, optimizer, extra)
+        described = _describe(mine, ranks, model, means, step, optimizer, extra)
         described.asked = [f"step={step}", f"keep={keep}", f"async_save={async_save}"]
         described.fresh = async_save and background.needs_group
         _check_options(step, keep)
@@ -109,12 +114,13 @@ def _describe(
     mine: Holdings,
     ranks: Ranks,
     model: nn.Module,
+    means: Mapping[Tensor, Tensor],
     step: int,
     optimizer: torch.optim.Optimizer | None,
     extra: object,
 ) -> Description:
     parts = parts_of(model)
-    values = mine.add_model(parts)
+    values = mine.add_model(parts, means)
     about = describe_optimizer(optimizer, parts.parameters, mine) if optimizer else None
     for number, wrapper in enumerate(parts.wrappers):
         for key, tensor in wrapper.own_state().items():  # keys say whose they are

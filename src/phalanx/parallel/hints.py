@@ -1,4 +1,4 @@
-"""What a disagreement between ranks means in DDP's words."""
+"""What a disagreement between ranks means, in the words of who wraps the module."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from phalanx.errors import (
 
 
 @contextmanager
-def hint(text: str) -> Iterator[None]:
+def hint(text: str, *, who: str = "DDP") -> Iterator[None]:
     """Add a sentence to the error that says that ranks do different things, or one does nothing."""
     try:
         yield
     except DistributedError as error:
         if isinstance(error, _APART) or _has_left(error):
-            error.message = f"{error.message.rstrip('.')}. DDP: {text}"
+            error.message = f"{error.message.rstrip('.')}. {who}: {text}"
         raise
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from phalanx.aggregation.saved import is_own_key, without_own
+from phalanx.aggregation.saved import is_own_key, needed, without_own
 from phalanx.backends.base import Backend
 from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
@@ -22,10 +22,12 @@ class Wrapper(nn.Module):
                another kind inside it does, too, or if one inside spreads
     spreads    whether each rank of `backend` has other modules of the model, which are what they
                are without it: wrapped, some of them, maybe
+    optimizers_apart   whether each rank's optimizer has another state for the same parameters
     """
 
     averages: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
+    optimizers_apart: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
@@ -33,7 +35,9 @@ class Wrapper(nn.Module):
             _check_only_one(module, type(self), backend.rank)
         self.module = module
         self.backend = backend
+        self._to_load: dict[str, Any] = {}
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_load_own)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's, and `own_state`, if there is any."""
@@ -56,7 +60,19 @@ class Wrapper(nn.Module):
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such states of all ranks that there were. Here nothing is done with them."""
+        """Go on from such states of all ranks that there were; parameters are loaded already. Here
+        nothing is done with them.
+        """
+
+    def needs(self, keys: Iterable[str]) -> list[str]:
+        """Which of the keys of all ranks' own states `load_own_state` makes use of."""
+        return needed(keys, self.backend)
+
+    def means(self, *, timeout: float | None = None) -> Mapping[Tensor, Tensor]:
+        """What a checkpoint has in the place of parameters and buffers that are not the same on all
+        ranks. Every rank calls it; it waits for the others so many seconds. Here there are none.
+        """
+        return {}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain module's, under their own names."""
@@ -127,4 +143,10 @@ def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object
             own[name] = state.pop(key)
         else:
             state[f"{prefix}module.{name}"] = state.pop(key)
+    wrapper._to_load = own
+
+
+def _load_own(wrapper: Wrapper, _: object) -> None:
+    """When all parameters are loaded."""
+    own, wrapper._to_load = wrapper._to_load, {}
     wrapper.load_own_state(own)

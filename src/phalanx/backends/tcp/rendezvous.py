@@ -256,6 +256,10 @@ class Rendezvous:
                 what += " (it has not started, or its group has formed without this rank)"
         elif unknown:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
+        elif not unconnected:
+            silent = [rank for rank in range(mesh.world_size) if rank not in self.problems]
+            what = f"{_ranks(silent)} did not say whether the memory of all can be attached"
+            peer = silent[0]
         else:
             what, peer = f"no connection with {_ranks(sorted(unconnected))}", min(unconnected)
             if peer in self._dials:

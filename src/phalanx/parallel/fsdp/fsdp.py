@@ -24,10 +24,10 @@ from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.clip import clip_, norm_of
 from phalanx.parallel.fsdp.build import build
 from phalanx.parallel.fsdp.materialize import Initialize
-from phalanx.parallel.fsdp.optimizers import NOT_ELEMENTWISE, claim, log, owner_of
 from phalanx.parallel.fsdp.precision import MixedPrecision, precision_of
 from phalanx.parallel.fsdp.sharded import Sharded
 from phalanx.parallel.fsdp.strategy import ShardingStrategy
+from phalanx.parallel.optimizers import NOT_ELEMENTWISE, claim, log, owner_of
 
 if TYPE_CHECKING:
     from phalanx.parallel.fsdp.units import UnitRule

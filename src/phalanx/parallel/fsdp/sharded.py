@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.parallel.fsdp.build import Built
-from phalanx.parallel.fsdp.optimizers import release
 from phalanx.parallel.fsdp.state import full_state, full_values, shards_of
+from phalanx.parallel.optimizers import release
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.wrapper import Wrapper
 
