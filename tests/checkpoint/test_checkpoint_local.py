@@ -17,8 +17,10 @@ from phalanx import (
     DiLoCo,
     ErrorFeedback,
     LocalSGD,
+    PowerSGD,
     Quantized,
     SizeMismatchError,
+    TopK,
     load_checkpoint,
     save_checkpoint,
     simulate,
@@ -40,6 +42,10 @@ Make = Callable[[nn.Module, Backend], Periodic]
 KINDS: dict[str, Make] = {
     "local sgd": lambda m, b: LocalSGD(m, b, every=EVERY),
     "start after": lambda m, b: LocalSGD(m, b, every=EVERY, start_after=4),
+    "local sgd, top-k": lambda m, b: LocalSGD(m, b, every=EVERY, compression=TopK(0.1)),
+    "local sgd, PowerSGD": lambda m, b: LocalSGD(
+        m, b, every=EVERY, start_after=2, compression=PowerSGD(1)
+    ),
     "diloco": lambda m, b: DiLoCo(m, b, every=EVERY, outer=nesterov),
     "diloco, adam": lambda m, b: DiLoCo(m, b, every=EVERY, outer=outer_adam),
     "diloco, 4 bits": lambda m, b: DiLoCo(
@@ -47,7 +53,7 @@ KINDS: dict[str, Make] = {
     ),
 }
 ALL = list(KINDS)
-FEW = ["local sgd", "diloco, 4 bits"]
+FEW = ["local sgd", "local sgd, top-k", "diloco, 4 bits"]
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -162,6 +168,7 @@ def test_another_number_of_ranks_begins_from_the_mean_and_meets_as_soon(
         loaded = state(wrapper)
         train(wrapper, optimizer, range(2, 3), backend.rank)
         assert (wrapper.steps, wrapper.meetings) == (3, 1)
+        wrapper.sync()
         return loaded, state(wrapper)
 
     found = simulate(load, ranks)
@@ -213,6 +220,7 @@ def test_what_ddp_has_saved_begins_a_new_period(kind: str, tmp_path: Path):
                 assert torch.equal(wrapper.own_state()[f"outer@all.parameter.{name}"], value)
         train(wrapper, optimizer, range(2, 3), backend.rank)
         assert wrapper.meetings == 1
+        wrapper.sync()
         return {name: p.detach().clone() for name, p in wrapper.named_parameters()}
 
     simulate(save, 2)

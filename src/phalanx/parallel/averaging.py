@@ -21,6 +21,7 @@ from phalanx.collectives.task import in_place
 from phalanx.compression import Compressor
 from phalanx.compression.bundle import Bundle
 from phalanx.compression.exchange import Mean, Part
+from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.finite import is_finite
 
 
@@ -85,12 +86,20 @@ class Compressed:
 
     What it computes before its first message it does when the bucket is full, inside of backward;
     the rest at the end, all buckets' messages of a round together.
+
+    feedback   is told what the compressor leaves out, unless that keeps it by itself
     """
 
     def __init__(
-        self, compressor: Compressor, names: Mapping[nn.Parameter, str], backend: Backend
+        self,
+        compressor: Compressor,
+        names: Mapping[nn.Parameter, str],
+        backend: Backend,
+        *,
+        feedback: Feedback = FORGET,
     ) -> None:
         self.compressor = compressor
+        self._feedback = feedback
         self._names = names
         self._exchange = Exchange(backend)
         self._part = Part(backend.rank, backend.world_size)
@@ -108,7 +117,8 @@ class Compressed:
             [self._names[parameter] for parameter in gradients.parameters],
             [parameter.shape for parameter in gradients.parameters],
         )
-        return self._exchange.begin(self.compressor.average_(bundle, self._part), label)
+        rounds = self.compressor.average_(bundle, self._part, self._feedback)
+        return self._exchange.begin(rounds, label)
 
     @torch.no_grad()
     def finish(self, begun: Sequence[Any]) -> None:

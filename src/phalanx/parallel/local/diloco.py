@@ -76,7 +76,7 @@ class DiLoCo(Periodic):
             for parameter in self._trained.values():
                 check_floating(parameter, compression)
         self.compression = deepcopy(compression)
-        self._outer = OuterStep(self._trained, backend, outer, self.compression)
+        self._outer = OuterStep(self._trained, backend, outer, self.compression, who="DiLoCo")
         options = {"outer": _described(self.outer_optimizer), "compression": compression}
         self._begin_with(self._outer, options)
 

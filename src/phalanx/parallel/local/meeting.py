@@ -21,7 +21,12 @@ log = logging.getLogger("phalanx")
 
 
 class Meeting(Protocol):
-    """Leaves all ranks with the same parameters."""
+    """Brings the ranks' parameters together.
+
+    alike   whether they are the same on all ranks since the last one
+    """
+
+    alike: bool
 
     @property
     def bytes_sent(self) -> int:
@@ -30,8 +35,11 @@ class Meeting(Protocol):
     def begin(self) -> None:
         """The ranks have the same parameters, from which the next period begins."""
 
-    def meet(self, label: str) -> None:
-        """Overwrite this rank's parameters; blocks until all ranks have come."""
+    def meet(self, label: str, *, whole: bool) -> None:
+        """Overwrite this rank's parameters; blocks until all ranks have come.
+
+        whole   leave nothing out, so that parameters are the same on all ranks
+        """
 
     def own_state(self, *, apart: bool) -> dict[str, Tensor]:
         """What goes on from here needs; by keys that say whose it is (saved.py).
@@ -52,6 +60,7 @@ class MeanOfParameters:
         self._trained = trained
         self._backend = backend
         self._averaging = AllReduced(backend)
+        self.alike = True
 
     @property
     def bytes_sent(self) -> int:
@@ -62,7 +71,7 @@ class MeanOfParameters:
         """Nothing is kept of it."""
 
     @torch.no_grad()
-    def meet(self, label: str) -> None:
+    def meet(self, label: str, *, whole: bool = True) -> None:
         """One all-reduce."""
         if self._backend.world_size == 1:
             return

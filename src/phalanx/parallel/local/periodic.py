@@ -68,7 +68,7 @@ class Periodic(Wrapper):
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another wrapper already: delete that one first")
         self._counter = StepCounter(self._trained)
-        self._fresh = True  # this rank has taken no step since the ranks were alike
+        self._fresh = True  # the ranks were alike, and this one has taken no step since
         self._shown = False  # inside `averaged`
         self._statistics = Buffers(module, backend)
 
@@ -134,11 +134,15 @@ class Periodic(Wrapper):
 
     def _meet_if_it_is_time(self) -> None:
         if self._counter.counts.since >= self._period():
-            self._meet(f"every {self._period()} steps")
+            self._meet(f"every {self._period()} steps", whole=self._whole())
 
     def _period(self) -> int:
         """How many steps the period has that is under way."""
         return self.every
+
+    def _whole(self) -> bool:
+        """Whether it ends with the same parameters on all ranks, whatever that sends."""
+        return False
 
     # Meetings -------------------------------------------------------------------------------
 
@@ -146,30 +150,31 @@ class Periodic(Wrapper):
         """Meet now, whatever number of steps each rank has taken; the next period begins.
 
         At the end of training, and before parameters are looked at. Every rank calls it; blocks
-        until all have. Does nothing, but for a message of 8 bytes, where no rank has taken a step
-        since they last met.
+        until all have. Does nothing, but for a message of 8 bytes, where parameters are the same on
+        all ranks already.
         """
         self._check_not_shown("sync()")
         self._counter.close()
         if self._anybody_is_apart("sync()"):
-            self._meet("sync()")
+            self._meet("sync()", whole=True)
 
-    def _meet(self, why: str) -> None:
+    def _meet(self, why: str, *, whole: bool) -> None:
         label = f"{type(self).__name__}'s meeting {self.meetings}, {why}"
         with self._explaining():
-            self._meeting.meet(label)
+            self._meeting.meet(label, whole=whole)
             self._statistics.meet(label)
         self._counter.met()
-        self._fresh = True
+        self._fresh = self._meeting.alike
 
     def _anybody_is_apart(self, why: str, timeout: float | None = None) -> bool:
-        """Whether a rank has taken a step since they met. One message of 8 bytes."""
-        since = torch.tensor([self._counter.now().since], dtype=torch.int64)
+        """Whether ranks may have different parameters. One message of 8 bytes."""
+        apart = self._counter.now().since > 0 or not self._fresh
+        apart_anywhere = torch.tensor([int(apart)])
         label = f"{type(self).__name__}'s {why} after {self.meetings} meetings"
         with self._explaining():
-            task = in_place("all_reduce", since, op=ReduceOp.MAX)
+            task = in_place("all_reduce", apart_anywhere, op=ReduceOp.MAX)
             start(task, self.backend, label=label, timeout=timeout).wait()
-        return bool(since.item())
+        return bool(apart_anywhere.item())
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -187,7 +192,7 @@ class Periodic(Wrapper):
     def means(self, *, timeout: float | None = None) -> dict[Tensor, Tensor]:
         """The means over the ranks of trained parameters and floating buffers, by tensor; new.
 
-        Empty where no rank has taken a step since they met. Nothing is changed. Every rank calls
+        Empty where they are the same on all ranks. Nothing is changed. Every rank calls
         it; blocks for a message of 8 bytes, for which it waits `timeout` seconds (by default the
         backend's), and the all-reduce.
         """
