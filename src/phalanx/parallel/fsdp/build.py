@@ -148,7 +148,7 @@ def _came(
     def came(_: object) -> None:
         conductor = told()
         if conductor is not None:
-            conductor.gradient_came(unit, flat, number)
+            conductor.backward.gradient_came(unit, flat, number)
 
     return came
 

@@ -138,17 +138,17 @@ class FSDP(Sharded):
         Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
         of this class drops them, and an optimizer's does not.
         """
-        conductor = self._conductor
-        before, conductor.synchronize = conductor.synchronize, False
+        reduction = self._conductor.reduction
+        before, reduction.synchronize = reduction.synchronize, False
         try:
             yield
         finally:
-            conductor.synchronize = before
+            reduction.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were accumulated under `no_sync`, too."""
         super().zero_grad(set_to_none)
-        self._conductor.drop_accumulated()
+        self._conductor.reduction.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.
@@ -158,7 +158,7 @@ class FSDP(Sharded):
         """
         if not self._conductor.forwards:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
-        self._conductor.reduce_accumulated()
+        self._conductor.reduction.finish_accumulated()
 
     @torch.no_grad()
     def clip_grad_norm_(
