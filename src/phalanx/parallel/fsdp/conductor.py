@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
 from phalanx.parallel.fsdp.backward import Backward
 from phalanx.parallel.fsdp.reduction import Reduction
 from phalanx.parallel.fsdp.sites import Sites
@@ -51,8 +52,9 @@ class Conductor:
         writing: Writing,
         backend: Backend,
         prefetch: int,
+        compressor: Compressor | None = None,
     ) -> None:
-        self.reduction = Reduction(units, backend)
+        self.reduction = Reduction(units, backend, compressor)
         self.backward = Backward(units, sites, writing, self.reduction, backend)
         self.forwards = 0
         self.looked_ahead = False
