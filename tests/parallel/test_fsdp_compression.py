@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from fsdp_runs import (
     joined,
     on_ranks,
 )
+from residuals import lacking
 from torch import Tensor, nn
 
 from phalanx import (
@@ -58,6 +59,9 @@ EXACT: dict[str, Callable[[], Compressor]] = {
     "random-k": lambda: RandomK(1),
     "PowerSGD": lambda: PowerSGD(99),
 }
+SIZES = {
+    name: p.numel() for model in (mlp(), seeded(Branches)) for name, p in model.named_parameters()
+}
 SOME = ["top-k", "1 bit", "PowerSGD"]  # of one round with state of its own, without, of two
 WAYS: list[tuple[int, ShardingStrategy, Cluster]] = [
     (1, FULL_SHARD, BATON),
@@ -87,31 +91,6 @@ def own_gradient(number: int, rank: int) -> Gradients:
     plain = mlp()
     step(plain, number, rank)
     return gradients(plain)
-
-
-def lacking(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What averages are short of, by parameter, as keys of all ranks' own states say it."""
-    total: dict[str, Tensor] = {}
-    sizes = {name: p.numel() for name, p in (*mlp().named_parameters(), *branches())}
-    for state in states:
-        for key, left in state.items():
-            whose, kind, name = key.split(".", 2)
-            if kind not in ("residual", "owned"):
-                continue
-            ranks = whose.split("/")[1].split("x")
-            start, stop = 0, None
-            while name not in sizes:  # a piece, or a piece of a piece
-                span, name = name.split(".", 1)
-                low, high = map(int, span.split("-"))
-                start, stop = start + low, low + high if stop is None else low + stop
-            whole = total.setdefault(name, torch.zeros(sizes[name], dtype=torch.float64))
-            share = left.double() / (int(ranks[0]) if kind == "residual" else 1)
-            whole[start : start + len(share)] += share
-    return total
-
-
-def branches() -> list[tuple[str, nn.Parameter]]:
-    return list(seeded(Branches).named_parameters())
 
 
 def residuals_of(fsdp: FSDP | DDP) -> dict[str, Tensor]:
@@ -168,7 +147,7 @@ def test_gradients_that_came_and_what_is_left_over_are_all_that_there_were(
         return came, residuals_of(fsdp)
 
     per_rank = on_ranks(where, ranks, mlp, body)
-    missing = lacking([state for _, state in per_rank])
+    missing = lacking([state for _, state in per_rank], SIZES)
     passes = [joined([came[number] for came, _ in per_rank]) for number in range(3)]
     for key in passes[0]:
         given = [own_gradient(n, r)[key].double() for n in range(3) for r in range(ranks)]
@@ -241,7 +220,9 @@ def test_in_mixed_precision_nothing_is_lost_either(
 
     def run(compression: Any) -> Any:
         found = on_ranks(BATON, ranks, mlp, lambda m, b: body(m, b, compression))
-        return joined([pieces for pieces, _ in found]), lacking([state for _, state in found])
+        return joined([pieces for pieces, _ in found]), lacking(
+            [state for _, state in found], SIZES
+        )
 
     dense, _ = run(None)
     sent, missing = run(ErrorFeedback(KINDS[name]()))
@@ -295,7 +276,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
         model = seeded(lambda: nn.Linear(6, 3))
         fsdp = FSDP(model, backend, compression=ErrorFeedback(KINDS[name]()))
         optimizer = torch.optim.SGD(fsdp.parameters(), 0.1)
-        for number in range(30):
+        for number in range(40):
             x = noise(8, 6, seed=1000 * backend.rank + number)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(fsdp(x), x @ draw)
@@ -303,7 +284,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
             optimizer.step()
         return loss.item()
 
-    assert max(simulate(run, 2)) < 0.1
+    assert max(simulate(run, 2)) < 0.05
 
 
 # Bytes -----------------------------------------------------------------------------------------
@@ -467,7 +448,7 @@ def test_what_was_left_over_of_unused_parameters_comes_later_or_is_kept(
         return came, residuals_of(fsdp)
 
     per_rank = on_ranks(BATON, ranks, lambda: seeded(Branches), body)
-    missing = lacking([state for _, state in per_rank])
+    missing = lacking([state for _, state in per_rank], SIZES)
     given = []
     for rank in range(ranks):
         plain = seeded(Branches)

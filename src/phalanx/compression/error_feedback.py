@@ -135,7 +135,7 @@ class ErrorFeedback(Compressor):
         """A mean and what was left out of the last one: new."""
         wanted = mean.clone()
         for key, low, high in owned_places(bundle, start, len(mean)):
-            kept = self._owned.get(key)
+            kept = self._owned.latest(key)
             if kept is not None:
                 wanted[low:high].add_(kept)
         return wanted

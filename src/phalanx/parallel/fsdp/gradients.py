@@ -179,6 +179,7 @@ class Gradients:
     def _average(self, mean: Tensor, label: str) -> None:
         replicas = self._ranks.replicas
         if self._compression is not None and not self._scatters_compressed:
+            self._finish_averaging()  # what that leaves over is for this one, if it is the second
             self._averaging.append(self._compression.average(self._flat, mean, label))
         elif replicas is not None:
             self.bytes_sent += bytes_of(Mean(mean), replicas.world_size)
@@ -188,6 +189,9 @@ class Gradients:
     def finish(self, label: str) -> None:
         """Wait until this rank has all that it is to have."""
         self.finish_scattering(label)
+        self._finish_averaging()
+
+    def _finish_averaging(self) -> None:
         averaging, self._averaging = self._averaging, []
         for pending in averaging:
             pending.wait()
@@ -226,8 +230,6 @@ class Gradients:
         self._memory, self._views, self._means, self.used = None, [], [], set()
         self._elsewhere = {}
         scattering, self._scattering = self._scattering, None
-        averaging, self._averaging = self._averaging, []
         if scattering is not None:
             scattering[0].wait()
-        for pending in averaging:
-            pending.wait()
+        self._finish_averaging()
