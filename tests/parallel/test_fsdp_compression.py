@@ -127,7 +127,7 @@ def test_what_leaves_nothing_out_trains_like_plain_fsdp(
     ("name", "ranks", "strategy", "where"),
     [
         *((name, 3, FULL_SHARD, BATON) for name in KINDS),
-        *((name, 4, HYBRID, BATON) for name in KINDS if name != "bfloat16"),
+        *((name, 4, HYBRID, BATON) for name in KINDS),
         *(("PowerSGD", *one) for one in WAYS if one[0] < 4),
     ],
     ids=str,

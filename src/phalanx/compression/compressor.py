@@ -7,11 +7,13 @@
     average_shard_   the same, where each part needs its own shard of the mean only
 
     who          average_: how parts meet                   average_shard_
-    Half         all-reduce of messages                     all-to-all, sum
+    Half         all-reduce of messages (*)                 all-to-all, sum
     RandomK      all-reduce of messages                     reduce-scatter
     PowerSGD     two all-reduces of factors                 the same; the product of the shard alone
     TopK         all-gather, everybody sums                 all-to-all, sum
     Quantized    all-to-all, sum, quantize, all-gather      all-to-all, sum
+
+    (*) with a feedback as Quantized, so that it is told of what is rounded off the mean, too
 
 What a part leaves out of its message is lost, unless a `Feedback` (feedback.py) keeps it.
 """
