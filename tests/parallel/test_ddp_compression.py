@@ -36,6 +36,7 @@ KINDS = {
     "bfloat16": Half,
     "8 bits": Quantized,
     "1 bit, error feedback": lambda: ErrorFeedback(Quantized(1, block=16)),
+    "float16, error feedback": lambda: ErrorFeedback(Half(torch.float16)),
     "PowerSGD, error feedback": lambda: ErrorFeedback(PowerSGD(1)),
 }
 EXACT = {"top-k": lambda: ErrorFeedback(TopK(1)), "PowerSGD": lambda: ErrorFeedback(PowerSGD(99))}

@@ -1,6 +1,8 @@
 """A compressor's state by ranks, as part of a state dict.
 
-    compression@2/4.residual.layer.weight     what rank 2 of 4 has left over of layer.weight
+    compression@2/4.residual.layer.weight          what rank 2 of 4 has left over of layer.weight
+    compression@2/2x4.residual.0-9.layer.weight    of elements 0:9, rank 2 of 2 x 4: gradients are
+                                                   cut over 4 ranks, then averaged over 2
 
 Every rank has another state, so each key says whose it is: the states of all ranks can be joined,
 one that is missing is noticed, and none is taken for another rank's.
@@ -16,21 +18,23 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.aggregation.cut import WHOLE, Cut, shared_out
 from phalanx.aggregation.intact import check_intact
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
+from phalanx.compression.memory import under
 from phalanx.compression.residuals import RESIDUAL
 
 log = logging.getLogger("phalanx")
 
-_KEY = re.compile(r"compression@(\d{1,6})/(\d{1,6})\.(.*)", re.DOTALL)
-_OWN_KEY = re.compile(r"\w+@(\d{1,6}/\d{1,6}|all)\..*", re.DOTALL)
+_KEY = re.compile(r"compression@(\d{1,6})/(\d{1,6})(?:x(\d{1,6}))?\.(.*)", re.DOTALL)
+_OWN_KEY = re.compile(r"\w+@(\d{1,6}/\d{1,6}(?:x\d{1,6})?|all)\..*", re.DOTALL)
 """Nobody has more ranks; a key that says so does not make anybody count to there."""
 
 
-def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
+def own_state(compressor: Compressor, backend: Backend, cut: Cut = WHOLE) -> dict[str, Tensor]:
     """The compressor's state on this rank, and whose it is."""
-    prefix = f"compression@{backend.rank}/{backend.world_size}."
+    prefix = f"compression@{cut.whose(backend)}."
     return {prefix + key: value for key, value in compressor.state_dict().items()}
 
 
@@ -42,14 +46,15 @@ def is_own_key(key: str) -> bool:
     return _OWN_KEY.fullmatch(key) is not None
 
 
-def needed(keys: Iterable[str], backend: Backend) -> list[str]:
-    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks, and
-    those of all; else every one.
+def needed(keys: Iterable[str], backend: Backend, cut: Cut = WHOLE) -> list[str]:
+    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks, which
+    cut gradients alike, and those of all; else every one.
     """
-    listed = list(keys)
-    mine = f"{backend.rank}/{backend.world_size}"
+    listed, mine = list(keys), cut.whose(backend)
     whose = {key: match[1] for key in listed if (match := _OWN_KEY.fullmatch(key))}
-    if mine not in whose.values():
+    own = [key for key in listed if whose.get(key) == mine]
+    left = f"compression@{mine}.{RESIDUAL}"
+    if not own or not cut.fits(key[len(left) :] for key in own if key.startswith(left)):
         return listed
     return [key for key in listed if whose.get(key) in (mine, "all")]
 
@@ -71,24 +76,28 @@ def load_own(
     backend: Backend,
     *,
     sizes_of: Mapping[str, int] | None = None,
+    cut: Cut = WHOLE,
 ) -> None:
     """Go on from the states in a dict, of which other keys are left alone.
 
     sizes_of   of each gradient, by name, if they are known: `SizeMismatchError`, which names it,
                for what was left over of one that is not there, or has another size
+    cut        what of them this rank's compressor averages
 
     Without any the compressor keeps the state that it has. A warning in the log says what is lost.
-    Raises ValueError if there are states of different numbers of ranks, and what `check_intact`
-    does; the compressor is as before then.
+    Where gradients were cut otherwise, what was left over of them is shared out anew, and what else
+    compressors remember (where PowerSGD begins) begins anew, too. Raises ValueError if there are
+    states of different numbers of ranks, and what `check_intact` does; the compressor is as before
+    then.
     """
     states: dict[int, dict[str, Tensor]] = {}
     sizes = set()
     for key, value in state.items():
         match = _KEY.fullmatch(key)
         if match is not None:
-            rank, size, name = match.groups()
+            rank, parts, shards, name = match.groups()
             states.setdefault(int(rank), {})[name] = value
-            sizes.add(int(size))
+            sizes.add((int(parts), int(shards or 1)))
     if not sizes:
         return
     if compressor is None:
@@ -100,10 +109,11 @@ def load_own(
         return
     if len(sizes) > 1:
         raise ValueError(
-            f"rank {backend.rank}: the state dict has states of compressors of {sorted(sizes)} "
-            "ranks: load those of one save"
+            f"rank {backend.rank}: the state dict has states of compressors of "
+            f"{sorted(p * k for p, k in sizes)} ranks: load those of one save"
         )
-    check_intact(states, backend, sizes_of)
+    ((parts, shards),) = sizes
+    check_intact(states, backend, sizes_of if shards == 1 else None)
     if RESIDUAL not in compressor.remembers() and any(
         key.startswith(RESIDUAL) for state in states.values() for key in state
     ):
@@ -114,11 +124,14 @@ def load_own(
             compressor,
             compressor,
         )
-    (size,) = sizes
-    size = max(size, *(rank + 1 for rank in states))
+    size = max(parts * shards, *(rank + 1 for rank in states))
     missing = sorted(set(range(size)) - states.keys())
     mine = backend.rank
-    if missing and (size != backend.world_size or mine in missing):
+    place, copy = mine % cut.shards, mine // cut.shards
+    alike = [states.get(rank) for rank in range(place, size, cut.shards)]
+    left = [name for one in alike if one is not None for name in under(RESIDUAL, one)]
+    fits = shards == cut.shards and cut.fits(left)
+    if missing and (size != backend.world_size or mine in missing or not fits):
         log.warning(
             "rank %d: the state dict lacks what the compressors of ranks %s had left over (of %d "
             "ranks), and it is lost: save the state dict of every rank",
@@ -126,5 +139,8 @@ def load_own(
             ", ".join(map(str, missing)),
             size,
         )
-    resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
-    compressor.load_state_dict(resharded[mine])
+    if fits:
+        own = compressor.reshard(alike, backend.world_size // cut.shards)[copy]
+    else:
+        own = shared_out(states, parts, shards, sizes_of, backend, cut)
+    compressor.load_state_dict(own)

@@ -14,8 +14,9 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from phalanx.compression.bundle import Bundle, Piece
 from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.draws import generator
-from phalanx.compression.exchange import Mean, Part, Rounds
+from phalanx.compression.exchange import Mean, Part, Request, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.memory import Memory, Remembers
 
@@ -46,6 +47,33 @@ class Factors:
         return self.p.nbytes + (self.q.nbytes if self.q is not None else 0)
 
 
+class _Approximation(NamedTuple):
+    """Of gradients of a bundle, by name: factors P and Q, or the whole, flat.
+
+    none   an empty tensor, flat, of their dtype
+    """
+
+    factors: dict[str, tuple[Tensor, Tensor]]
+    whole: dict[str, Tensor]
+    none: Tensor
+
+    def values(self, bundle: Bundle, start: int, stop: int) -> Tensor:
+        """Elements start:stop of the bundle; flat, fewer where it ends before."""
+        parts = [self.none]
+        for piece in bundle.pieces:
+            low, high = max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start
+            if low >= high:
+                continue
+            if piece.name in self.whole:
+                parts.append(self.whole[piece.name][low:high])
+                continue
+            p, q = self.factors[piece.name]
+            first, last = low // len(q), -(-high // len(q))  # rows that have something of it
+            rows = (p[first:last] @ q.T).flatten()
+            parts.append(rows[low - first * len(q) : high - first * len(q)])
+        return torch.cat(parts)
+
+
 class PowerSGD(Compressor):
     """Matrices as products of two narrow ones.
 
@@ -56,7 +84,8 @@ class PowerSGD(Compressor):
 
     Vectors, and matrices that would not become smaller, are sent as they are; so at full rank it is
     exact, if `dtype` is. All matrices of a bundle go in two all-reduces. Parts compute P from the
-    same numbers: where their processors round alike the results are the same bits.
+    same numbers: where their processors round alike the results are the same bits. Where each part
+    needs a shard only, it multiplies those rows of the factors that its shard has something of.
     """
 
     def __init__(self, rank: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> None:
@@ -92,11 +121,28 @@ class PowerSGD(Compressor):
         """Two rounds; one if there is no matrix to compress."""
         if len(bundle.flat) == 0:
             return
+        found = yield from self._approximate(bundle, part, feedback)
+        bundle.flat.copy_(found.values(bundle, 0, len(bundle.flat)))
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """The same rounds."""
+        if bundle.size == 0:
+            return
+        found = yield from self._approximate(bundle.unpadded(), part, feedback)
+        shard = bundle.shards(part.parts)[part.number]
+        mean = found.values(bundle, part.number * len(shard), (part.number + 1) * len(shard))
+        shard[: len(mean)] = mean
+
+    def _approximate(
+        self, bundle: Bundle, part: Part, feedback: Feedback
+    ) -> Generator[Request, Tensor, _Approximation]:
+        """The rounds; the factors of the mean."""
         wanted = feedback.recall(bundle, part)
         wanted = wanted.to(wide(wanted.dtype))
         low = [(i, m.flatten(1)) for i, m in bundle.cut(wanted) if self._pays(i.shape)]
-        small = {piece.name for piece, _ in low}
-        whole = [values.flatten() for i, values in bundle.cut(wanted) if i.name not in small]
+        small = [piece.name for piece, _ in low]
+        rest = {i.name: m.flatten() for i, m in bundle.cut(wanted) if i.name not in small}
+        whole = list(rest.values())
 
         ps = [m @ self._last_q(piece, m) for piece, m in low]
         sent = self._travelling(torch.cat([*(p.flatten() for p in ps), *whole]), part.parts)
@@ -109,13 +155,19 @@ class PowerSGD(Compressor):
         qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
         sent = self._travelling(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), part.parts)
         qs = _like(qs, sent.to(wanted))
-        feedback.keep(bundle, lambda: wanted - _joined(bundle, small, ps, qs, mine))
+
+        def joined(qs: Sequence[Tensor], whole: Sequence[Tensor]) -> _Approximation:
+            factors = dict(zip(small, zip(ps, qs, strict=True), strict=True))
+            return _Approximation(factors, dict(zip(rest, whole, strict=True)), wanted[:0])
+
+        own = joined(qs, mine)
+        feedback.keep(bundle, lambda: wanted - own.values(bundle, 0, bundle.size))
         if qs:
             mean = yield Mean(sent.clone())
             qs = _like(qs, mean.to(wanted))
             for (piece, _), q in zip(low, qs, strict=True):
                 self._q.put(piece.name, q.clone())
-        bundle.flat.copy_(_joined(bundle, small, ps, qs, means[len(ps) :]))
+        return joined(qs, means[len(ps) :])
 
     def remembers(self) -> Mapping[str, Remembers]:
         """The Q of each matrix."""
@@ -155,24 +207,3 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """Flat memory as tensors of those shapes."""
     pieces = torch.split(flat, [one.numel() for one in tensors])
     return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=False)]
-
-
-def _joined(
-    bundle: Bundle,
-    small: set[str],
-    ps: Sequence[Tensor],
-    qs: Sequence[Tensor],
-    whole: Sequence[Tensor],
-) -> Tensor:
-    """Products of factors, for gradients in `small`, and whole ones, in the bundle's order."""
-    products, others = zip(ps, qs, strict=True), iter(whole)
-    return torch.cat(
-        [
-            _product(*next(products)) if piece.name in small else next(others)
-            for piece in bundle.pieces
-        ]
-    )
-
-
-def _product(p: Tensor, q: Tensor) -> Tensor:
-    return (p @ q.T).flatten()

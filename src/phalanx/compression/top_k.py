@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
-from phalanx.compression.exchange import Gather, Part, Rounds
+from phalanx.compression.exchange import Gather, Part, Rounds, Swap
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.select import largest
 from phalanx.compression.sparse import CompressedGradient, index_dtype
@@ -30,6 +30,10 @@ class TopK(Compressor):
     average gathers all parts' messages, k values and about log2(n / k) + 2 bits for each index, and
     sums them part after part: each of p parts sends (p-1) messages' bytes, so beyond a few dozen
     parts a linear compressor sends less.
+
+    Where each part needs a shard only, the largest of each shard are sent to its owner, equally
+    many for all: (p-1)/p of one message's bytes, in one round of lengths that are known, and no
+    owner gets more than another. At worst no more is left out than by the largest of all shards.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -59,13 +63,20 @@ class TopK(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         mine = self.compress(narrowed(wanted, dtype))
-        feedback.keep(bundle, lambda: _without(wanted, mine))
+        feedback.keep(bundle, lambda: _without(wanted, [mine]))
         rows = yield Gather(mine.pack())
-        total = torch.zeros(n, dtype=wide(dtype), device=wanted.device)
-        for row in rows:
-            theirs = CompressedGradient.unpack(row, len(mine.values), n, dtype)
-            total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
-        bundle.flat.copy_(total.div_(part.parts))
+        bundle.flat.copy_(_mean_of(rows, mine))
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """One round, an all-to-all of the largest values of each shard."""
+        if bundle.size == 0:
+            return
+        wanted = feedback.recall(bundle, part)
+        shards = narrowed(wanted, bundle.flat.dtype).view_as(bundle.shards(part.parts))
+        mine = [self.compress(shard) for shard in shards]
+        feedback.keep(bundle, lambda: _without(wanted, mine))
+        rows = yield Swap(torch.stack([message.pack() for message in mine]))
+        bundle.shards(part.parts)[part.number].copy_(_mean_of(rows, mine[part.number]))
 
 
 def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
@@ -126,7 +137,19 @@ def checked_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def _without(wanted: Tensor, sent: CompressedGradient) -> Tensor:
-    rest, places = wanted.clone(), sent.indices.long()
-    rest[places] -= sent.values.to(rest.dtype)
+def _without(wanted: Tensor, sent: Sequence[CompressedGradient]) -> Tensor:
+    """What is left of values whose shards, or which all, were sent so."""
+    rest = wanted.clone()
+    for shard, message in zip(rest.view(len(sent), -1), sent, strict=True):
+        shard[message.indices.long()] -= message.values.to(rest.dtype)
     return rest
+
+
+def _mean_of(rows: Tensor, like: CompressedGradient) -> Tensor:
+    """The mean of packed messages, all of as many values as `like`, in float32 or wider."""
+    n, dtype = like.original_len, like.values.dtype
+    total = torch.zeros(n, dtype=wide(dtype), device=rows.device)
+    for row in rows:
+        theirs = CompressedGradient.unpack(row, len(like.values), n, dtype)
+        total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
+    return total.div_(len(rows))

@@ -41,7 +41,9 @@ class Wrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's, and `own_state`, if there is any."""
-        state = self.module.state_dict(*args, **kwargs)
+        return self._with_own(self.module.state_dict(*args, **kwargs), args, kwargs)
+
+    def _with_own(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state.update({prefix + key: value for key, value in self.own_state().items()})
         return state
