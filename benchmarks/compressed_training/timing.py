@@ -83,7 +83,7 @@ def time_all(
     begun = {}
     for name, course in courses.items():
         course.go(first)
-        begun[name] = px.all_gather_object(course.digest(), backend)
+        begun[name] = from_all(course.digest(), backend)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in courses}
     losses = {}
     for _ in range(rounds):
@@ -101,11 +101,16 @@ def time_all(
             seconds=[seconds for seconds, _ in figures[name]],
             nbytes=statistics.median(nbytes for _, nbytes in figures[name]),
             begun=begun[name],
-            ended=px.all_gather_object(course.digest(), backend),
-            loss=sum(px.all_gather_object(losses[name], backend)) / backend.world_size,
+            ended=from_all(course.digest(), backend),
+            loss=px.all_reduce(torch.tensor(losses[name]), backend, px.ReduceOp.MEAN).item(),
         )
         for name, course in courses.items()
     }
+
+
+def from_all(word: str, backend: px.Backend) -> list[str]:
+    """What each rank says."""
+    return [str(one) for one in px.all_gather_object(word, backend)]
 
 
 def in_one_process(row: Row, options: Options, lesson: Lesson, ranks: int, steps: int) -> list[str]:
