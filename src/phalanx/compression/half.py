@@ -59,5 +59,5 @@ class Half(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         sent = narrowed(wanted, self.dtype, part.parts)
-        feedback.keep(bundle, lambda: wanted - sent.to(wanted.dtype))
+        feedback.keep(bundle, lambda: wanted.sub_(sent))
         bundle.flat.copy_((yield Mean(sent.clone())))

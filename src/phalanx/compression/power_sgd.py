@@ -14,7 +14,7 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,13 +109,21 @@ class PowerSGD(Compressor):
         qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
         sent = self._travelling(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), part.parts)
         qs = _like(qs, sent.to(wanted))
-        feedback.keep(bundle, lambda: wanted - _joined(bundle, small, ps, qs, mine))
+
+        def rest() -> Tensor:
+            for piece, sent in _each(bundle, small, ps, qs, mine):
+                wanted[piece.start : piece.stop].sub_(sent)
+            return wanted
+
+        feedback.keep(bundle, rest)
+        found = qs
         if qs:
             mean = yield Mean(sent.clone())
-            qs = _like(qs, mean.to(wanted))
-            for (piece, _), q in zip(low, qs, strict=True):
+            found = _like(qs, mean.to(wanted))
+            for (piece, _), q in zip(low, found, strict=True):
                 self._q.put(piece.name, q.clone())
-        bundle.flat.copy_(_joined(bundle, small, ps, qs, means[len(ps) :]))
+        for piece, average in _each(bundle, small, ps, found, means[len(ps) :]):
+            bundle.flat[piece.start : piece.stop].copy_(average)
 
     def remembers(self) -> Mapping[str, Remembers]:
         """The Q of each matrix."""
@@ -157,22 +165,20 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=False)]
 
 
-def _joined(
+def _each(
     bundle: Bundle,
     small: set[str],
     ps: Sequence[Tensor],
     qs: Sequence[Tensor],
     whole: Sequence[Tensor],
-) -> Tensor:
-    """Products of factors, for gradients in `small`, and whole ones, in the bundle's order."""
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Each gradient's place, and its values: the product of its factors, if it is in `small`; else
+    as it was sent. One at a time, so that what is multiplied stays in the caches.
+    """
     products, others = zip(ps, qs, strict=True), iter(whole)
-    return torch.cat(
-        [
-            _product(*next(products)) if piece.name in small else next(others)
-            for piece in bundle.pieces
-        ]
-    )
-
-
-def _product(p: Tensor, q: Tensor) -> Tensor:
-    return (p @ q.T).flatten()
+    for piece in bundle.pieces:
+        if piece.name in small:
+            p, q = next(products)
+            yield piece, (p @ q.T).flatten()
+        else:
+            yield piece, next(others)

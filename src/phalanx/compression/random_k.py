@@ -21,8 +21,7 @@ from phalanx.compression.exchange import Mean, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.finite import is_finite
 from phalanx.compression.memory import Remembers, Turns
-from phalanx.compression.sparse import CompressedGradient
-from phalanx.compression.top_k import checked_ratio, kept
+from phalanx.compression.top_k import checked_ratio, kept, without_
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +77,10 @@ class RandomK(Compressor):
         places = self._places(flat, self._turns.next())
         parts = 1 if flat.dtype is wide(flat.dtype) else part.parts
         values = narrowed(wanted[places], flat.dtype, parts)
-        sent = CompressedGradient(places, values, len(flat))
-        feedback.keep(bundle, lambda: wanted - sent.dense())
-        if not is_finite(wanted):  # at places that are not drawn, perhaps
-            values = torch.full_like(values, torch.nan)
-        mean = yield Mean(values.clone())
+        finite = is_finite(wanted)
+        feedback.keep(bundle, lambda: without_(wanted, places, values))
+        # What is not finite may be at places that are not drawn.
+        mean = yield Mean(values.clone() if finite else torch.full_like(values, torch.nan))
         flat.zero_()
         flat[places] = mean
 

@@ -59,13 +59,15 @@ class TopK(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         mine = self.compress(narrowed(wanted, dtype))
-        feedback.keep(bundle, lambda: _without(wanted, mine))
+        feedback.keep(bundle, lambda: without_(wanted, mine.indices.long(), mine.values))
         rows = yield Gather(mine.pack())
-        total = torch.zeros(n, dtype=wide(dtype), device=wanted.device)
+        total = bundle.flat.to(wide(dtype)).zero_()  # the bundle itself, if it is wide enough
         for row in rows:
             theirs = CompressedGradient.unpack(row, len(mine.values), n, dtype)
             total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
-        bundle.flat.copy_(total.div_(part.parts))
+        total.div_(part.parts)
+        if total is not bundle.flat:
+            bundle.flat.copy_(total)
 
 
 def compress_gradients(gradients: Sequence[Tensor], ratio: float) -> list[CompressedGradient]:
@@ -109,7 +111,7 @@ def checked_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def _without(wanted: Tensor, sent: CompressedGradient) -> Tensor:
-    rest, places = wanted.clone(), sent.indices.long()
-    rest[places] -= sent.values.to(rest.dtype)
-    return rest
+def without_(wanted: Tensor, places: Tensor, sent: Tensor) -> Tensor:
+    """What is wanted without what was sent of it, in place."""
+    wanted[places] -= sent.to(wanted.dtype)
+    return wanted
