@@ -77,6 +77,7 @@ def time_all(
     steps: int,
     first: int,
     advanced: Callable[[], None] = lambda: None,
+    bytes_out: Callable[[], int] = bytes_out,
 ) -> dict[str, Timed]:
     """Time all of them; the same on every rank. `first` steps of each are not timed."""
     courses = {name: Course(row, options, lesson, backend) for name, row in table.items()}

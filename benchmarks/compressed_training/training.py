@@ -113,7 +113,7 @@ def train(
     example = prepare(options, lesson, backend.rank, backend.world_size)
     model = row.wrap(example.model, backend)
     optimizer = make_optimizer(model)
-    spoken, skipped = Spoken(backend), 0
+    spoken, counted_before = Spoken(backend), 0
     steps, held_out, sent = [], [], []
     losses: list[float] = []
     seconds: list[float] = []
@@ -128,8 +128,8 @@ def train(
 
     look(0)
     for step in range(options.steps):
-        if step == FIRST:
-            spoken.nbytes, skipped = 0, model.bytes_sent
+        if step <= FIRST:
+            spoken.nbytes, counted_before = 0, model.bytes_sent
         began = perf_counter()
         with spoken.counting():
             losses.append(step_once(model, optimizer, example, step, row))
@@ -138,8 +138,10 @@ def train(
         if (step + 1) % options.eval_every == 0 or step + 1 == options.steps:
             look(step + 1)
 
+    if options.steps <= FIRST:
+        spoken.nbytes, counted_before = 0, model.bytes_sent
     figures = torch.tensor(
-        [spoken.nbytes, sent[-1] - skipped, statistics.median(seconds), *sent, *losses],
+        [spoken.nbytes, sent[-1] - counted_before, statistics.median(seconds), *sent, *losses],
         dtype=torch.float64,
     )
     wire, counted, median, *rest = px.all_reduce(figures, backend, px.ReduceOp.MEAN).tolist()
