@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -201,6 +202,7 @@ def main() -> int:
     if asked.work is not None:
         work(asked)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the hosts would stay
     try:
         speed, timed = measure(asked, sys.argv[1:])
     except NoLinkError as error:
