@@ -87,9 +87,10 @@ def show(known: Runs, folder: Path) -> list[str]:
     table, settings = rows(), known.settings
     summaries = summarize(known, table)
     seeds = max((one.seeds for one in summaries), default=0)
+    of = f"medians of {seeds} seeds" if seeds > 1 else "one seed"
     title = (
         f"language model, {settings['layers']} layers of {settings['width']}, {settings['steps']} "
-        f"steps, {settings['ranks']} ranks, medians of {seeds} seeds"
+        f"steps, {settings['ranks']} ranks, {of}"
     )
     console = Console()
     console.width = max(120, console.width)

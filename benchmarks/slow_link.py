@@ -3,7 +3,8 @@
 Two hosts are network namespaces, and what each sends is held to 100 Mbit/s by a token bucket. Two
 ranks, one on each, train the language-model example over TCP in each of the ways of the table
 (compressed_training/rows.py), in interleaved rounds of the same processes; `no communication` is
-the same step of a rank that trains by itself.
+the same step of a rank that trains by itself. `busy` is the part of a step in which a rank had a
+processor; the rest is the link, and whatever else the machine does.
 
 Checked: the link gives what it should; after the first steps every way has the same bits as on two
 ranks in one process; ranks have the same bits at the end.
@@ -158,13 +159,16 @@ def show(asked: argparse.Namespace, speed: float, timed: dict[str, Timed]) -> li
         f"bytes a rank, a link of {speed:.1f} Mbit/s, median of {asked.rounds} rounds"
     )
     shown = Table(title=title)
-    for number, heading in enumerate(("", "ms a step", "dense's / this", "bytes a step")):
+    for number, heading in enumerate(
+        ("", "ms a step", "of it busy", "dense's / this", "bytes a step")
+    ):
         shown.add_column(heading, justify="right" if number else "left")
     plain, missed = timed[DENSE].seconds, []
     for name, one in timed.items():
         faster = times_faster(plain, one.seconds)
         milliseconds = f"{statistics.median(one.seconds) * 1e3:,.1f}"
-        shown.add_row(name, milliseconds, f"{faster:.2f}", f"{one.nbytes:,.0f}")
+        busy = f"{one.busy * 1e3:,.1f}"
+        shown.add_row(name, milliseconds, busy, f"{faster:.2f}", f"{one.nbytes:,.0f}")
         if table[name].target and faster < FASTER:
             missed.append(f"{name}: {faster:.1f} times as fast as dense: MISSES {FASTER:g}")
     console = Console()

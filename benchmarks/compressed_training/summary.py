@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from math import isnan, nan
 from typing import NamedTuple
 
 from compressed_training.rows import DENSE, Row
@@ -32,7 +33,9 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one."""
+        """Of at least one; no numbers, if one of them is none."""
+        if any(isnan(value) for value in values):
+            return cls(nan, nan, nan)
         return cls(min(values), statistics.median(values), max(values))
 
 

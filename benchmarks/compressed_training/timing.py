@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Timed:
     """What one way to train took.
 
     seconds   of a step in each round, on the slower rank
+    busy      seconds of a step in which a rank computed, on the one that did so longer; median
     nbytes    that left a host in a step, headers and all; median
     begun     the hash of all parameters after the first steps, on each rank
     ended     at the end
@@ -61,6 +62,7 @@ class Timed:
     """
 
     seconds: list[float]
+    busy: float
     nbytes: float
     begun: list[str]
     ended: list[str]
@@ -85,22 +87,23 @@ def time_all(
     for name, course in courses.items():
         course.go(first)
         begun[name] = from_all(course.digest(), backend)
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in courses}
+    figures: dict[str, list[list[float]]] = {name: [] for name in courses}
     losses = {}
     for _ in range(rounds):
         for name, course in courses.items():
             backend.barrier()
-            sent, began = bytes_out(), perf_counter()
+            before = [perf_counter(), process_time(), bytes_out()]
             losses[name] = course.go(steps)
-            mine = torch.tensor([perf_counter() - began, 0.0], dtype=torch.float64)
-            mine[1] = bytes_out() - sent
-            seconds, nbytes = px.all_reduce(mine / steps, backend, px.ReduceOp.MAX).tolist()
-            figures[name].append((seconds, nbytes))
+            after = [perf_counter(), process_time(), bytes_out()]
+            mine = torch.tensor([after, before], dtype=torch.float64)
+            taken = px.all_reduce((mine[0] - mine[1]) / steps, backend, px.ReduceOp.MAX)
+            figures[name].append(taken.tolist())
             advanced()
     return {
         name: Timed(
-            seconds=[seconds for seconds, _ in figures[name]],
-            nbytes=statistics.median(nbytes for _, nbytes in figures[name]),
+            seconds=[seconds for seconds, _, _ in figures[name]],
+            busy=statistics.median(busy for _, busy, _ in figures[name]),
+            nbytes=statistics.median(nbytes for _, _, nbytes in figures[name]),
             begun=begun[name],
             ended=from_all(course.digest(), backend),
             loss=px.all_reduce(torch.tensor(losses[name]), backend, px.ReduceOp.MEAN).item(),

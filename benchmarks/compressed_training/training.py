@@ -135,8 +135,9 @@ def train(
             losses.append(step_once(model, optimizer, example, step, row))
         seconds.append(perf_counter() - began)
         advanced()
-        if (step + 1) % options.eval_every == 0 or step + 1 == options.steps:
-            look(step + 1)
+        done = step + 1
+        if done == options.steps or (options.eval_every > 0 and done % options.eval_every == 0):
+            look(done)
 
     if options.steps <= FIRST:
         spoken.nbytes, counted_before = 0, model.bytes_sent

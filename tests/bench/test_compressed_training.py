@@ -163,7 +163,8 @@ def test_a_row_says_all_of_itself_and_a_name_of_none_is_refused():
 
 
 def test_tables_and_the_picture_have_every_row(made: dict[str, Run], tmp_path: Path):
-    runs = Runs({}, list(made.values()))
+    diverged = replace(made["half"], row="top 1 % + ef", held_out=[5.0, 9.0, float("nan")])
+    runs = Runs({}, [*made.values(), replace(diverged, seed=1)])
     summaries = summarize(runs, rows())
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "out").open("w"))
     console.print(table_of(summaries, title="rows", steps=4))
