@@ -9,20 +9,24 @@ from torch import Tensor
 
 from phalanx.compression import Compressor
 from phalanx.compression.bundle import Bundle
-from phalanx.compression.exchange import Gather, Mean, Part, Request, Swap
+from phalanx.compression.exchange import Gather, Mean, MeanShard, Part, Request, Swap
 
 
-def average(compressors: Sequence[Compressor], bundles: Sequence[Bundle]) -> list[Tensor]:
-    """Carry out one average of all parts; what each has in the end, and bytes given by part 0."""
+def average(
+    compressors: Sequence[Compressor], bundles: Sequence[Bundle], *, shards: bool = False
+) -> list[Tensor]:
+    """Carry out one average of all parts; what each has in the end: all of it, or its shard."""
     p = len(bundles)
     rounds = [
-        compressor.average_(bundle, Part(number, p))
+        (compressor.average_shard_ if shards else compressor.average_)(bundle, Part(number, p))
         for number, (compressor, bundle) in enumerate(zip(compressors, bundles, strict=True))
     ]
     requests = [next(one, None) for one in rounds]
     while requests[0] is not None:
         requests = [send(one, got) for one, got in zip(rounds, met(requests), strict=True)]
     assert requests == [None] * p
+    if shards:
+        return [bundle.shards(p)[number] for number, bundle in enumerate(bundles)]
     return [bundle.flat for bundle in bundles]
 
 
@@ -43,6 +47,8 @@ def met(requests: list[Request]) -> list[Tensor]:
         for request in requests:
             request.tensor.fill_(torch.nan)  # as it may be overwritten
         return [(given.double().sum(0) / p).to(given.dtype) for _ in range(p)]
+    if isinstance(requests[0], MeanShard):
+        return [(given.double().sum(0) / p).to(given.dtype)[number].clone() for number in range(p)]
     if isinstance(requests[0], Gather):
         return [given.clone() for _ in range(p)]
     assert isinstance(requests[0], Swap)
@@ -52,6 +58,19 @@ def met(requests: list[Request]) -> list[Tensor]:
 def bundles_of(per_part: Sequence[Sequence[Tensor]]) -> list[Bundle]:
     names = [f"g{number}" for number in range(len(per_part[0]))]
     return [Bundle.of(tensors, names) for tensors in per_part]
+
+
+def padded(bundles: Sequence[Bundle]) -> list[Bundle]:
+    """The same gradients in memory that can be cut into a shard for each."""
+    p = len(bundles)
+    return [
+        Bundle(
+            torch.nn.functional.pad(bundle.flat, (0, -len(bundle.flat) % p)),
+            [piece.name for piece in bundle.pieces],
+            [piece.shape for piece in bundle.pieces],
+        )
+        for bundle in bundles
+    ]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

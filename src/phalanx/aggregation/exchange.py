@@ -17,7 +17,7 @@ from phalanx.backends.base import Backend
 from phalanx.collectives import PendingCollective, ReduceOp
 from phalanx.collectives.run import start
 from phalanx.collectives.task import Task, in_place, memory_for
-from phalanx.compression.exchange import Gather, Mean, Request, Rounds, Swap
+from phalanx.compression.exchange import Gather, Mean, MeanShard, Request, Rounds, Swap
 
 
 class Under(NamedTuple):
@@ -32,7 +32,8 @@ class Exchange:
     """Carries out requests over the ranks of a backend.
 
     bytes_sent   by this rank so far, as rings and direct messages send them: of each mean 2(p-1)/p
-                 of its bytes, of what is gathered p-1 times, of what is swapped (p-1)/p
+                 of its bytes, of what is gathered p-1 times, of what is swapped, or of whose mean
+                 each gets a shard, (p-1)/p
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -78,13 +79,21 @@ def _task(request: Request, backend: Backend) -> Task[Tensor]:
     given = request.tensor.contiguous()
     if isinstance(request, Mean):
         return in_place("all_reduce", given, op=ReduceOp.MEAN)
-    rows = (backend.world_size, *given.shape) if isinstance(request, Gather) else tuple(given.shape)
+    shape = tuple(given.shape)
+    if isinstance(request, MeanShard):
+        mean = memory_for(backend, shape[1:], given.dtype, given.device)
+        return Task(
+            *("reduce_scatter", shape, given.dtype, given, mean, lambda: mean),
+            op=ReduceOp.MEAN,
+            consumes=True,
+        )
+    rows = (backend.world_size, *shape) if isinstance(request, Gather) else shape
     name = "all_gather" if isinstance(request, Gather) else "all_to_all"
     result = memory_for(backend, rows, given.dtype, given.device)
     return Task(name, rows, given.dtype, given, result, lambda: result)
 
 
 _SENT: Mapping[type, tuple[int, bool]] = MappingProxyType(
-    {Mean: (2, True), Gather: (1, False), Swap: (1, True)}
+    {Mean: (2, True), MeanShard: (1, True), Gather: (1, False), Swap: (1, True)}
 )
 """How often, and whether a p-th of it."""

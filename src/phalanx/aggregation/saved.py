@@ -1,6 +1,8 @@
 """A compressor's state by ranks, as part of a state dict.
 
-    compression@2/4.residual.layer.weight     what rank 2 of 4 has left over of layer.weight
+    compression@2/4.residual.layer.weight          what rank 2 of 4 has left over of layer.weight
+    compression@2/2x4.residual.0-9.layer.weight    of elements 0:9, rank 2 of 2 x 4: gradients are
+                                                   cut over 4 ranks, then averaged over 2
 
 Every rank has another state, so each key says whose it is: the states of all ranks can be joined,
 one that is missing is noticed, and none is taken for another rank's.
@@ -12,25 +14,49 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
 from phalanx.compression.memory import under
-from phalanx.compression.residuals import RESIDUAL
+from phalanx.compression.residuals import RESIDUAL, joined, read_owned_key, shares, short_of
 from phalanx.errors import SizeMismatchError
 
 log = logging.getLogger("phalanx")
 
-_KEY = re.compile(r"compression@(\d+)/(\d+)\.(.*)", re.DOTALL)
+_KEY = re.compile(r"compression@(\d+)/(\d+)(?:x(\d+))?\.(.*)", re.DOTALL)
 
 
-def own_state(compressor: Compressor, backend: Backend) -> dict[str, Tensor]:
+class Cut(NamedTuple):
+    """What of gradients a compressor averages on a rank, if that is not all of them.
+
+    shards   over how many consecutive ranks they are cut
+    pieces   what this rank has of them, by elements and name (`owned_key`)
+    """
+
+    shards: int
+    pieces: frozenset[str]
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether all of these are of what this rank has."""
+        return self.shards == 1 or self.pieces.issuperset(names)
+
+
+WHOLE = Cut(1, frozenset())
+
+
+def own_state(compressor: Compressor, backend: Backend, cut: Cut = WHOLE) -> dict[str, Tensor]:
     """The compressor's state on this rank, and whose it is."""
-    prefix = f"compression@{backend.rank}/{backend.world_size}."
+    prefix = _prefix(backend, cut)
     return {prefix + key: value for key, value in compressor.state_dict().items()}
+
+
+def _prefix(backend: Backend, cut: Cut) -> str:
+    ranks = f"{backend.world_size // cut.shards}x{cut.shards}" if cut.shards > 1 else None
+    return f"compression@{backend.rank}/{ranks or backend.world_size}."
 
 
 def is_own_key(key: str) -> bool:
@@ -38,14 +64,15 @@ def is_own_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def needed(keys: Iterable[str], backend: Backend) -> list[str]:
-    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks; else
-    all.
+def needed(keys: Iterable[str], backend: Backend, cut: Cut = WHOLE) -> list[str]:
+    """Those of all ranks' keys that this rank loads: its own, if there were as many ranks, which
+    cut gradients alike; else all.
     """
     listed = list(keys)
-    mine = f"compression@{backend.rank}/{backend.world_size}."
-    own = [key for key in listed if key.startswith(mine)]
-    return own or listed
+    own = [key for key in listed if key.startswith(_prefix(backend, cut))]
+    left = _prefix(backend, cut) + RESIDUAL
+    fits = cut.fits(key[len(left) :] for key in own if key.startswith(left))
+    return own if own and fits else listed
 
 
 def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -65,23 +92,27 @@ def load_own(
     backend: Backend,
     *,
     sizes_of: Mapping[str, int] | None = None,
+    cut: Cut = WHOLE,
 ) -> None:
     """Go on from the states in a dict, of which other keys are left alone.
 
     sizes_of   of each gradient, by name, if they are known: `SizeMismatchError`, which names it,
                for what was left over of one that is not there, or has another size
+    cut        what of them this rank's compressor averages
 
     Without any the compressor keeps the state that it has. A warning in the log says what is lost.
-    Raises ValueError if there are states of different numbers of ranks.
+    Where gradients were cut otherwise, what was left over of them is shared out anew, and what else
+    compressors remember (where PowerSGD begins) begins anew, too. Raises ValueError if there are
+    states of different numbers of ranks.
     """
     states: dict[int, dict[str, Tensor]] = {}
     sizes = set()
     for key, value in state.items():
         match = _KEY.fullmatch(key)
         if match is not None:
-            rank, size, name = match.groups()
+            rank, parts, shards, name = match.groups()
             states.setdefault(int(rank), {})[name] = value
-            sizes.add(int(size))
+            sizes.add((int(parts), int(shards or 1)))
     if not sizes:
         return
     if compressor is None:
@@ -93,14 +124,18 @@ def load_own(
         return
     if len(sizes) > 1:
         raise ValueError(
-            f"rank {backend.rank}: the state dict has states of compressors of {sorted(sizes)} "
-            "ranks: load those of one save"
+            f"rank {backend.rank}: the state dict has states of compressors of "
+            f"{sorted(p * k for p, k in sizes)} ranks: load those of one save"
         )
-    (size,) = sizes
-    size = max(size, *(rank + 1 for rank in states))
+    ((parts, shards),) = sizes
+    size = max(parts * shards, *(rank + 1 for rank in states))
     missing = sorted(set(range(size)) - states.keys())
     mine = backend.rank
-    if missing and (size != backend.world_size or mine in missing):
+    place, copy = mine % cut.shards, mine // cut.shards
+    alike = [states.get(rank) for rank in range(place, size, cut.shards)]
+    left = [name for one in alike if one is not None for name in under(RESIDUAL, one)]
+    fits = shards == cut.shards and cut.fits(left)
+    if missing and (size != backend.world_size or mine in missing or not fits):
         log.warning(
             "rank %d: the state dict lacks what the compressors of ranks %s had left over (of %d "
             "ranks), and it is lost: save the state dict of every rank",
@@ -108,18 +143,49 @@ def load_own(
             ", ".join(map(str, missing)),
             size,
         )
-    resharded = compressor.reshard([states.get(rank) for rank in range(size)], backend.world_size)
+    if fits:
+        own = compressor.reshard(alike, backend.world_size // cut.shards)[copy]
+        if sizes_of is not None and cut.shards == 1:
+            _check_sizes(under(RESIDUAL, own), sizes_of, backend)
+    else:
+        own = _shared_out(states, parts, shards, sizes_of, backend, cut)
+    compressor.load_state_dict(own)
+
+
+def _shared_out(
+    states: Mapping[int, Mapping[str, Tensor]],
+    parts: int,
+    shards: int,
+    sizes_of: Mapping[str, int] | None,
+    backend: Backend,
+    cut: Cut,
+) -> dict[str, Tensor]:
+    """This rank's share of what averages were short of, where gradients are cut otherwise now."""
+    dtype = torch.float32
+    short: dict[str, Tensor] = {}
+    for place in range(shards):
+        group = [state for rank, state in states.items() if rank % shards == place]
+        short.update(short_of(group, parts))
+        kept = [left.dtype for state in group for left in under(RESIDUAL, state).values()]
+        dtype = torch.float64 if torch.float64 in kept else dtype
+    whole = short if shards == 1 else joined(short, sizes_of or {})
     if sizes_of is not None:
-        _check_sizes(resharded[mine], sizes_of, backend)
-    compressor.load_state_dict(resharded[mine])
+        _check_sizes(whole, sizes_of, backend)
+    copies, copy = backend.world_size // cut.shards, backend.rank // cut.shards
+    if cut.shards == 1:
+        mine = whole
+    else:
+        places = {key: read_owned_key(key) for key in cut.pieces}
+        mine = {k: whole[n][start:stop] for k, (n, start, stop) in places.items() if n in whole}
+    return {RESIDUAL + key: shares(left, copies, dtype)[copy] for key, left in mine.items()}
 
 
-def _check_sizes(state: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
-    for name, left in under(RESIDUAL, state).items():
-        if sizes.get(name) != left.numel():
+def _check_sizes(left: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
+    for name, values in left.items():
+        if sizes.get(name) != values.numel():
             has = f"{sizes[name]} values" if name in sizes else "no such gradient"
             raise SizeMismatchError(
-                f"rank {backend.rank}: the state dict has {left.numel()} values that were left "
+                f"rank {backend.rank}: the state dict has {values.numel()} values that were left "
                 f"over of {name}, and this model has {has}: it is the state of another model",
                 rank=backend.rank,
             )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx.aggregation.saved import needed
 from phalanx.backends.base import Backend
 from phalanx.backends.memory import copy_bits
 from phalanx.checkpoint import rng
@@ -170,7 +169,7 @@ class _Load:
         for number, wrapper in enumerate(self._parts.wrappers if self._parts is not None else []):
             prefix = f"own/{number}/"
             keys = [n[len(prefix) :] for n in self._manifest.state if n.startswith(prefix)]
-            found.append({key: prefix + key for key in needed(keys, wrapper.backend)})
+            found.append({key: prefix + key for key in wrapper.own_keys(keys)})
         return found
 
     def _rng_name(self) -> str:

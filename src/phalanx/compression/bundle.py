@@ -3,6 +3,9 @@
 names   weight                  bias
 flat    [ . . . . . . . . . . | . . ]     one dtype
 shapes  (2, 5)                  (2,)
+
+Where each part is to have a shard of the mean, the flat memory is cut into as many of one length;
+what lies behind the last gradient is zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Piece(NamedTuple):
 class Bundle:
     """Flat memory, and whose gradients lie in it.
 
-    flat    1-D, contiguous
+    flat    1-D, contiguous; as long as the gradients, or longer, padded with zeros
     names   of the gradients; the same on every part, so that what is kept of each finds its place
     shapes  of the gradients
     """
@@ -39,6 +42,20 @@ class Bundle:
             Piece(name, shape, stop - shape.numel(), stop)
             for name, shape, stop in zip(names, shapes, stops, strict=True)
         )
+
+    @property
+    def size(self) -> int:
+        """How many values the gradients have."""
+        return self.pieces[-1].stop if self.pieces else 0
+
+    def unpadded(self) -> Bundle:
+        """The gradients alone, in the same memory."""
+        names, shapes = [p.name for p in self.pieces], [p.shape for p in self.pieces]
+        return Bundle(self.flat[: self.size], names, shapes)
+
+    def shards(self, parts: int) -> Tensor:
+        """The flat memory as `[parts, ...]`: row i is part i's shard."""
+        return self.flat.view(parts, len(self.flat) // parts)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Bundle:

@@ -4,11 +4,14 @@
     decompress    a message -> what a receiver makes of it
     average_      a generator: local arithmetic between requests (exchange.py), so that the same
                   code is carried out at once, in the background, or by a test without any rank
+    average_shard_   the same, where each part needs its own shard of the mean only
 
-    kind             how parts meet                                         who
-    linear           the mean of messages is a message: all-reduce          Half, RandomK, PowerSGD
-    sparse           messages are gathered, and summed by every part        TopK
-    quantized        each part sums a slice: all-to-all, sum, all-gather    Quantized
+    who          average_: how parts meet                   average_shard_
+    Half         all-reduce of messages                     all-to-all, sum
+    RandomK      all-reduce of messages                     reduce-scatter
+    PowerSGD     two all-reduces of factors                 the same; the product of the shard alone
+    TopK         all-gather, everybody sums                 all-to-all, sum
+    Quantized    all-to-all, sum, quantize, all-gather      all-to-all, sum
 
 What a part leaves out of its message is lost, unless a `Feedback` (feedback.py) keeps it.
 """
@@ -67,6 +70,15 @@ class Compressor(ABC):
         A generator: it yields requests, and is sent their results. All parts have to run it for
         bundles alike, in the same order.
         """
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """Overwrite this part's shard of the bundle with the mean over all parts.
+
+        The flat memory is cut into as many shards as there are parts (`Bundle.shards`), which it is
+        padded for. What the other shards hold afterwards is not said. What is not finite is seen by
+        the part whose shard it is in, at least. Here by way of the whole mean.
+        """
+        yield from self.average_(bundle.unpadded(), part, feedback)
 
     def contraction(self) -> Compressor:
         """The form of this that error feedback works with: what it leaves out is smaller than what

@@ -105,12 +105,16 @@ class ErrorFeedback(Compressor):
         """The compressor's rounds, with this as feedback."""
         yield from self._inner.average_(bundle, part, self)
 
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: object = None) -> Rounds:
+        """The compressor's rounds, with this as feedback."""
+        yield from self._inner.average_shard_(bundle, part, self)
+
     def recall(self, bundle: Bundle, part: Part) -> Tensor:
         """Gradients and what is left over of them: flat, new."""
         self._parts = part.parts
         wanted = bundle.flat.to(wide(bundle.flat.dtype), copy=True)
         for piece, values in bundle.cut(wanted):
-            kept = self._residuals.get(piece.name)
+            kept = self._residuals.latest(piece.name)
             if kept is None:
                 continue
             if kept.numel() != values.numel():
@@ -131,7 +135,7 @@ class ErrorFeedback(Compressor):
         """A mean and what was left out of the last one: new."""
         wanted = mean.clone()
         for key, low, high in owned_places(bundle, start, len(mean)):
-            kept = self._owned.get(key)
+            kept = self._owned.latest(key)
             if kept is not None:
                 wanted[low:high].add_(kept)
         return wanted

@@ -2,6 +2,7 @@
 
     request         this part gives        every part gets
     Mean(x)         x                      the mean over all parts, of the same shape
+    MeanShard(x)    x, of [parts, ...]     [...]: this part's row of that mean
     Gather(x)       x                      [parts, *x.shape]: row i is part i's x
     Swap(x)         x, of [parts, ...]     [parts, ...]: row i is what part i had for this one
 
@@ -29,6 +30,12 @@ class Mean(NamedTuple):
     tensor: Tensor
 
 
+class MeanShard(NamedTuple):
+    """Of the mean of a tensor over all parts row i, for part i. It may be overwritten."""
+
+    tensor: Tensor
+
+
 class Gather(NamedTuple):
     """The tensors of all parts, which have one shape and dtype, as rows."""
 
@@ -41,5 +48,5 @@ class Swap(NamedTuple):
     tensor: Tensor
 
 
-Request: TypeAlias = Mean | Gather | Swap
+Request: TypeAlias = Mean | MeanShard | Gather | Swap
 Rounds: TypeAlias = Generator[Request, Tensor, None]

@@ -40,6 +40,10 @@ class Memory:
         """What this pass has put in under that name."""
         return self._new.get(name)
 
+    def latest(self, name: str) -> Tensor | None:
+        """What this pass has put in under that name; else what is kept."""
+        return self._new.get(name, self._kept.get(name))
+
     def put(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor, which nobody else writes, when this pass is committed."""
         self._new[name] = tensor

@@ -14,8 +14,9 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from phalanx.compression.bundle import Bundle, Piece
 from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.draws import generator
-from phalanx.compression.exchange import Mean, Part, Rounds
+from phalanx.compression.exchange import Mean, Part, Request, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.memory import Memory, Remembers
 
@@ -46,6 +47,30 @@ class Factors:
         return self.p.nbytes + (self.q.nbytes if self.q is not None else 0)
 
 
+class _Approximation(NamedTuple):
+    """Of gradients of a bundle, by name: factors P and Q, or the whole, flat."""
+
+    factors: dict[str, tuple[Tensor, Tensor]]
+    whole: dict[str, Tensor]
+
+    def values(self, bundle: Bundle, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements start:stop of the bundle, gradient by gradient: where among them one begins, and
+        its values, flat. One at a time, so that what is multiplied stays in the caches.
+        """
+        for piece in bundle.pieces:
+            low, high = max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start
+            if low >= high:
+                continue
+            place = piece.start + low - start
+            if piece.name in self.whole:
+                yield place, self.whole[piece.name][low:high]
+                continue
+            p, q = self.factors[piece.name]
+            first, last = low // len(q), -(-high // len(q))  # rows that have something of it
+            rows = (p[first:last] @ q.T).flatten()
+            yield place, rows[low - first * len(q) : high - first * len(q)]
+
+
 class PowerSGD(Compressor):
     """Matrices as products of two narrow ones.
 
@@ -56,7 +81,8 @@ class PowerSGD(Compressor):
 
     Vectors, and matrices that would not become smaller, are sent as they are; so at full rank it is
     exact, if `dtype` is. All matrices of a bundle go in two all-reduces. Parts compute P from the
-    same numbers: where their processors round alike the results are the same bits.
+    same numbers: where their processors round alike the results are the same bits. Where each part
+    needs a shard only, it multiplies those rows of the factors that its shard has something of.
     """
 
     def __init__(self, rank: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> None:
@@ -92,11 +118,30 @@ class PowerSGD(Compressor):
         """Two rounds; one if there is no matrix to compress."""
         if len(bundle.flat) == 0:
             return
+        found = yield from self._approximate(bundle, part, feedback)
+        for start, mean in found.values(bundle, 0, len(bundle.flat)):
+            bundle.flat[start : start + len(mean)] = mean
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """The same rounds."""
+        if bundle.size == 0:
+            return
+        found = yield from self._approximate(bundle.unpadded(), part, feedback)
+        shard = bundle.shards(part.parts)[part.number]
+        first = part.number * len(shard)
+        for start, mean in found.values(bundle, first, first + len(shard)):
+            shard[start : start + len(mean)] = mean
+
+    def _approximate(
+        self, bundle: Bundle, part: Part, feedback: Feedback
+    ) -> Generator[Request, Tensor, _Approximation]:
+        """The rounds; the factors of the mean."""
         wanted = feedback.recall(bundle, part)
         wanted = wanted.to(wide(wanted.dtype))
         low = [(i, m.flatten(1)) for i, m in bundle.cut(wanted) if self._pays(i.shape)]
-        small = {piece.name for piece, _ in low}
-        whole = [values.flatten() for i, values in bundle.cut(wanted) if i.name not in small]
+        small = [piece.name for piece, _ in low]
+        others = {i.name: m.flatten() for i, m in bundle.cut(wanted) if i.name not in small}
+        whole = list(others.values())
 
         ps = [m @ self._last_q(piece, m) for piece, m in low]
         sent = self._travelling(torch.cat([*(p.flatten() for p in ps), *whole]), part.parts)
@@ -110,20 +155,24 @@ class PowerSGD(Compressor):
         sent = self._travelling(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), part.parts)
         qs = _like(qs, sent.to(wanted))
 
+        def joined(qs: Sequence[Tensor], whole: Sequence[Tensor]) -> _Approximation:
+            factors = dict(zip(small, zip(ps, qs, strict=True), strict=True))
+            return _Approximation(factors, dict(zip(others, whole, strict=True)))
+
+        own = joined(qs, mine)
+
         def rest() -> Tensor:
-            for piece, sent in _each(bundle, small, ps, qs, mine):
-                wanted[piece.start : piece.stop].sub_(sent)
+            for start, sent in own.values(bundle, 0, bundle.size):
+                wanted[start : start + len(sent)] -= sent
             return wanted
 
         feedback.keep(bundle, rest)
-        found = qs
         if qs:
             mean = yield Mean(sent.clone())
-            found = _like(qs, mean.to(wanted))
-            for (piece, _), q in zip(low, found, strict=True):
+            qs = _like(qs, mean.to(wanted))
+            for (piece, _), q in zip(low, qs, strict=True):
                 self._q.put(piece.name, q.clone())
-        for piece, average in _each(bundle, small, ps, found, means[len(ps) :]):
-            bundle.flat[piece.start : piece.stop].copy_(average)
+        return joined(qs, means[len(ps) :])
 
     def remembers(self) -> Mapping[str, Remembers]:
         """The Q of each matrix."""
@@ -163,22 +212,3 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """Flat memory as tensors of those shapes."""
     pieces = torch.split(flat, [one.numel() for one in tensors])
     return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=False)]
-
-
-def _each(
-    bundle: Bundle,
-    small: set[str],
-    ps: Sequence[Tensor],
-    qs: Sequence[Tensor],
-    whole: Sequence[Tensor],
-) -> Iterator[tuple[Piece, Tensor]]:
-    """Each gradient's place, and its values: the product of its factors, if it is in `small`; else
-    as it was sent. One at a time, so that what is multiplied stays in the caches.
-    """
-    products, others = zip(ps, qs, strict=True), iter(whole)
-    for piece in bundle.pieces:
-        if piece.name in small:
-            p, q = next(products)
-            yield piece, (p @ q.T).flatten()
-        else:
-            yield piece, next(others)

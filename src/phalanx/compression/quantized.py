@@ -13,7 +13,7 @@ left out in both shots, 1 bit is enough (Seide et al. 2014; Karimireddy et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from phalanx.compression.blocks import Blocks
 from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import Compressor, check_floating, wide
 from phalanx.compression.draws import generator
-from phalanx.compression.exchange import Gather, Part, Rounds, Swap
+from phalanx.compression.exchange import Gather, Part, Request, Rounds, Swap
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.memory import Remembers, Turns
 
@@ -54,9 +54,10 @@ class Quantized(Compressor):
                 up for a bias and wants small errors, to nearest
     seed        of the random numbers, which differ for each call and part
 
-    An average sends (p-1)/p of the quantized gradients twice from each of p parts. A block with a
-    value that is not finite becomes NaN, whole. Raises ValueError for other numbers of bits, and
-    for stochastic rounding to 1 bit under error feedback: its errors grow without bound there.
+    An average sends (p-1)/p of the quantized gradients twice from each of p parts; once, where each
+    part needs a shard only: then the first shot is all there is. A block with a value that is not
+    finite becomes NaN, whole. Raises ValueError for other numbers of bits, and for stochastic
+    rounding to 1 bit under error feedback: its errors grow without bound there.
     """
 
     def __init__(
@@ -104,32 +105,49 @@ class Quantized(Compressor):
 
     def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
         """Two rounds: slices to their owners, means of slices to everybody."""
-        n, p = len(bundle.flat), part.parts
+        n = len(bundle.flat)
         if n == 0:
             return
-        wanted = feedback.recall(bundle, part)
-        wanted = wanted.to(wide(wanted.dtype))
-        length = -(-n // p)
-        blocks, turn = self._blocks(length), self._turns.next()
-
-        slices = torch.nn.functional.pad(wanted, (0, p * length - n)).view(p, length)
-        packed = blocks.pack(slices, self._noise(slices, turn, part.number, "given"))
-        feedback.keep(bundle, lambda: wanted.sub_(blocks.unpack(packed).flatten()[:n]))
-        swapped = yield Swap(packed)
-
-        mean = torch.zeros(length, dtype=wanted.dtype, device=wanted.device)
-        for theirs in swapped:
-            mean += blocks.unpack(theirs[None])[0]
-        mean /= p
-
+        turn = self._turns.next()
+        mean = yield from self._first_shot(bundle, part, feedback, turn)
+        length = len(mean)
+        blocks = self._blocks(length)
         start = min(n, part.number * length)
         size = min(n, start + length) - start  # the last slices may be shorter, or empty
-        owned = torch.zeros(1, length, dtype=wanted.dtype, device=wanted.device)
+        owned = torch.zeros(1, length, dtype=mean.dtype, device=mean.device)
         owned[0, :size] = feedback.recall_owned(bundle, start, mean[:size])
         again = blocks.pack(owned, self._noise(owned, turn, part.number, "owned"))
         feedback.keep_owned(bundle, start, lambda: (owned - blocks.unpack(again))[0, :size])
         gathered = yield Gather(again[0])
         bundle.flat.copy_(blocks.unpack(gathered).flatten()[:n])
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """One round: shards to their owners. What a part keeps is not quantized again."""
+        if bundle.size == 0:
+            return
+        mean = yield from self._first_shot(bundle, part, feedback, self._turns.next())
+        bundle.shards(part.parts)[part.number].copy_(mean)
+
+    def _first_shot(
+        self, bundle: Bundle, part: Part, feedback: Feedback, turn: int
+    ) -> Generator[Request, Tensor, Tensor]:
+        """The mean of this part's slice, `[length]`, float32 or wider. Slices are of one length;
+        the last ones may reach beyond the bundle, where there are zeros, of which 1 bit makes
+        something, which is cut off by whoever cuts the bundle.
+        """
+        n, p = len(bundle.flat), part.parts
+        wanted = feedback.recall(bundle, part)
+        wanted = wanted.to(wide(wanted.dtype))
+        length = -(-n // p)
+        blocks = self._blocks(length)
+        slices = torch.nn.functional.pad(wanted, (0, p * length - n)).view(p, length)
+        packed = blocks.pack(slices, self._noise(slices, turn, part.number, "given"))
+        feedback.keep(bundle, lambda: wanted.sub_(blocks.unpack(packed).flatten()[:n]))
+        swapped = yield Swap(packed)
+        mean = torch.zeros(length, dtype=wanted.dtype, device=wanted.device)
+        for theirs in swapped:
+            mean += blocks.unpack(theirs[None])[0]
+        return mean.div_(p)
 
     def remembers(self) -> Mapping[str, Remembers]:
         """How often it has drawn noise."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
 from phalanx.compression.draws import generator
-from phalanx.compression.exchange import Mean, Part, Rounds
+from phalanx.compression.exchange import Mean, MeanShard, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.finite import is_finite
 from phalanx.compression.memory import Remembers, Turns
-from phalanx.compression.top_k import checked_ratio, kept, without_
+from phalanx.compression.top_k import checked_ratio, kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,9 @@ class RandomK(Compressor):
     seed    the same on every part
 
     It sends what it has drawn as it is, not n/k times as much: with error feedback nothing is
-    missing in the end, without it gradients are too small. Averages are all-reduced.
+    missing in the end, without it gradients are too small. Averages are all-reduced; where each
+    part needs a shard only, equally many places are drawn in each, and their values
+    reduce-scattered.
     """
 
     def __init__(self, ratio: float, *, seed: int = 0) -> None:
@@ -60,12 +62,12 @@ class RandomK(Compressor):
         """The next draw's values."""
         check_floating(tensor, self)
         draw, flat = self._turns.next(), tensor.detach().reshape(-1)
-        return RandomValues(flat[self._places(flat, draw)], draw, tensor.shape)
+        return RandomValues(flat[self._places(flat, draw, 1)], draw, tensor.shape)
 
     def decompress(self, message: RandomValues) -> Tensor:
         """Zeros but for those values."""
         dense = message.values.new_zeros(message.shape.numel())
-        dense[self._places(dense, message.draw)] = message.values
+        dense[self._places(dense, message.draw, 1)] = message.values
         return dense.view(message.shape)
 
     def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
@@ -73,25 +75,49 @@ class RandomK(Compressor):
         flat = bundle.flat
         if len(flat) == 0:
             return
+        places, values = self._drawn(bundle, part, feedback, 1)
+        mean = yield Mean(values)
+        flat.zero_()
+        flat[places] = mean
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """One round, a reduce-scatter of equally many values of each shard."""
+        if bundle.size == 0:
+            return
+        parts, shard = part.parts, bundle.shards(part.parts)[part.number]
+        places, values = self._drawn(bundle, part, feedback, parts)
+        mean = yield MeanShard(values.view(parts, -1))
+        shard.zero_()
+        shard[places.view(parts, -1)[part.number] - part.number * len(shard)] = mean
+
+    def _drawn(
+        self, bundle: Bundle, part: Part, feedback: Feedback, shards: int
+    ) -> tuple[Tensor, Tensor]:
+        """The next draw's places, and a copy of this part's values there, as they travel."""
+        flat = bundle.flat
         wanted = feedback.recall(bundle, part)
-        places = self._places(flat, self._turns.next())
+        places = self._places(flat, self._turns.next(), shards)
         parts = 1 if flat.dtype is wide(flat.dtype) else part.parts
         values = narrowed(wanted[places], flat.dtype, parts)
         finite = is_finite(wanted)
-        feedback.keep(bundle, lambda: without_(wanted, places, values))
-        # What is not finite may be at places that are not drawn.
-        mean = yield Mean(values.clone() if finite else torch.full_like(values, torch.nan))
-        flat.zero_()
-        flat[places] = mean
+
+        def rest() -> Tensor:
+            wanted[places] -= values.to(wanted.dtype)
+            return wanted
+
+        feedback.keep(bundle, rest)
+        if not finite:  # at places that are not drawn, perhaps
+            return places, torch.full_like(values, torch.nan)
+        return places, values.clone()
 
     def remembers(self) -> Mapping[str, Remembers]:
         """How often it has drawn."""
         return {"draws": self._turns}
 
-    def _places(self, flat: Tensor, draw: int) -> Tensor:
-        """One from each run, int64, ascending."""
+    def _places(self, flat: Tensor, draw: int, shards: int) -> Tensor:
+        """One from each run, int64, ascending; of equal shards equally many."""
         n, device = len(flat), flat.device
-        k = kept(n, self.ratio)
+        k = shards * kept(n // shards, self.ratio)
         edges = torch.arange(k + 1, device=device) * n // max(k, 1)
         chance = torch.rand(
             k,

@@ -6,6 +6,9 @@
 
 An average is short of  sum over p parts of residual / p  +  sum of owned.  Of q parts each gets an
 equal share, so that it is short of as much afterwards.
+
+Where gradients are cut into shards before they are averaged, a part knows pieces of them only:
+then <name> is <start>-<stop>.<name>, elements start:stop of that gradient.
 """
 
 from __future__ import annotations
@@ -60,6 +63,21 @@ def short_of(states: Sequence[Mapping[str, Tensor]], parts: int) -> dict[str, Te
             name, start, stop = read_owned_key(key)
             total[name][start:stop] += left.double()
     return total
+
+
+def joined(pieces: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Whole gradients out of pieces of them, by name; zeros for what is not there.
+
+    sizes   of the gradients, by name, as far as they are known
+    """
+    whole: dict[str, Tensor] = {}
+    for key, values in pieces.items():
+        name, start, stop = read_owned_key(key)
+        known = whole.setdefault(name, values.new_zeros(sizes.get(name, stop)))
+        if len(known) < stop:
+            known = whole[name] = torch.cat([known, known.new_zeros(stop - len(known))])
+        known[start:stop] += values
+    return whole
 
 
 def shares(missing: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:

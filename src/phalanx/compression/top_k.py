@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
-from phalanx.compression.exchange import Gather, Part, Rounds
+from phalanx.compression.exchange import Gather, Part, Rounds, Swap
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.select import largest
 from phalanx.compression.sparse import CompressedGradient, index_dtype
@@ -30,6 +30,10 @@ class TopK(Compressor):
     average gathers all parts' messages, k values and about log2(n / k) + 2 bits for each index, and
     sums them part after part: each of p parts sends (p-1) messages' bytes, so beyond a few dozen
     parts a linear compressor sends less.
+
+    Where each part needs a shard only, the largest of each shard are sent to its owner, equally
+    many for all: (p-1)/p of one message's bytes, in one round of lengths that are known, and no
+    owner gets more than another. At worst no more is left out than by the largest of all shards.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -59,15 +63,20 @@ class TopK(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         mine = self.compress(narrowed(wanted, dtype))
-        feedback.keep(bundle, lambda: without_(wanted, mine.indices.long(), mine.values))
+        feedback.keep(bundle, lambda: _without_(wanted, [mine]))
         rows = yield Gather(mine.pack())
-        total = bundle.flat.to(wide(dtype)).zero_()  # the bundle itself, if it is wide enough
-        for row in rows:
-            theirs = CompressedGradient.unpack(row, len(mine.values), n, dtype)
-            total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
-        total.div_(part.parts)
-        if total is not bundle.flat:
-            bundle.flat.copy_(total)
+        _average_into(bundle.flat, rows, mine)
+
+    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+        """One round, an all-to-all of the largest values of each shard."""
+        if bundle.size == 0:
+            return
+        wanted = feedback.recall(bundle, part)
+        shards = narrowed(wanted, bundle.flat.dtype).view_as(bundle.shards(part.parts))
+        mine = [self.compress(shard) for shard in shards]
+        feedback.keep(bundle, lambda: _without_(wanted, mine))
+        rows = yield Swap(torch.stack([message.pack() for message in mine]))
+        _average_into(bundle.shards(part.parts)[part.number], rows, mine[part.number])
 
 
 def compress_gradients(gradients: Sequence[Tensor], ratio: float) -> list[CompressedGradient]:
@@ -111,7 +120,20 @@ def checked_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def without_(wanted: Tensor, places: Tensor, sent: Tensor) -> Tensor:
-    """What is wanted without what was sent of it, in place."""
-    wanted[places] -= sent.to(wanted.dtype)
+def _without_(wanted: Tensor, sent: Sequence[CompressedGradient]) -> Tensor:
+    """What is left of values whose shards, or which all, were sent so; in place."""
+    for shard, message in zip(wanted.view(len(sent), -1), sent, strict=True):
+        shard[message.indices.long()] -= message.values.to(wanted.dtype)
     return wanted
+
+
+def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
+    """The mean of packed messages, all of as many values as `like`, summed in float32 or wider."""
+    n, dtype = like.original_len, like.values.dtype
+    total = into.to(wide(dtype)).zero_()  # itself, if it is wide enough
+    for row in rows:
+        theirs = CompressedGradient.unpack(row, len(like.values), n, dtype)
+        total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
+    total.div_(len(rows))
+    if total is not into:
+        into.copy_(total)

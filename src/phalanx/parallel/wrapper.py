@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from phalanx.aggregation.saved import is_own_key, without_own
+from phalanx.aggregation.saved import is_own_key, needed, without_own
 from phalanx.backends.base import Backend
 from phalanx.errors import MisuseError
 from phalanx.parallel.slices import Slice
@@ -34,7 +34,9 @@ class Wrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's, and `own_state`, if there is any."""
-        state = self.module.state_dict(*args, **kwargs)
+        return self._with_own(self.module.state_dict(*args, **kwargs), args, kwargs)
+
+    def _with_own(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state.update({prefix + key: value for key, value in self.own_state().items()})
         return state
@@ -51,6 +53,10 @@ class Wrapper(nn.Module):
         those of all ranks can be joined. Here nothing.
         """
         return {}
+
+    def own_keys(self, keys: Iterable[str]) -> list[str]:
+        """Which of such keys, of all ranks that there were, `load_own_state` needs on this one."""
+        return needed(keys, self.backend)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from such states of all ranks that there were. Here nothing is done with them."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
+from phalanx.parallel.fsdp.compression import Compression
 from phalanx.parallel.fsdp.conductor import Conductor
 from phalanx.parallel.fsdp.flat import Flat
 from phalanx.parallel.fsdp.gradients import Gradients
@@ -39,6 +41,7 @@ class Built(NamedTuple):
     writing: Writing
     conductor: Conductor
     sites: Sites
+    compression: Compression | None
     hooks: Callable[[], None]
 
 
@@ -51,6 +54,7 @@ def build(
     precision: MixedPrecision | None,
     prefetch: int,
     initialize: Initialize | None,
+    compressor: Compressor | None,
 ) -> Built:
     """Cut a model over the ranks. Every rank calls this; nothing is changed if ranks disagree."""
     strategy.ranks_per_copy(backend.world_size)
@@ -59,14 +63,16 @@ def build(
         "strategy": strategy,
         "mixed_precision": precision,
         "prefetch": prefetch,
+        "compression": compressor,
         "units": [part.name for part in parts],
     }
     check_same_model(module, backend, options, who="FSDP")
     ranks = ranks_of(backend, strategy)
+    compression = Compression(compressor, ranks) if compressor is not None else None
     made: dict[str, Unit] = {}
     pool = Pool()
     for part in completed(module, parts, initialize, backend.rank):
-        made[part.name] = _unit(part, ranks, pool, strategy, precision)
+        made[part.name] = _unit(part, ranks, pool, strategy, precision, compression)
     trim()  # the values that the model was built with are gone
     broadcast_all_([*module.buffers()], backend, 0, label="FSDP's buffers")
     units = [made[part.name] for part in parts]
@@ -80,8 +86,9 @@ def build(
     }
     sites = Sites(sites_of(module), wholes, backend.rank)
     writing = Writing(flats, ranks.shards)
-    conductor = Conductor(units, sites, writing, backend, prefetch)
-    return Built(ranks, units, flats, writing, conductor, sites, _hook(units, conductor, precision))
+    conductor = Conductor(units, sites, writing, backend, prefetch, compressor)
+    hooks = _hook(units, conductor, precision)
+    return Built(ranks, units, flats, writing, conductor, sites, compression, hooks)
 
 
 def _unit(
@@ -90,6 +97,7 @@ def _unit(
     pool: Pool,
     strategy: ShardingStrategy,
     precision: MixedPrecision | None,
+    compression: Compression | None,
 ) -> Unit:
     presence = Presence(part.name or "the model itself")
     kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
@@ -111,7 +119,9 @@ def _unit(
         adopt(flat, ranks.world)
     reduce_dtype = precision.reduce_dtype if precision is not None else None
     gradients = [
-        Gradients(flat, ranks, pool, reduce_dtype if flat.dtype.is_floating_point else None)
+        Gradients(
+            flat, ranks, pool, reduce_dtype if flat.dtype.is_floating_point else None, compression
+        )
         for flat in flats
     ]
     return Unit(part.name, part.module, flats, gradients, presence)
@@ -148,7 +158,7 @@ def _came(
     def came(_: object) -> None:
         conductor = told()
         if conductor is not None:
-            conductor.gradient_came(unit, flat, number)
+            conductor.backward.gradient_came(unit, flat, number)
 
     return came
 

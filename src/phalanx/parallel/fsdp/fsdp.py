@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.backends.base import Backend
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.clip import clip_, norm_of
 from phalanx.parallel.fsdp.build import build
@@ -48,6 +51,7 @@ class FSDP(Sharded):
     prefetch     how many units are gathered ahead, in forward and in backward
     initialize   for a model on the meta device: called with each module that has parameters or
                  buffers of its own there, in the place of its `reset_parameters`
+    compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
 
     `fsdp(x)` computes as the module does; when `loss.backward()` returns, each parameter's `.grad`
     is this rank's part of the mean over all ranks. `parameters()` yields one `Parameter` for each
@@ -71,6 +75,17 @@ class FSDP(Sharded):
     optimizer state each, and the units in flight: one that computes, with its gradients, `prefetch`
     that come, and the gradients of one in a reduce-scatter.
 
+    With `compression` gradients are reduced by a copy of that compressor, `.compression`: those of
+    a unit together. With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what
+    it is to have of it; with `hybrid` gradients are reduced as they are inside of a group, and
+    compressed between groups, where links are slow; with NO_SHARD as in DDP. What it remembers
+    (what error feedback has left over) stays as it was if a pass fails, or if a mean is not finite
+    on any rank. Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as
+    many more while a backward pass runs: as much as a rank without FSDP has for gradients, so shard
+    with it what is large for its optimizer state, or use `hybrid`, which keeps a shard's. With a
+    scaled loss call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too
+    (`own_state`), as DDP's has; `full_state_dict` has not.
+
     Raises `InvalidWorldSizeError` if the strategy does not fit the number of ranks, `DesyncError`,
     on every rank, if their models or options differ, and `MisuseError` for a module that is
     wrapped already.
@@ -88,11 +103,18 @@ class FSDP(Sharded):
         mixed_precision: MixedPrecision | torch.dtype | None = None,
         prefetch: int = 1,
         initialize: Initialize | None = None,
+        compression: Compressor | None = None,
     ) -> None:
         super().__init__(module, backend)
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
+        if compression is not None:
+            check_compressor(compression, "FSDP(compression=)")
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    check_floating(parameter, compression)
         self.strategy = strategy
+        self.compression = deepcopy(compression)
         self.mixed_precision = precision_of(mixed_precision)
         self._warned = self._checked = False
         for name, parameter in module.named_parameters():
@@ -107,6 +129,7 @@ class FSDP(Sharded):
                 precision=self.mixed_precision,
                 prefetch=prefetch,
                 initialize=initialize,
+                compressor=self.compression,
             )
         )
         for flat in self._flats:
@@ -138,17 +161,17 @@ class FSDP(Sharded):
         Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
         of this class drops them, and an optimizer's does not.
         """
-        conductor = self._conductor
-        before, conductor.synchronize = conductor.synchronize, False
+        reduction = self._conductor.reduction
+        before, reduction.synchronize = reduction.synchronize, False
         try:
             yield
         finally:
-            conductor.synchronize = before
+            reduction.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were accumulated under `no_sync`, too."""
         super().zero_grad(set_to_none)
-        self._conductor.drop_accumulated()
+        self._conductor.reduction.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.
@@ -158,7 +181,15 @@ class FSDP(Sharded):
         """
         if not self._conductor.forwards:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
-        self._conductor.reduce_accumulated()
+        self._conductor.reduction.finish_accumulated()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent so far, as rings and direct messages send
+        them. In shared memory ranks read them instead.
+        """
+        compressed = self._compression.bytes_sent if self._compression is not None else 0
+        return compressed + sum(unit.bytes_sent for unit in self._units)
 
     @torch.no_grad()
     def clip_grad_norm_(

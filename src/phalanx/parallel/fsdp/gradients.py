@@ -3,6 +3,7 @@
     autograd gives one of a whole parameter    put      copied to flat memory, and dropped
     all of the flat memory's are in            reduce   reduce-scatter: the mean of this rank's part
     ... between replicas                                all-reduce of that part
+                                                        (one of the two by a compressor, perhaps)
     the end of the backward pass               give     parameters' .grad
 
 So no full gradient lives longer than until its unit is complete. Under `no_sync` autograd's own
@@ -14,10 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.collectives import PendingCollective, ReduceOp
+from phalanx.aggregation.exchange import bytes_of
+from phalanx.backends.base import Backend
+from phalanx.collectives import ReduceOp
 from phalanx.collectives.task import Task, in_place, memory_for
+from phalanx.compression.exchange import Mean, MeanShard
+from phalanx.compression.finite import is_finite
 from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.fsdp.collective import begin
+from phalanx.parallel.fsdp.compression import Awaited, Compression
 from phalanx.parallel.fsdp.flat import Flat
 from phalanx.parallel.fsdp.pool import Pool
 from phalanx.parallel.fsdp.ranks import Ranks
@@ -28,27 +34,37 @@ LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part whe
 class Gradients:
     """Of one flat's parameters, in one backward pass.
 
-    used   the numbers of parameters that have had a gradient on this rank
+    used         the numbers of parameters that have had a gradient on this rank
+    bytes_sent   by this rank so far, of what was not compressed, as rings and direct messages do
     """
 
     def __init__(
-        self, flat: Flat, ranks: Ranks, pool: Pool, reduce_dtype: torch.dtype | None
+        self,
+        flat: Flat,
+        ranks: Ranks,
+        pool: Pool,
+        reduce_dtype: torch.dtype | None,
+        compression: Compression | None = None,
     ) -> None:
         self.used: set[int] = set()
+        self.bytes_sent = 0
         self._flat = flat
         self._ranks = ranks
         self._pool = pool
+        self._compression = compression
+        self._scatters_compressed = compression is not None and compression.scatters
         shards = ranks.shards  # where memory is shared, others read it: it is the backend's
-        self._pooled = shards is not None and not shards.shares_memory and flat.device.type == "cpu"
+        read = shards is not None and shards.shares_memory and not self._scatters_compressed
+        self._pooled = shards is not None and not read and flat.device.type == "cpu"
         self._dtype = reduce_dtype or flat.compute_dtype
         large = flat.layout.padded * self._dtype.itemsize >= LARGE
-        self._leaves_own = shards is not None and shards.shares_memory and large
+        self._leaves_own = read and large
         self._elsewhere: dict[int, Tensor] = {}
         self._memory: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._scattering: tuple[PendingCollective[Tensor], Tensor, Tensor] | None = None
-        self._averaging: list[PendingCollective[Tensor]] = []
+        self._scattering: tuple[Awaited, Tensor, Tensor] | None = None
+        self._averaging: list[Awaited] = []
         self._means: list[Tensor] = []
 
     def put(self, number: int) -> None:
@@ -128,15 +144,21 @@ class Gradients:
             return
         shape = (self._flat.layout.shard,)
         into = memory_for(replicas or shards, shape, self._dtype, self._flat.device)
+        self._scattering = self._scatter(shards, memory, into, label), into, memory
+        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
+            self.finish_scattering(label)
+
+    def _scatter(self, shards: Backend, memory: Tensor, into: Tensor, label: str) -> Awaited:
+        if self._compression is not None and self._scatters_compressed:
+            return self._compression.scatter(self._flat, memory, into, label)
+        self.bytes_sent += bytes_of(MeanShard(memory), shards.world_size)
         task: Task[Tensor] = Task(
             *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
             op=ReduceOp.MEAN,
             consumes=True,
             elsewhere=self._take_elsewhere(),
         )
-        self._scattering = begin(task, shards, label), into, memory
-        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
-            self.finish_scattering(label)
+        return begin(task, shards, label)
 
     def _take_elsewhere(self) -> tuple[tuple[int, Tensor], ...]:
         """What was not copied: where in this rank's shard it belongs, and its values."""
@@ -156,16 +178,36 @@ class Gradients:
 
     def _average(self, mean: Tensor, label: str) -> None:
         replicas = self._ranks.replicas
-        if replicas is not None:
+        if self._compression is not None and not self._scatters_compressed:
+            self._finish_averaging()  # what that leaves over is for this one, if it is the second
+            self._averaging.append(self._compression.average(self._flat, mean, label))
+        elif replicas is not None:
+            self.bytes_sent += bytes_of(Mean(mean), replicas.world_size)
             task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
             self._averaging.append(begin(task, replicas, label))
 
     def finish(self, label: str) -> None:
         """Wait until this rank has all that it is to have."""
         self.finish_scattering(label)
+        self._finish_averaging()
+
+    def _finish_averaging(self) -> None:
         averaging, self._averaging = self._averaging, []
         for pending in averaging:
             pending.wait()
+
+    def came(self, number: int) -> bool:
+        """Whether a parameter had a gradient on this rank; or has a mean here: of what compression
+        had left over of earlier ones.
+        """
+        if number in self.used or self._compression is None:
+            return number in self.used
+        return any(bool(self._flat.parts(mean)[number].any()) for mean in self._means)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means are."""
+        return all(is_finite(mean) for mean in self._means)
 
     def give(self, used: set[int]) -> None:
         """Add the means to the parameters' gradients, but for those that no rank has used."""
@@ -188,8 +230,6 @@ class Gradients:
         self._memory, self._views, self._means, self.used = None, [], [], set()
         self._elsewhere = {}
         scattering, self._scattering = self._scattering, None
-        averaging, self._averaging = self._averaging, []
         if scattering is not None:
             scattering[0].wait()
-        for pending in averaging:
-            pending.wait()
+        self._finish_averaging()

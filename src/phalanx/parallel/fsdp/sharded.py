@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.aggregation.saved import WHOLE, Cut, load_own, needed, own_state, without_own
 from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.parallel.fsdp.build import Built
 from phalanx.parallel.fsdp.optimizers import release
@@ -24,7 +26,7 @@ class Sharded(Wrapper):
         """From now on the module is cut."""
         self._ranks, self._units, self._flats = built.ranks, built.units, built.flats
         self._writing, self._conductor, self._sites = built.writing, built.conductor, built.sites
-        self._detach = built.hooks
+        self._compression, self._detach = built.compression, built.hooks
         self._summoned = self._unwrapped = False
 
     def slices(self) -> dict[str, Slice]:
@@ -71,7 +73,8 @@ class Sharded(Wrapper):
     # State ----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's names, and copies of this rank's shards; no communication.
+        """The plain module's names, and copies of this rank's shards; no communication. And
+        `own_state`, if there is any.
 
         Copies, since shards are parts of larger memory, all of which `torch.save` would write.
         """
@@ -79,7 +82,36 @@ class Sharded(Wrapper):
         for name, value in state.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 state[name] = value.clone()
-        return state
+        return self._with_own(state, args, kwargs)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`; of
+        `<replicas>x<shards>` ranks with a hybrid strategy.
+        """
+        compression = self._compression
+        if compression is None:
+            return {}
+        return own_state(compression.compressor, self.backend, self._cut)
+
+    def own_keys(self, keys: Iterable[str]) -> list[str]:
+        """Which of such keys, of all ranks that there were, `load_own_state` needs on this one."""
+        return needed(keys, self.backend, self._cut)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from such states, of any number of ranks and any strategy, or of a DDP, joined into
+        one dict.
+
+        For as many ranks as before with a strategy like that one, each needs its own only; else all
+        are needed, and what averages lack stays the same, to a rounding. A warning in the log says
+        what is missing. Nothing is sent. `SizeMismatchError` if it is of another model.
+        """
+        sizes = {name: prod(slice_.shape) for name, slice_ in self.slices().items()}
+        compressor = self._compression.compressor if self._compression is not None else None
+        load_own(compressor, state, self.backend, sizes_of=sizes, cut=self._cut)
+
+    @property
+    def _cut(self) -> Cut:
+        return self._compression.cut(self._flats) if self._compression is not None else WHOLE
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -97,13 +129,16 @@ class Sharded(Wrapper):
         """Load full tensors, as of a plain module, or this rank's shards, as of `state_dict()`.
 
         Values are copied into the shards. Every rank calls it. `SizeMismatchError` names a tensor
-        that is neither, and nothing is changed.
+        that is neither, and nothing is changed. `own_state` goes to its rank.
         """
+        state_dict, own = without_own(state_dict)
         if assign:
             self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
         local = shards_of(state_dict, self.module, self._flats, self.backend.rank)
         with self._writing.phase("load_state_dict()"):
-            return self.module.load_state_dict(local, strict=strict)
+            result = self.module.load_state_dict(local, strict=strict)
+        self.load_own_state(own)
+        return result
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:

@@ -160,13 +160,23 @@ class Unit:
         for number, gradients in enumerate(self._gradients):
             gradients.finish(f"FSDP averages {self.title}, {number}")
 
-    def used(self) -> list[bool]:
-        """For each parameter, whether it had a gradient on this rank."""
+    def came(self) -> list[bool]:
+        """For each parameter, whether it had a gradient on this rank, or has a mean now."""
         return [
-            number in gradients.used
+            gradients.came(number)
             for flat, gradients in zip(self.flats, self._gradients, strict=True)
             for number in range(len(flat.parameters))
         ]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means are."""
+        return all(gradients.finite for gradients in self._gradients)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of its gradients, by this rank so far, but for what was compressed."""
+        return sum(gradients.bytes_sent for gradients in self._gradients)
 
     def give(self, used: list[bool]) -> None:
         """Means become the parameters' gradients."""
