@@ -25,7 +25,8 @@ class Row:
     rate     the learning rate, as a multiple of the example's
     clip     the norm that averaged gradients are clipped to, as in the example; None: they are not
     target   whether it is one that has to come close to dense with few bytes
-    syncs    whether ranks have parameters of their own between averages: `sync()` ends that
+    syncs    whether ranks have parameters of their own between averages: `sync()` ends that, and is
+             called when training is over
     """
 
     wrap: Callable[[nn.Module, px.Backend], Any]
@@ -75,5 +76,8 @@ def chosen(only: Iterable[str]) -> dict[str, Row]:
 def _shown(wrap: Callable[..., Any]) -> str:
     if not isinstance(wrap, partial):
         return wrap.__qualname__
-    options = ", ".join(f"{name}={value!r}" for name, value in wrap.keywords.items())
+    options = ", ".join(
+        f"{name}={getattr(value, '__qualname__', repr(value))}"
+        for name, value in wrap.keywords.items()
+    )
     return f"{wrap.func.__qualname__}({options})"

@@ -119,7 +119,7 @@ def train(
     seconds: list[float] = []
 
     def look(step: int) -> None:
-        if row.syncs:
+        if row.syncs and step == options.steps:
             with spoken.counting():
                 model.sync()
         steps.append(step)
