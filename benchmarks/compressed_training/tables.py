@@ -25,9 +25,9 @@ def cells(one: Summary, steps: int) -> list[str]:
     return [
         one.row,
         f"{one.loss.median:.3f}",
-        f"{one.loss.low:.3f}-{one.loss.high:.3f}",
+        _between(one.loss, ".3f"),
         "" if one.above is None else f"{one.above.median:+.1%}",
-        "" if one.above is None else _percents(one.above),
+        "" if one.above is None else _between(one.above, "+.1%"),
         f"{one.nbytes / steps:,.0f}",
         "" if one.fewer is None else f"{one.fewer:.3g}x",
         f"{one.seconds * 1e3:,.0f}",
@@ -45,11 +45,14 @@ def table_of(summaries: Sequence[Summary], *, title: str, steps: int) -> Table:
 
 
 def markdown_of(summaries: Sequence[Summary], steps: int) -> str:
-    """For a document."""
-    lines = [list(HEADINGS), ["---", *["---:"] * (len(HEADINGS) - 1)]]
-    lines += [cells(one, steps) for one in summaries]
+    """For a document: without the time, which is the machine's."""
+    columns = len(HEADINGS) - 1
+    lines = [list(HEADINGS[:columns]), ["---", *["---:"] * (columns - 1)]]
+    lines += [cells(one, steps)[:columns] for one in summaries]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _percents(spread: Spread) -> str:
-    return f"{spread.low:+.1%} to {spread.high:+.1%}"
+def _between(spread: Spread, form: str) -> str:
+    """From the lowest to the highest; nothing where they are the same."""
+    low, _, high = spread
+    return "" if low == high else f"{low:{form}} to {high:{form}}"
