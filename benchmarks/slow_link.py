@@ -107,6 +107,7 @@ def ranks_on(link: SlowLink, arguments: list[str], result: Path) -> Iterator[lis
         "MASTER_ADDR": link.address(0),
         "MASTER_PORT": str(PORT),
         "PHALANX_TOKEN": secrets.token_hex(),
+        "PHALANX_HEARTBEAT": "30",  # seconds: where two ranks share a busy machine nobody is dead
         "OMP_NUM_THREADS": "1",
     }
     processes = []
