@@ -22,6 +22,11 @@
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make agreement what it costs that ranks compare what they do
 #
+# Compression, measured on the language model (docs/compression.md):
+#
+#   make loss-against-bytes  the loss that each way to send less comes to, and what it sends
+#   make slow-link           steps over a link of 100 Mbit/s; needs root
+#
 # PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
 # processes. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
@@ -39,7 +44,8 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement clean
+.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement \
+	loss-against-bytes slow-link clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -83,6 +89,12 @@ kill-saves: $(READY)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
+
+loss-against-bytes: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loss_against_bytes.py $(ARGS)
+
+slow-link: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/slow_link.py $(ARGS)
 
 # torch first and by itself: as a dependency of something else it could be another build.
 $(READY): pyproject.toml constraints.txt

@@ -19,10 +19,14 @@ from phalanx import (
 )
 from phalanx.compression.bits import bits_of, pack_bits
 from phalanx.compression.index_codes import CODES, code_for, encoded_size
-from phalanx.compression.select import largest
+from phalanx.compression.select import SAMPLE, largest
 from phalanx.errors import SizeMismatchError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def noise(n: int, *, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def sorted_by_hand(values: torch.Tensor, k: int) -> list[int]:
@@ -83,6 +87,45 @@ def test_selection_is_a_sort_by_magnitude_and_index(data, dtype: torch.dtype):
     values = torch.tensor(data.draw(st.lists(number, min_size=1, max_size=30)), dtype=dtype)
     k = data.draw(st.integers(0, len(values)))
     assert largest(values, k).tolist() == sorted_by_hand(values, k)
+
+
+def _columns(n: int) -> torch.Tensor:
+    """Every place that a sample would look at is large, and no other one is."""
+    values = noise(n)
+    values[:: n // SAMPLE] += 100
+    return values
+
+
+def _gaps(n: int) -> torch.Tensor:
+    """Every place that a sample would look at is small, and no other one is."""
+    values = noise(n) + 10
+    values[:: n // SAMPLE] = 0.01
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        noise,
+        _columns,
+        _gaps,
+        torch.zeros,
+        torch.ones,
+        lambda n: noise(n) * (noise(n, seed=1) > 2.5),  # mostly zeros
+        lambda n: noise(n).masked_fill(noise(n, seed=2) > 1.5, math.nan),
+        lambda n: noise(n).sort().values,
+    ],
+)
+def test_among_many_values_wherever_the_large_ones_are_selection_is_that_sort(make, dtype):
+    n = 3 * SAMPLE + 7
+    values = make(n).to(dtype)
+    size = values.double().abs()
+    size[values.isinf()] = 1e301
+    size[values.isnan()] = 1e302
+    order = size.sort(descending=True, stable=True).indices
+    for k in (1, 500, n // 100, n // 3, n - 1):
+        assert torch.equal(largest(values, k), order[:k].sort().values)
 
 
 def test_nans_of_other_payloads_are_one_kind_of_nan():

@@ -152,6 +152,10 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
         return values
     most = torch.finfo(dtype).max / (parts + 1 if parts > 1 else 1)  # sums are rounded
     most = min(most, torch.finfo(values.dtype).max)
+    if values.device.type == "cpu" and values.numel():  # where to look first costs no wait
+        low, high = values.aminmax()  # NaN, if there is one
+        if -most <= low and high <= most:
+            return values.to(dtype, copy=True)
     return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
 
 

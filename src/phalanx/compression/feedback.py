@@ -19,10 +19,12 @@ class Feedback(Protocol):
     """
 
     def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        """What is to be sent of the bundle: flat, float32 or wider; not to be written."""
+        """What is to be sent of the bundle: flat, float32 or wider; `rest` alone may write it."""
 
     def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
-        """`rest()` of that was left out: flat, as long as the bundle."""
+        """`rest()` of that was left out: flat, as long as the bundle. It may be computed in the
+        memory that `recall` gave, which nobody reads afterwards.
+        """
 
     def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
         """What is to be sent of a mean whose owner this part is: elements `start` and on."""

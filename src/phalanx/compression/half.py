@@ -89,7 +89,7 @@ class Half(Compressor):
         p, length = part.parts, -(-len(bundle.flat) // part.parts)
         wanted = feedback.recall(bundle, part)
         sent = narrowed(wanted, self.dtype)
-        feedback.keep(bundle, lambda: wanted - sent.to(wanted.dtype))
+        feedback.keep(bundle, lambda: wanted.sub_(sent))
         padded = torch.nn.functional.pad(sent, (0, p * length - len(sent)))
         rows = yield Swap(padded.view(p, length))
         total = torch.zeros(length, dtype=wide(wanted.dtype), device=wanted.device)

@@ -14,7 +14,7 @@ feedback.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,30 +48,27 @@ class Factors:
 
 
 class _Approximation(NamedTuple):
-    """Of gradients of a bundle, by name: factors P and Q, or the whole, flat.
-
-    none   an empty tensor, flat, of their dtype
-    """
+    """Of gradients of a bundle, by name: factors P and Q, or the whole, flat."""
 
     factors: dict[str, tuple[Tensor, Tensor]]
     whole: dict[str, Tensor]
-    none: Tensor
 
-    def values(self, bundle: Bundle, start: int, stop: int) -> Tensor:
-        """Elements start:stop of the bundle; flat, fewer where it ends before."""
-        parts = [self.none]
+    def values(self, bundle: Bundle, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements start:stop of the bundle, gradient by gradient: where among them one begins, and
+        its values, flat. One at a time, so that what is multiplied stays in the caches.
+        """
         for piece in bundle.pieces:
             low, high = max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start
             if low >= high:
                 continue
+            place = piece.start + low - start
             if piece.name in self.whole:
-                parts.append(self.whole[piece.name][low:high])
+                yield place, self.whole[piece.name][low:high]
                 continue
             p, q = self.factors[piece.name]
             first, last = low // len(q), -(-high // len(q))  # rows that have something of it
             rows = (p[first:last] @ q.T).flatten()
-            parts.append(rows[low - first * len(q) : high - first * len(q)])
-        return torch.cat(parts)
+            yield place, rows[low - first * len(q) : high - first * len(q)]
 
 
 class PowerSGD(Compressor):
@@ -122,7 +119,8 @@ class PowerSGD(Compressor):
         if len(bundle.flat) == 0:
             return
         found = yield from self._approximate(bundle, part, feedback)
-        bundle.flat.copy_(found.values(bundle, 0, len(bundle.flat)))
+        for start, mean in found.values(bundle, 0, len(bundle.flat)):
+            bundle.flat[start : start + len(mean)] = mean
 
     def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
         """The same rounds."""
@@ -130,8 +128,9 @@ class PowerSGD(Compressor):
             return
         found = yield from self._approximate(bundle.unpadded(), part, feedback)
         shard = bundle.shards(part.parts)[part.number]
-        mean = found.values(bundle, part.number * len(shard), (part.number + 1) * len(shard))
-        shard[: len(mean)] = mean
+        first = part.number * len(shard)
+        for start, mean in found.values(bundle, first, first + len(shard)):
+            shard[start : start + len(mean)] = mean
 
     def _approximate(
         self, bundle: Bundle, part: Part, feedback: Feedback
@@ -141,8 +140,8 @@ class PowerSGD(Compressor):
         wanted = wanted.to(wide(wanted.dtype))
         low = [(i, m.flatten(1)) for i, m in bundle.cut(wanted) if self._pays(i.shape)]
         small = [piece.name for piece, _ in low]
-        rest = {i.name: m.flatten() for i, m in bundle.cut(wanted) if i.name not in small}
-        whole = list(rest.values())
+        others = {i.name: m.flatten() for i, m in bundle.cut(wanted) if i.name not in small}
+        whole = list(others.values())
 
         ps = [m @ self._last_q(piece, m) for piece, m in low]
         sent = self._travelling(torch.cat([*(p.flatten() for p in ps), *whole]), part.parts)
@@ -158,10 +157,16 @@ class PowerSGD(Compressor):
 
         def joined(qs: Sequence[Tensor], whole: Sequence[Tensor]) -> _Approximation:
             factors = dict(zip(small, zip(ps, qs, strict=True), strict=True))
-            return _Approximation(factors, dict(zip(rest, whole, strict=True)), wanted[:0])
+            return _Approximation(factors, dict(zip(others, whole, strict=True)))
 
         own = joined(qs, mine)
-        feedback.keep(bundle, lambda: wanted - own.values(bundle, 0, bundle.size))
+
+        def rest() -> Tensor:
+            for start, sent in own.values(bundle, 0, bundle.size):
+                wanted[start : start + len(sent)] -= sent
+            return wanted
+
+        feedback.keep(bundle, rest)
         if qs:
             mean = yield Mean(sent.clone())
             qs = _like(qs, mean.to(wanted))

@@ -145,7 +145,7 @@ class Quantized(Compressor):
         blocks = self._blocks(length)
         slices = torch.nn.functional.pad(wanted, (0, p * length - n)).view(p, length)
         packed = blocks.pack(slices, self._noise(slices, turn, part.number, "given"))
-        feedback.keep(bundle, lambda: wanted - blocks.unpack(packed).flatten()[:n])
+        feedback.keep(bundle, lambda: wanted.sub_(blocks.unpack(packed).flatten()[:n]))
         swapped = yield Swap(packed)
         mean = torch.zeros(length, dtype=wanted.dtype, device=wanted.device)
         for theirs in swapped:

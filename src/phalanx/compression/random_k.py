@@ -21,7 +21,6 @@ from phalanx.compression.exchange import Mean, MeanShard, Part, Rounds
 from phalanx.compression.feedback import FORGET, Feedback
 from phalanx.compression.finite import is_finite
 from phalanx.compression.memory import Remembers, Turns
-from phalanx.compression.sparse import CompressedGradient
 from phalanx.compression.top_k import checked_ratio, kept
 
 
@@ -100,9 +99,14 @@ class RandomK(Compressor):
         places = self._places(flat, self._turns.next(), shards)
         parts = 1 if flat.dtype is wide(flat.dtype) else part.parts
         values = narrowed(wanted[places], flat.dtype, parts)
-        sent = CompressedGradient(places, values, len(flat))
-        feedback.keep(bundle, lambda: wanted - sent.dense())
-        if not is_finite(wanted):  # at places that are not drawn, perhaps
+        finite = is_finite(wanted)
+
+        def rest() -> Tensor:
+            wanted[places] -= values.to(wanted.dtype)
+            return wanted
+
+        feedback.keep(bundle, rest)
+        if not finite:  # at places that are not drawn, perhaps
             return places, torch.full_like(values, torch.nan)
         return places, values.clone()
 

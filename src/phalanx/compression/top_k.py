@@ -63,9 +63,9 @@ class TopK(Compressor):
             return
         wanted = feedback.recall(bundle, part)
         mine = self.compress(narrowed(wanted, dtype))
-        feedback.keep(bundle, lambda: _without(wanted, [mine]))
+        feedback.keep(bundle, lambda: _without_(wanted, [mine]))
         rows = yield Gather(mine.pack())
-        bundle.flat.copy_(_mean_of(rows, mine))
+        _average_into(bundle.flat, rows, mine)
 
     def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
         """One round, an all-to-all of the largest values of each shard."""
@@ -74,9 +74,9 @@ class TopK(Compressor):
         wanted = feedback.recall(bundle, part)
         shards = narrowed(wanted, bundle.flat.dtype).view_as(bundle.shards(part.parts))
         mine = [self.compress(shard) for shard in shards]
-        feedback.keep(bundle, lambda: _without(wanted, mine))
+        feedback.keep(bundle, lambda: _without_(wanted, mine))
         rows = yield Swap(torch.stack([message.pack() for message in mine]))
-        bundle.shards(part.parts)[part.number].copy_(_mean_of(rows, mine[part.number]))
+        _average_into(bundle.shards(part.parts)[part.number], rows, mine[part.number])
 
 
 def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
@@ -137,19 +137,20 @@ def checked_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def _without(wanted: Tensor, sent: Sequence[CompressedGradient]) -> Tensor:
-    """What is left of values whose shards, or which all, were sent so."""
-    rest = wanted.clone()
-    for shard, message in zip(rest.view(len(sent), -1), sent, strict=True):
-        shard[message.indices.long()] -= message.values.to(rest.dtype)
-    return rest
+def _without_(wanted: Tensor, sent: Sequence[CompressedGradient]) -> Tensor:
+    """What is left of values whose shards, or which all, were sent so; in place."""
+    for shard, message in zip(wanted.view(len(sent), -1), sent, strict=True):
+        shard[message.indices.long()] -= message.values.to(wanted.dtype)
+    return wanted
 
 
-def _mean_of(rows: Tensor, like: CompressedGradient) -> Tensor:
-    """The mean of packed messages, all of as many values as `like`, in float32 or wider."""
+def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
+    """The mean of packed messages, all of as many values as `like`, summed in float32 or wider."""
     n, dtype = like.original_len, like.values.dtype
-    total = torch.zeros(n, dtype=wide(dtype), device=rows.device)
+    total = into.to(wide(dtype)).zero_()  # itself, if it is wide enough
     for row in rows:
         theirs = CompressedGradient.unpack(row, len(like.values), n, dtype)
         total.index_add_(0, theirs.indices, theirs.values.to(total.dtype))
-    return total.div_(len(rows))
+    total.div_(len(rows))
+    if total is not into:
+        into.copy_(total)
