@@ -97,6 +97,7 @@ _WHERE = {
         "scatter",
         "send",
         "sendrecv",
+        "wait_any",
     ),
     "phalanx.compression": (
         "CompressedGradient",
