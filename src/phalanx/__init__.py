@@ -32,7 +32,10 @@ _WHERE = {
         "CompressedAggregator",
         "GradientAggregator",
         "LocalAggregator",
+        "ParameterClient",
         "ParameterServer",
+        "ServerMode",
+        "ServiceRecord",
     ),
     "phalanx.backends": (
         "Backend",

@@ -184,6 +184,15 @@ class Messages:
         if until.error is not None:
             raise until.error
 
+    def give_up(self, operation: Operation, reason: str) -> None:
+        """End a message of this group that is under way; its memory is the caller's again.
+
+        One that has not come is had by the next receive; one that has not gone never comes.
+        """
+        with self.engine.lock:
+            self.group.abandon(operation, reason)
+            self.engine.run_ready()
+
     def _waited(self, seconds: float) -> None:
         """A call was blocked for so long."""
         self.seconds_waiting += seconds
