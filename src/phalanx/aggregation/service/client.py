@@ -237,7 +237,7 @@ class ParameterClient:
             raise self._in_my_words(error, op, number) from error
         except DistributedError as error:
             self._broken = self._in_my_words(error, op, number)
-            self._end(error)
+            self._end(self._broken)
             raise self._broken from error
         except BaseException as error:
             self._end(error)
@@ -268,14 +268,16 @@ class ParameterClient:
             )
 
     def _end(self, error: BaseException) -> None:
-        """Leave without goodbye: the servers learn why."""
-        rank = self.backend.rank
+        """Leave without goodbye: the servers learn why, and who is to blame if it is another."""
+        rank, ranks = self.backend.rank, self.backend.group.ranks
+        told: DistributedError = PeerLostError(f"worker rank {rank} ended with {error!r}")
+        culprit = ranks[rank]
         if isinstance(error, DesyncError):
-            told: DistributedError = DesyncError(str(error))
-        else:
-            told = PeerLostError(f"worker rank {rank} ended with {error!r}")
+            told = DesyncError(str(error))
+        elif isinstance(error, PeerLostError) and error is self._broken and error.peer is not None:
+            told, culprit = PeerLostError(str(error)), ranks[error.peer]
         for counter in self._counters:
-            counter.pair.fail(told)
+            counter.pair.fail(told, culprit=culprit)
         self._close()
 
     def _close(self) -> None:

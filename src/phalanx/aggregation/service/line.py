@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.aggregation.service.shards import Layout
 from phalanx.aggregation.service.words import TENSORS, TEXT, WORDS, Kind, Word, empty_message
+from phalanx.backends.base import Backend
 from phalanx.backends.engine import Operation
 from phalanx.backends.sub import SubBackend
 from phalanx.errors import DistributedError
@@ -115,6 +116,12 @@ class Line:
         """Why the line has ended, without the words of the message that noticed it."""
         failure = self.pair.group.failure
         return failure.reason if failure is not None else str(error)
+
+    def culprit(self, backend: Backend, worker: int) -> int:
+        """Whose fault that is, as a rank of the backend: the worker's, or of whom it says so."""
+        failure = self.pair.group.failure
+        named = None if failure is None else backend.group.to_local.get(failure.culprit)
+        return worker if named is None or named == backend.rank else named
 
     def _expect(self, into: Tensor, tag: int) -> None:
         try:

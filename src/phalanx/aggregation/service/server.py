@@ -183,11 +183,12 @@ class Server:
             line.pair.fail(PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}"))
         if self._together:
             kind = DesyncError if isinstance(error, DesyncError) else PeerLostError
+            culprit = line.culprit(self._backend, worker)
+            whose = f"worker rank {worker} was lost" if culprit == worker else "the others end"
             raise kind(
-                f"rank {rank}: {WHO}: worker rank {worker} was lost in step {desk.round + 1}: "
-                f"{reason}",
+                f"rank {rank}: {WHO}: {whose} in step {desk.round + 1}: {reason}",
                 rank=rank,
-                peer=worker,
+                peer=culprit,
                 op="serve",
                 sequence=desk.round,
             ) from error
