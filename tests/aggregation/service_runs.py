@@ -8,15 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx import Backend, ParameterClient, ParameterServer, ServerMode, ServiceRecord
+from phalanx import Backend, ParameterServer, ServerMode, ServiceRecord
 
-SGD: Callable[[list[Tensor]], torch.optim.Optimizer] = lambda params: torch.optim.SGD(
-    params, lr=0.1, momentum=0.5
-)
-ADAM: Callable[[list[Tensor]], torch.optim.Optimizer] = lambda params: torch.optim.Adam(
-    params, lr=0.02
-)
+Factory = Callable[[list[Tensor]], torch.optim.Optimizer]
 MODES = [ServerMode.SYNCHRONOUS, ServerMode.ASYNCHRONOUS, ServerMode.staleness(2)]
+
+
+def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.5)
+
+
+def adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.02)
 
 
 class Outcome(NamedTuple):
@@ -57,7 +60,7 @@ def train(
     *,
     servers: Sequence[int] = (0,),
     steps: int = 8,
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = SGD,
+    optimizer: Factory = sgd,
     on_step: Callable[[ServiceRecord], None] | None = None,
     quorum: int | None = None,
 ) -> Outcome:
@@ -79,12 +82,12 @@ def train(
 def alone(
     workers: Sequence[int],
     steps: int,
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = SGD,
+    optimizer: Factory = sgd,
 ) -> list[Tensor]:
     """What one process makes of the mean of all workers' gradients."""
     net = model()
     params = list(net.parameters())
-    made = optimizer(params)  # type: ignore[arg-type]
+    made = optimizer(list(params))
     for step in range(steps):
         each = [gradients(net, worker, step) for worker in workers]
         for param, *grads in zip(params, *each, strict=True):
@@ -94,7 +97,3 @@ def alone(
             param.grad = total / len(grads)
         made.step()
     return [param.detach() for param in params]
-
-
-def connected(backend: Backend, params: Sequence[Tensor]) -> ParameterClient:
-    return ParameterServer.connect(params, backend)

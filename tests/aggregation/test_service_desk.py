@@ -120,11 +120,12 @@ def test_no_step_of_all_ends_between_a_greeting_and_joining() -> None:
     (one,), (two,) = (tell(desk, C, Kind.HELLO, 1, 7) for desk in (ahead, behind))
     assert (one.word.number, two.word.number) == (1, 0)
     assert tell(behind, A, Kind.PUSH, 2, 1) == [done(A, 2, 1)]
-    assert tell(behind, C, Kind.JOIN, number=1) == [Apply([A]), Free(A)]
+    assert tell(behind, A, Kind.PULL, 3, 1) == []
+    assert tell(behind, C, Kind.JOIN, number=1) == [Apply([A]), Free(A), values(A, 3, 1)]
     assert tell(ahead, C, Kind.JOIN, number=1) == []
     for desk in (ahead, behind):
         tell(desk, C, Kind.PUSH, 2, 1)
-        assert Apply([A, C]) in tell(desk, A, Kind.PUSH, 3, 2)
+        assert Apply([A, C]) in tell(desk, A, Kind.PUSH, 4, 2)
 
 
 def test_the_lost_are_not_waited_for_and_what_they_held_is_dropped() -> None:
@@ -148,7 +149,7 @@ def test_what_nobody_says_before_hello_is_an_error(kind: Kind) -> None:
 
 
 class Script:
-    """A worker that pushes and pulls in any rhythm, sends again what it may have sent, and leaves."""
+    """A worker that pushes and pulls in any rhythm, repeats what it may have sent, and leaves."""
 
     def __init__(self, worker: int, draw: random.Random) -> None:
         self.worker, self.draw = worker, draw

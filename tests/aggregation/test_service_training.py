@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from clusters import Cluster
-from service_runs import ADAM, MODES, SGD, Outcome, alone, loss_of, model, train
+from service_runs import MODES, Outcome, adam, alone, gradients, loss_of, model, sgd, train
 
 from phalanx import Backend, ParameterServer, ServerMode, simulate
 
-OPTIMIZERS = {"SGD": SGD, "Adam": ADAM}
+OPTIMIZERS = {"SGD": sgd, "Adam": adam}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -17,7 +17,7 @@ OPTIMIZERS = {"SGD": SGD, "Adam": ADAM}
 def test_synchronous_training_is_that_of_one_process_to_the_last_bit(
     servers: int, workers: int, name: str
 ) -> None:
-    """Elementwise optimizers: it does not matter over how many servers parameters are shared out."""
+    """Of elementwise optimizers it does not matter over how many servers parameters are shared."""
     optimizer, steps = OPTIMIZERS[name], 5
     outcomes = simulate(
         lambda b: train(
@@ -45,16 +45,16 @@ def test_synchronous_training_is_that_of_one_process_to_the_last_bit(
 @pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 3), (2, 2)])
 def test_every_mode_solves_the_task(mode: ServerMode, servers: int, workers: int) -> None:
     ranks = servers + workers
-    outcomes = simulate(lambda b: train(b, mode, servers=range(servers), steps=40), ranks, seed=3)
+    outcomes = simulate(lambda b: train(b, mode, servers=range(servers), steps=25), ranks, seed=3)
     untrained = loss_of(list(model().parameters()))
     params: dict[int, torch.Tensor] = {}
     for outcome in outcomes[:servers]:
         record = outcome.record
         assert record is not None
-        assert record.pushes == dict.fromkeys(range(servers, ranks), 40)
-        assert record.steps == (40 if mode.together else 40 * workers)
+        assert record.pushes == dict.fromkeys(range(servers, ranks), 25)
+        assert record.steps == (25 if mode.together else 25 * workers)
         params |= dict(zip(record.numbers, record.params, strict=True))
-    assert loss_of([params[number] for number in sorted(params)]) < 0.1 * untrained
+    assert loss_of([params[number] for number in sorted(params)]) < 0.2 * untrained
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -130,7 +130,7 @@ def test_gradients_that_are_strided_are_read_as_they_are() -> None:
 
 def test_a_run_is_the_same_for_the_same_seed_and_another_for_another() -> None:
     def run(seed: int) -> list[Outcome]:
-        return simulate(lambda b: train(b, ServerMode.ASYNCHRONOUS, steps=5), 4, seed=seed)
+        return simulate(lambda b: train(b, ServerMode.ASYNCHRONOUS, steps=3), 3, seed=seed)
 
     one, same, other = run(1)[0].params, run(1)[0].params, run(2)[0].params
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
@@ -147,13 +147,13 @@ def test_a_service_goes_on_from_what_on_step_has_saved() -> None:
             )
 
     def first(backend: Backend) -> Outcome:
-        return train(backend, ServerMode.SYNCHRONOUS, steps=3, optimizer=ADAM, on_step=save)
+        return train(backend, ServerMode.SYNCHRONOUS, steps=3, optimizer=adam, on_step=save)
 
     def second(backend: Backend) -> None:
         params, state = saved[0]
 
         def restored(mine: list[torch.Tensor]) -> torch.optim.Optimizer:
-            made = ADAM(mine)
+            made = adam(mine)
             made.load_state_dict(state)
             return made
 
@@ -161,8 +161,6 @@ def test_a_service_goes_on_from_what_on_step_has_saved() -> None:
         if backend.rank == 0:
             ParameterServer.serve(params, restored, backend)
             return
-        from service_runs import gradients
-
         with ParameterServer.connect(list(net.parameters()), backend) as client:
             client.pull_()
             for step in range(3, 5):
@@ -170,5 +168,5 @@ def test_a_service_goes_on_from_what_on_step_has_saved() -> None:
 
     simulate(first, 3)
     simulate(second, 3)
-    for found, wanted in zip(saved[0][0], alone((1, 2), 5, ADAM), strict=True):
+    for found, wanted in zip(saved[0][0], alone((1, 2), 5, adam), strict=True):
         assert torch.equal(found, wanted)

@@ -164,7 +164,7 @@ class Desk:
                 continue
             word = visit.held[0]
             is_new = word.number > visit.pushes
-            if is_new and not (self.clocks.is_open and self.clocks.may_begin(worker)):
+            if is_new and not (self.clocks.is_open and self._may_begin(worker)):
                 continue
             visit.held.popleft()
             kept = is_new and self._count(worker, visit, word.kind)
@@ -206,7 +206,13 @@ class Desk:
 
     def _may_pull(self, worker: int, visit: Visit, pull: Word) -> bool:
         joined = visit.state is State.JOINED
-        return joined and pull.number <= visit.pushes and self.clocks.may_begin(worker)
+        return joined and pull.number <= visit.pushes and self._may_begin(worker)
+
+    def _may_begin(self, worker: int) -> bool:
+        """Whether a worker that has joined may begin its next step."""
+        if self._mode.together:  # the last one is over, also where that waits for who is greeted
+            return self.clocks.of[worker] <= self.round
+        return self.clocks.may_begin(worker)
 
 
 _HERE = frozenset({State.GREETED, State.JOINED})  # a push may overtake the JOIN before it
