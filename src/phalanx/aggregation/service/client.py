@@ -66,7 +66,7 @@ class ParameterClient:
         servers: Sequence[int] = (0,),
         timeout: float | None = None,
     ) -> None:
-        self.params = checked_params(params, WHO)
+        self.params = checked_params(params, f"rank {backend.rank}: {WHO}")
         self.servers = checked_servers(servers, backend, WHO)
         self.backend = backend
         self.pushes = 0

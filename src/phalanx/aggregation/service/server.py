@@ -50,7 +50,7 @@ def serve(
     on_step: Callable[[ServiceRecord], None] | None = None,
 ) -> ServiceRecord:
     """See `ParameterServer.serve`."""
-    listed = checked_params(params, WHO)
+    listed = checked_params(params, f"rank {backend.rank}: {WHO}")
     places = checked_servers(servers, backend, WHO)
     ranks = checked_workers(workers, places, backend, WHO)
     if quorum is None:
