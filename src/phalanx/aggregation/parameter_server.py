@@ -108,7 +108,9 @@ class ParameterServer(GradientAggregator):
         A worker that is lost, or whose list of parameters differs: in synchronous mode every worker
         and server gets a `PeerLostError` (`DesyncError` for the list) that names it and the step.
         Else it is dropped, with a warning in the log; what it has pushed whole was applied, half a
-        push is not. An exception of the optimizer or of `on_step` ends the service, and the workers
+        push is not. (`phalanx run` and `spawn` end a job when a rank of it fails: where workers may
+        die, start the ranks by other means, and so that the death of one does not end the others.)
+        An exception of the optimizer or of `on_step` ends the service, and the workers
         are told. `CollectiveTimeoutError` names who has not come, and whom it waits for.
         TypeError, ValueError, `InvalidRankError`, `UnsupportedOperationError` and `MisuseError` for
         arguments, before anything is sent. A rank serves once at a time; the n-th `serve` meets
