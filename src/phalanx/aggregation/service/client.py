@@ -180,9 +180,7 @@ class ParameterClient:
             if text is not None:
                 raise self._misfit(lines, decoded(text), counter.server)
         clock = max(word.number for word in errand.answers.values())
-        self._requests += 1
-        for counter in self._counters:
-            counter.say(Word(Kind.JOIN, self._requests, clock))
+        self._ask(Kind.JOIN, clock, "connect", None)
 
     def _misfit(self, mine: list[str], theirs: list[str], server: int) -> DesyncError:
         here, there = first_difference(mine, theirs)

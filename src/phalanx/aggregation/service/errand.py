@@ -55,8 +55,9 @@ class Errand:
         try:
             for counter in self._counters:
                 for word in self._words:
-                    tag = TENSORS if word.kind is Kind.PULL else WORDS
-                    self._expect(counter, word.request, tag)
+                    if word.kind is not Kind.JOIN:  # which nobody answers
+                        tag = TENSORS if word.kind is Kind.PULL else WORDS
+                        self._expect(counter, word.request, tag)
                     self._under_way[counter.say(word)] = Part(counter)
             while self._under_way:
                 left = max(self._deadline - monotonic(), SHORTEST)

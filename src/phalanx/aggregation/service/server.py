@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from phalanx.aggregation.service.shards import (
     encoded,
     numbers_by_server,
 )
-from phalanx.aggregation.service.words import Kind
+from phalanx.aggregation.service.words import Kind, Word
 from phalanx.backends.base import Backend
 from phalanx.backends.messages import check_timeout
 from phalanx.errors import (
@@ -131,15 +131,23 @@ class Server:
 
     def _attend(self, worker: int, line: Line) -> None:
         """See to what has come from one worker."""
+        words = line.poll()
+        while self._hears(worker, line, words):
+            self._settle()  # what the optimizer or `on_step` raises is not the worker's
+
+    def _hears(self, worker: int, line: Line, words: Iterator[Word]) -> bool:
+        """Whether there is anything new of a worker: a word, or that it is lost."""
         try:
-            for word in line.poll():
+            word = next(words, None)
+            if word is not None:
                 self._desk.heard(worker, word)
-                self._settle()
         except (DistributedError, ValueError) as error:
-            if self._desk.visits[worker].state is not State.GONE:
+            was_there = self._desk.visits[worker].state is not State.GONE
+            if was_there:
                 self._lose(worker, line, error)
-                self._settle()
             line.end(lost=True)
+            return was_there
+        return word is not None
 
     def _settle(self) -> None:
         for action in self._desk.settle():
