@@ -30,8 +30,13 @@ class Outcome(NamedTuple):
 
 
 def model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    """The same on every rank, also where ranks are threads that share torch's random state."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.rand(param.shape, generator=draw) - 0.5)
+    return net
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
