@@ -32,7 +32,10 @@ _WHERE = {
         "CompressedAggregator",
         "GradientAggregator",
         "LocalAggregator",
+        "ParameterClient",
         "ParameterServer",
+        "ServerMode",
+        "ServiceRecord",
     ),
     "phalanx.backends": (
         "Backend",
@@ -97,6 +100,7 @@ _WHERE = {
         "scatter",
         "send",
         "sendrecv",
+        "wait_any",
     ),
     "phalanx.compression": (
         "CompressedGradient",

@@ -14,3 +14,9 @@ def _one_thread_a_rank() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torchs_compiler_is_imported() -> None:
+    """The first optimizer does that, for seconds, in which its server answers nobody."""
+    torch.optim.SGD([torch.zeros(1)], lr=1)

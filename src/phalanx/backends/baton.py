@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from phalanx.backends.engine.operation import Operation
+from phalanx.backends.engine import Operation
 from phalanx.backends.randomness import RandomStates
 from phalanx.backends.simulated import Hub, Scheduler, SimulatedEngine
 from phalanx.errors import DeadlockError, MisuseError, RankStopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from phalanx.backends.engine import Waited
 
 
 IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count as a deadlock
@@ -40,7 +42,7 @@ class Baton(Scheduler):
         self._random_states = RandomStates(size, seed)
         self._turn = [threading.Semaphore(0) for _ in range(size)]
         self._thread = [0] * size
-        self._waiting: dict[int, Operation] = {}
+        self._waiting: dict[int, Waited] = {}
         self._ready = list(range(size))
         self._finished: set[int] = set()
         self._stopping = False
@@ -61,7 +63,7 @@ class Baton(Scheduler):
         self._pass_on()
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
+    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
         if until.done:
             return
         self._check_thread(engine.rank)
@@ -135,10 +137,9 @@ class Baton(Scheduler):
     def _deadlock(self) -> None:
         """Nobody can go on: ranks that disagree are told so, the others get the whole picture."""
         with self._hub.lock:
-            for operation in list(self._waiting.values()):
-                if operation.is_collective and not operation.done:
-                    head = operation.group.head_of_queue(operation)
-                    operation.group.agreement.ask(head)
+            for part in [part for each in self._waiting.values() for part in each.parts()]:
+                if part.is_collective and not part.done:
+                    part.group.agreement.ask(part.group.head_of_queue(part))
             self._hub.engines[0].run_ready()
         if self._ready:
             return
@@ -156,10 +157,11 @@ class Baton(Scheduler):
                 )
                 if operation.done:
                     continue
-                if operation.is_collective:
+                if isinstance(operation, Operation) and operation.is_collective:
                     operation.group.break_alone(operation, error)
                 else:
                     operation.fail(error)
+                self.wake(rank)
             self._hub.engines[0].run_ready()
 
     def _polls_in_vain(self, rank: int) -> DeadlockError:
@@ -174,7 +176,7 @@ class Baton(Scheduler):
         for rank in ranks:
             operation = self._waiting[rank]
             group = operation.group
-            whole = [group.ranks[peer] for peer in operation.waits_for()]
+            whole = operation.waiting_for_whole()
             whom = ", ".join(
                 f"{peer} (which has returned)" if peer in self._finished else str(peer)
                 for peer in whole

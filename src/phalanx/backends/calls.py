@@ -181,16 +181,17 @@ class Calls(Messages):
             self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
             raise
 
-    def fail(self, error: DistributedError) -> None:
+    def fail(self, error: DistributedError, *, culprit: int | None = None) -> None:
         """Break the group on every rank because of an error of this one, which raises it itself.
 
         For code above the collectives that finds out, between two of them, that this rank cannot
         go on: the others wait for it, and learn here why it will not come. They blame the error's
-        `peer`, or else this rank.
+        `peer`, or else this rank; or `culprit`, a rank of the job that need not be a member.
         """
         with self.engine.lock:
             ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
-            failure = Failure(type(error), ranks[blamed], ranks[self.rank], str(error))
+            whole = ranks[blamed] if culprit is None else culprit
+            failure = Failure(type(error), whole, ranks[self.rank], str(error))
             self.group.fail(failure)
             self.engine.run_ready()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from operator import index
 from time import monotonic
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from phalanx.backends.engine import (
     ANY,
+    AnyOf,
     Engine,
     Group,
     Operation,
@@ -160,6 +162,36 @@ class Messages:
         error = operation.error
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error
+
+    def wait_any(self, operations: Sequence[Operation], *, timeout: float = math.inf) -> None:
+        """Block until one of some operations of this rank is done, of any groups; see `wait_any`.
+
+        Ranks are named in this group's numbers. ValueError if there are none.
+        """
+        if not operations:
+            raise ValueError(f"rank {self.rank}: wait_any of nothing would wait for ever")
+        until = AnyOf(self.group, operations, check_timeout(timeout))
+        if until.done:
+            return
+        began = monotonic()
+        awaited = self.engine.awaited
+        awaited.append(until)
+        try:
+            self.engine.progress(until)
+        finally:
+            awaited.remove(until)
+            self._waited(monotonic() - began)
+        if until.error is not None:
+            raise until.error
+
+    def give_up(self, operation: Operation, reason: str) -> None:
+        """End a message of this group that is under way; its memory is the caller's again.
+
+        One that has not come is had by the next receive; one that has not gone never comes.
+        """
+        with self.engine.lock:
+            self.group.abandon(operation, reason)
+            self.engine.run_ready()
 
     def _waited(self, seconds: float) -> None:
         """A call was blocked for so long."""

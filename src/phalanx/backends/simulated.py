@@ -18,7 +18,15 @@ from typing_extensions import override
 
 from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
 from phalanx.backends.common import Source
-from phalanx.backends.engine import WORLD_ID, Engine, Failure, Group, Operation, PostedSend
+from phalanx.backends.engine import (
+    WORLD_ID,
+    Engine,
+    Failure,
+    Group,
+    Operation,
+    PostedSend,
+    Waited,
+)
 from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.backends.simulated_memory import Shelf, ShelfMemory
 from phalanx.errors import InvalidWorldSizeError
@@ -31,8 +39,8 @@ class Scheduler(ABC):
     one_thread = False  # whether only a rank's own thread may wait
 
     @abstractmethod
-    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
-        """Return when the operation is done. Lock not held."""
+    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
+        """Return when that is done. Lock not held."""
 
     @abstractmethod
     def wake(self, rank: int) -> None:
@@ -50,11 +58,11 @@ class FreeThreads(Scheduler):
         self._conditions = [threading.Condition(lock) for _ in range(size)]
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Operation) -> None:
+    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.done:
-                left = until.group.attend(until)
+                left = until.attend()
                 if left <= 0:
                     engine.run_ready()
                 else:
@@ -117,7 +125,7 @@ class SimulatedEngine(Engine):
         pass
 
     @override
-    def progress(self, until: Operation) -> None:
+    def progress(self, until: Waited) -> None:
         self.hub.scheduler.wait(self, until)
 
     @override

@@ -39,6 +39,7 @@ from phalanx.collectives.functions.point_to_point import irecv, isend, recv, sen
 from phalanx.collectives.functions.reduce import async_reduce, async_reduce_, reduce, reduce_
 from phalanx.collectives.functions.reduce_scatter import async_reduce_scatter, reduce_scatter
 from phalanx.collectives.functions.scatter import async_scatter, scatter
+from phalanx.collectives.functions.wait_any import wait_any
 from phalanx.collectives.pending import PendingCollective
 from phalanx.collectives.reduce_op import ReduceOp
 
@@ -85,4 +86,5 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "wait_any",
 ]

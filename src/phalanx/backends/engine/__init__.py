@@ -4,6 +4,7 @@ operation   what one rank does in one collective or message, step by step
 rounds      sends and receives that may happen together, bound to bytes
 ticket      one round under way
 mailbox     where messages and receives meet, whichever comes first
+any_of      several operations, any of which a thread waits for
 group       which ranks, in which order they do things, and whether they still can
 foretold    what others say of groups that are not made here yet
 agreement   whether they do the same things
@@ -16,6 +17,7 @@ trace       the same in a file, if it is asked for
 engine      what a backend implements: transmit, reach, progress
 """
 
+from phalanx.backends.engine.any_of import AnyOf, Waited
 from phalanx.backends.engine.caller import caller
 from phalanx.backends.engine.engine import Engine
 from phalanx.backends.engine.failure import Failure
@@ -27,6 +29,7 @@ from phalanx.backends.engine.ticket import PostedReceive, PostedSend, Ticket
 __all__ = [
     "ANY",
     "WORLD_ID",
+    "AnyOf",
     "Combine",
     "Engine",
     "Failure",
@@ -39,6 +42,7 @@ __all__ = [
     "SendBytes",
     "Step",
     "Ticket",
+    "Waited",
     "caller",
     "ring_barrier",
 ]

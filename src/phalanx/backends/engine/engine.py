@@ -16,6 +16,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ from phalanx.wire.messages import Answer, Ask, shortened
 
 if TYPE_CHECKING:
     from phalanx.backends.common import Source
+    from phalanx.backends.engine.any_of import Waited
     from phalanx.backends.shm.window import Window
 
 NOT_ASKED = Ask(-1, 0, "")
@@ -61,7 +63,7 @@ class Engine(ABC):
         self.ready: deque[Operation] = deque()  # operations whose round is complete
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
-        self.awaited: list[Operation] = []  # operations in which a thread waits, oldest first
+        self.awaited: list[Waited] = []  # what threads wait for, oldest first
         self.full: dict[int, Answer] = {}  # peers that take no more messages for now
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
@@ -81,8 +83,8 @@ class Engine(ABC):
         """A receive from this peer was posted: there may be room now for what it sends."""
 
     @abstractmethod
-    def progress(self, until: Operation) -> None:
-        """Move bytes until the operation is done; past its deadline it fails. Lock not held."""
+    def progress(self, until: Waited) -> None:
+        """Move bytes until that is done; past its deadline it fails. Lock not held."""
 
     @abstractmethod
     def look_at(self, operation: Operation) -> None:
@@ -279,7 +281,7 @@ class Engine(ABC):
             operation.sequence if operation.is_collective else -1,
         )
 
-    def _obstacle(self, group: Group | None, sequence: int) -> Operation | None:
+    def _obstacle(self, group: Group | None, sequence: int) -> Waited | None:
         """What has to end before this rank can do what it is waited for, if that is known.
 
         The collective itself, if it is under way here, or one before it; else whatever a thread of
@@ -297,11 +299,11 @@ class Engine(ABC):
             self.full[peer] = answer
         else:
             self.full.pop(peer, None)
-        for group in list(self.groups.values()):
-            for operation in group.under_way():
-                inquiry = operation.inquiry
-                if inquiry is not None and inquiry.number == answer.inquiry:
-                    inquiry.answered(peer, answer)
+        under_way = [group.under_way() for group in self.groups.values()]
+        inquiries = {each.inquiry for each in chain(self.awaited, *under_way)}
+        for inquiry in inquiries:
+            if inquiry is not None and inquiry.number == answer.inquiry:
+                inquiry.answered(peer, answer)
 
     def operation_ended(self, operation: Operation, record: Record) -> None:
         """An operation is over. Lock held."""

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from phalanx.backends.engine.agreement import ASK_EVERY, Agreement
 from phalanx.backends.engine.failure import Failure
@@ -31,9 +31,12 @@ from phalanx.errors import (
 )
 
 if TYPE_CHECKING:
+    from phalanx.backends.engine.any_of import Waited
     from phalanx.backends.engine.engine import Engine
     from phalanx.backends.engine.operation import Operation
     from phalanx.backends.shm.window import Window
+
+    W = TypeVar("W", bound=Waited)
 
 log = logging.getLogger("phalanx")
 
@@ -140,7 +143,7 @@ class Group:
         """Everything that has begun and not ended; the collectives first, in their order."""
         return [*self._queue, *self._messages]
 
-    def head_of_queue(self, operation: Operation) -> Operation:
+    def head_of_queue(self, operation: W) -> Operation | W:
         """The operation that has to end before this one can: itself, if it is under way."""
         return self._queue[0] if operation.is_collective and self._queue else operation
 

@@ -170,6 +170,14 @@ class Operation:
         self.deadline = monotonic() + seconds
         self.inquiry = None
 
+    def attend(self) -> float:
+        """See to what is due while it is under way; seconds until this is needed again."""
+        return self.group.attend(self)
+
+    def parts(self) -> Iterable[Operation]:
+        """What a thread waits for that waits for this."""
+        return (self,)
+
     def waits_for(self) -> list[int]:
         """The ranks of the group from or to which bytes are still to move."""
         head = self.group.head_of_queue(self)

@@ -20,7 +20,7 @@ from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.messages import Answer, Ask
 
 if TYPE_CHECKING:
-    from phalanx.backends.engine.operation import Operation
+    from phalanx.backends.engine.any_of import Waited
 
 LONGEST_INQUIRY = 0.4  # seconds before the deadline at which it begins
 
@@ -53,9 +53,9 @@ def chain_of_waits(
 
 
 class Inquiry:
-    """The questions of one operation, and what came back. Ranks are those of the job."""
+    """The questions of one operation, or wait, and what came back. Ranks are those of the job."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Waited) -> None:
         self._operation = operation
         self._engine = operation.group.engine
         self._first = operation.waiting_for_whole()

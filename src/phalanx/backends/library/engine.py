@@ -20,7 +20,16 @@ from time import monotonic
 
 from typing_extensions import override
 
-from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
+from phalanx.backends.engine import (
+    Engine,
+    Failure,
+    Group,
+    Operation,
+    PostedSend,
+    Step,
+    Ticket,
+    Waited,
+)
 from phalanx.backends.library.background import LOOK, Background
 from phalanx.backends.library.call_ticket import Begun, CallTicket
 from phalanx.backends.library.courier import Courier
@@ -209,7 +218,7 @@ class LibraryEngine(Engine):
     # Driving --------------------------------------------------------------------------------
 
     @override
-    def progress(self, until: Operation) -> None:
+    def progress(self, until: Waited) -> None:
         with self.lock:
             # Most collectives are over before anything is due.
             left = min(until.deadline - monotonic(), SLICE)
@@ -217,7 +226,7 @@ class LibraryEngine(Engine):
                 self.rest(until, left)
                 if not until.done:
                     self.look_after_all()
-                    left = 0.0 if until.done else until.group.attend(until)
+                    left = 0.0 if until.done else until.attend()
                     self.run_ready()
 
     @override
@@ -237,11 +246,13 @@ class LibraryEngine(Engine):
         self.run_ready()
         return any_over
 
-    def rest(self, until: Operation, seconds: float, *, streams: bool = True) -> None:
+    def rest(self, until: Waited, seconds: float, *, streams: bool = True) -> None:
         """Sleep until something may have happened, or for so long. Lock held, but let go."""
         if seconds <= 0:
             return
-        ticket = self.natives.waited_for(until, streams=streams)
+        ticket = None
+        if isinstance(until, Operation):  # of several, none's handle is waited for
+            ticket = self.natives.waited_for(until, streams=streams)
         if ticket is not None:
             self._wait_for(ticket, min(seconds, SLICE))
         elif self.courier.calls_back:
@@ -253,7 +264,7 @@ class LibraryEngine(Engine):
             self._condition.wait(min(seconds, self._pause))
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def _comes_soon(self, until: Operation, looks: int) -> bool:
+    def _comes_soon(self, until: Waited, looks: int) -> bool:
         """Whether anything is over within so many looks: a sleep is longer than most waits."""
         while not self.look_after_all():
             if looks == 0 or until.done or self.closed:

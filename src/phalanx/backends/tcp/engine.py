@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.backends.engine import Engine, Failure, Group, Operation, PostedSend, Step, Ticket
+from phalanx.backends.engine import (
+    Engine,
+    Failure,
+    Group,
+    Operation,
+    PostedSend,
+    Step,
+    Ticket,
+    Waited,
+)
 from phalanx.backends.engine.engine import LONGEST_WAIT
 from phalanx.backends.shm.meeting import Meet
 from phalanx.backends.shm.piece import Piece
@@ -165,7 +174,7 @@ class TcpEngine(Engine):
     # Driving --------------------------------------------------------------------------------
 
     @override
-    def progress(self, until: Operation) -> None:
+    def progress(self, until: Waited) -> None:
         with self.lock:
             left = min(until.deadline - monotonic(), FIRST_LOOK)  # most are done by then
             while not until.done:
@@ -176,7 +185,7 @@ class TcpEngine(Engine):
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.done:
-                    left = min(until.group.attend(until), self.pulse.attend())
+                    left = min(until.attend(), self.pulse.attend())
 
     @override
     def look_at(self, operation: Operation) -> None:
