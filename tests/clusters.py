@@ -51,6 +51,9 @@ class Cluster(ABC):
     lacks: Mapping[str, str] = MappingProxyType({})  # what it does not promise, and why
     """Tests that are marked `requires` one of these are not run on it."""
 
+    def __str__(self) -> str:
+        return self.name
+
     @abstractmethod
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
         """Run `fn(backend)` on `size` ranks; the results in rank order."""

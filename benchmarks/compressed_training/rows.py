@@ -14,6 +14,8 @@ import phalanx as px
 from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
 
 DENSE = "dense"
+NOISY: dict[str, Any] = {"betas": (0.8, 0.98)}
+"""For the optimizer of a rank that goes by its own gradients: those of a smaller batch."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Row:
     wrap     from a plain model and a backend to what trains it on all ranks: a module that has
              `bytes_sent`
     rate     the learning rate, as a multiple of the example's
-    clip     the norm that averaged gradients are clipped to, as in the example; None: they are not
+    clip     the norm that gradients are clipped to, as in the example; None: they are not
+    betas    AdamW's; None: the example's
     target   whether it is one that has to come close to dense with few bytes
     syncs    whether ranks have parameters of their own between averages: `sync()` ends that, and is
              called when training is over
@@ -32,12 +35,13 @@ class Row:
     wrap: Callable[[nn.Module, px.Backend], Any]
     rate: float = 1.0
     clip: float | None = 1.0
+    betas: tuple[float, float] | None = None
     target: bool = False
     syncs: bool = False
 
     def __str__(self) -> str:
         """All of it, so that a run that was made in another way is not taken for one of this."""
-        return f"{_shown(self.wrap)} rate={self.rate} clip={self.clip}"
+        return f"{_shown(self.wrap)} rate={self.rate} clip={self.clip} betas={self.betas}"
 
 
 def ddp(compression: Compressor | None = None, **options: Any) -> Callable[..., Any]:
@@ -45,9 +49,23 @@ def ddp(compression: Compressor | None = None, **options: Any) -> Callable[..., 
     return partial(px.DDP, compression=compression, **options)
 
 
+def local(every: int = 1, **options: Any) -> Callable[..., Any]:
+    """LocalSGD with these options."""
+    return partial(px.LocalSGD, every=every, **options)
+
+
+def outer_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """DiLoCo's outer optimizer, for as few outer steps as there are here."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 def rows() -> dict[str, Row]:
-    """All of them, by name."""
-    feed = ErrorFeedback
+    """All of them, by name.
+
+    `ef`     error feedback of averaged gradients
+    `kept`   parameters are averaged, and what is left out of that stays in those of its rank
+    """
+    feed, power = ErrorFeedback, PowerSGD(4, dtype=torch.bfloat16)
     return {
         DENSE: Row(ddp()),
         "half": Row(ddp(Half())),
@@ -57,10 +75,21 @@ def rows() -> dict[str, Row]:
         "4 bits + ef": Row(ddp(feed(Quantized(4)))),
         "1 bit + ef": Row(ddp(feed(Quantized(1)))),
         "top 1 %": Row(ddp(TopK(0.01))),
-        "top 1 % + ef": Row(ddp(feed(TopK(0.01))), target=True),
+        "top 1 % + ef": Row(ddp(feed(TopK(0.01)))),
+        "top 1 %, kept": Row(
+            local(compression=TopK(0.01), start_after=5), **NOISY, target=True, syncs=True
+        ),
         "random 1 % + ef": Row(ddp(feed(RandomK(0.01)))),
         "power 4 + ef": Row(ddp(feed(PowerSGD(4)))),
-        "power 4 bf16 + ef": Row(ddp(feed(PowerSGD(4, dtype=torch.bfloat16))), target=True),
+        "power 4 bf16 + ef": Row(ddp(feed(power))),
+        "power 4 bf16, kept": Row(
+            local(compression=power), rate=4 / 3, **NOISY, target=True, syncs=True
+        ),
+        "local sgd 8": Row(local(8), syncs=True),
+        "diloco 50": Row(
+            partial(px.DiLoCo, every=50, outer=outer_sgd, compression=feed(Quantized(4))),
+            syncs=True,
+        ),
     }
 
 

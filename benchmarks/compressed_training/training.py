@@ -113,6 +113,9 @@ def train(
     example = prepare(options, lesson, backend.rank, backend.world_size)
     model = row.wrap(example.model, backend)
     optimizer = make_optimizer(model)
+    if row.betas is not None:
+        for group in optimizer.param_groups:
+            group["betas"] = row.betas
     spoken, counted_before = Spoken(backend), 0
     steps, held_out, sent = [], [], []
     losses: list[float] = []
