@@ -76,13 +76,13 @@ def rows() -> dict[str, Row]:
         "1 bit + ef": Row(ddp(feed(Quantized(1)))),
         "top 1 %": Row(ddp(TopK(0.01))),
         "top 1 % + ef": Row(ddp(feed(TopK(0.01)))),
-        "top 1 %, kept": Row(
+        "top 1 % kept": Row(
             local(compression=TopK(0.01), start_after=5), **NOISY, target=True, syncs=True
         ),
         "random 1 % + ef": Row(ddp(feed(RandomK(0.01)))),
         "power 4 + ef": Row(ddp(feed(PowerSGD(4)))),
         "power 4 bf16 + ef": Row(ddp(feed(power))),
-        "power 4 bf16, kept": Row(
+        "power 4 bf16 kept": Row(
             local(compression=power), rate=4 / 3, **NOISY, target=True, syncs=True
         ),
         "local sgd 8": Row(local(8), syncs=True),
