@@ -61,12 +61,14 @@ def run(row: str, seed: int, loss: float, nbytes: float, what: str = "so") -> Ru
 
 
 def test_all_ways_train_alike_and_count_what_is_sent(made: dict[str, Run], options: Options):
+    table = rows()
     for one in made.values():
         assert complaints(one, []) == []
         assert one.steps == [0, 3, 4]
         assert one.training[0] == made[DENSE].training[0]  # the same model, on the same batch
-        assert one.bytes_sent[0] == 0 < one.bytes_sent[1] < one.bytes_sent[-1]
-        assert one.wire == one.counted
+        assert one.bytes_sent[0] == 0 <= one.bytes_sent[1] < one.bytes_sent[-1]
+        hashes = 16 * 4 if table[one.row].syncs else 0  # by which ranks compare copies
+        assert one.counted <= one.wire <= one.counted + hashes
 
 
 def test_dense_training_is_that_of_one_process_with_the_joined_batch(
@@ -97,7 +99,7 @@ def test_rows_are_compared_with_dense_of_the_same_seed_by_their_medians():
     runs = Runs({})
     for seed, (dense, other) in enumerate([(2.0, 2.02), (4.0, 4.4), (1.0, 1.02)]):
         runs.put(run(DENSE, seed, dense, 9_000.0))
-        runs.put(run("top 1 % + ef", seed, other, 100.0))
+        runs.put(run("top 1 % kept", seed, other, 100.0))
     runs.put(run("half", 7, 2.5, 4_500.0))  # no dense one has this seed
     plain, half, top = summarize(runs, rows())
     assert plain.above == (0, 0, 0)
@@ -109,7 +111,7 @@ def test_rows_are_compared_with_dense_of_the_same_seed_by_their_medians():
     assert verdicts([plain, half, top], rows()) == [
         (
             True,
-            "top 1 % + ef: +2.0% of the dense loss with 90 times fewer bytes: reaches the target "
+            "top 1 % kept: +2.0% of the dense loss with 90 times fewer bytes: reaches the target "
             "of +3% with 30",
         )
     ]
@@ -117,7 +119,7 @@ def test_rows_are_compared_with_dense_of_the_same_seed_by_their_medians():
 
 @pytest.mark.parametrize(("loss", "nbytes"), [(2.07, 100.0), (2.0, 1_000.0), (float("nan"), 1.0)])
 def test_a_target_is_missed_by_too_much_loss_or_too_many_bytes(loss: float, nbytes: float):
-    runs = Runs({}, [run(DENSE, 0, 2.0, 9_000.0), run("top 1 % + ef", 0, loss, nbytes)])
+    runs = Runs({}, [run(DENSE, 0, 2.0, 9_000.0), run("top 1 % kept", 0, loss, nbytes)])
     ((reached, said),) = verdicts(summarize(runs, rows()), rows())
     assert not reached
     assert "MISSES" in said
