@@ -54,8 +54,11 @@ RANKS = 2
 PORT = 29500  # every port is free on a host of one's own
 FASTER = 5.0
 HELD = (0.8, 1.02)  # of the rate: what a link that is held to it gives
-FIRST = 3  # steps that are not timed, and compared with one process
-ROWS = "half,8 bits + ef,1 bit + ef,top 1 % + ef,power 4 + ef,power 4 bf16 + ef"
+FIRST = 6  # steps that are not timed, and compared with one process; some rows begin dense
+ROWS = (
+    "half,8 bits + ef,1 bit + ef,top 1 % + ef,top 1 % kept,"
+    "power 4 + ef,power 4 bf16 + ef,power 4 bf16 kept"
+)
 SMALLER = 1 << 20  # bytes of a bucket: so dense training sends while it computes
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from language_model.options import Options
 from torch import nn
-from train_language_model import make_optimizer
 
 import phalanx as px
 from compressed_training.link import bytes_out
 from compressed_training.rows import Row
-from compressed_training.training import Lesson, digest, prepare, step_once
+from compressed_training.training import Lesson, digest, optimizer_of, prepare, step_once
 
 ALONE = "no communication"
 PROBE = 4 << 20  # bytes by which the link is measured
@@ -33,7 +32,7 @@ class Course:
         self._row = row
         self._example = prepare(options, lesson, backend.rank, backend.world_size)
         self._model = row.wrap(self._example.model, backend)
-        self._optimizer = make_optimizer(self._model)
+        self._optimizer = optimizer_of(row, self._model)
         self._step = 0
 
     def go(self, steps: int) -> float:
@@ -43,6 +42,11 @@ class Course:
             loss = step_once(self._model, self._optimizer, self._example, self._step, self._row)
             self._step += 1
         return loss
+
+    def end(self) -> None:
+        """Training is over."""
+        if self._row.syncs:
+            self._model.sync()
 
     def digest(self) -> str:
         """A hash of the parameters' bits."""
@@ -99,6 +103,8 @@ def time_all(
             taken = px.all_reduce((mine[0] - mine[1]) / steps, backend, px.ReduceOp.MAX)
             figures[name].append(taken.tolist())
             advanced()
+    for course in courses.values():
+        course.end()
     return {
         name: Timed(
             seconds=[seconds for seconds, _, _ in figures[name]],

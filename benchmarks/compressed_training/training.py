@@ -84,6 +84,15 @@ def prepare(options: Options, lesson: Lesson, rank: int, ranks: int) -> Example:
     )
 
 
+def optimizer_of(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    """The example's, with the row's betas."""
+    optimizer = make_optimizer(model)
+    if row.betas is not None:
+        for group in optimizer.param_groups:
+            group["betas"] = row.betas
+    return optimizer
+
+
 def step_once(
     model: nn.Module, optimizer: torch.optim.Optimizer, example: Example, step: int, row: Row
 ) -> float:
@@ -112,10 +121,7 @@ def train(
     options = replace(options, learning_rate=options.learning_rate * row.rate)
     example = prepare(options, lesson, backend.rank, backend.world_size)
     model = row.wrap(example.model, backend)
-    optimizer = make_optimizer(model)
-    if row.betas is not None:
-        for group in optimizer.param_groups:
-            group["betas"] = row.betas
+    optimizer = optimizer_of(row, model)
     spoken, counted_before = Spoken(backend), 0
     steps, held_out, sent = [], [], []
     losses: list[float] = []
