@@ -131,9 +131,11 @@ class OuterStep:
         else:
             self._tell_skipped()
         for name, parameter in self._trained.items():
-            rest = self._unsent.take(name) if self._unsent and leaves_out else None
-            copy = self._copies[name]
-            parameter.copy_(copy - rest if rest is not None and finite else copy)
+            parameter.copy_(self._copies[name])
+            if self._unsent is not None and leaves_out:
+                rest = self._unsent.take(name)
+                if finite:
+                    parameter.sub_(rest)
         self.alike = not (leaves_out and finite)
 
     def _check_copies(self) -> None:
