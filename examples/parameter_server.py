@@ -1,13 +1,13 @@
 """A parameter server: rank 0 has the parameters, and applies gradients when they come.
 
-phalanx run -n 4 examples/parameter_server.py
-phalanx run -n 4 examples/parameter_server.py synchronous
-phalanx run -n 4 examples/parameter_server.py staleness
+python examples/parameter_server.py                     on four simulated ranks
+phalanx run -n 4 examples/parameter_server.py staleness (or synchronous, or asynchronous)
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,4 +54,6 @@ def train(backend: Backend, mode: ServerMode, *, steps: int = 100) -> float:
 
 
 if __name__ == "__main__":
-    train(phalanx.init(), MODES[sys.argv[1] if len(sys.argv) > 1 else "asynchronous"])
+    world = phalanx.init()
+    run = partial(train, mode=MODES[sys.argv[1] if len(sys.argv) > 1 else "asynchronous"])
+    phalanx.simulate(run, 4) if world.world_size == 1 else run(world)

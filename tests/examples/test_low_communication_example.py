@@ -22,6 +22,6 @@ def test_ranks_that_meet_seldom_learn_as_much_and_send_less():
         return first
 
     (dense, dense_bytes), *others = [run(way) for way in low_communication.WAYS]
-    for (loss, nbytes), times in zip(others, (7, 150), strict=True):
+    for (loss, nbytes), times in zip(others, (7, 14, 150), strict=True):
         assert loss < 1.1 * dense
         assert nbytes * times < dense_bytes
