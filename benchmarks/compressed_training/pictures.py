@@ -53,7 +53,7 @@ def draw(path: Path, runs: Runs, summaries: Sequence[Summary], title: str) -> bo
             for factor, style in ((1.0, "-"), (1 + CLOSE, "--")):
                 ends.axhline(one.loss.median * factor, color=MUTED, linewidth=0.8, linestyle=style)
     ends.set_xscale("log")
-    ends.margins(x=0.15, y=0.25)
+    ends.margins(x=0.15, y=0.3)
     ends.set_xlabel("bytes sent by a rank, in all", color=MUTED)
     ends.set_ylabel("held-out loss at the end, nats a byte", color=MUTED)
     ends.set_title(f"{title}\ndense, and 3 % above it", loc="left", color=INK, fontsize=10)
@@ -61,7 +61,9 @@ def draw(path: Path, runs: Runs, summaries: Sequence[Summary], title: str) -> bo
     ways.set_ylabel("held-out loss, nats a byte", color=MUTED)
     first = max((curve(runs.of(one.row))[1][1] for one in summaries), default=1.0)
     ways.set_ylim(top=1.1 * first)  # what all begin with says nothing
-    ways.legend(frameon=False, fontsize=8, labelcolor=INK)
+    ways.legend(
+        frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
     for axes in (ends, ways):
         axes.set_facecolor(SURFACE)
         axes.grid(color=GRID, linewidth=0.8)
@@ -75,25 +77,29 @@ def draw(path: Path, runs: Runs, summaries: Sequence[Summary], title: str) -> bo
 
 
 def _label(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Names beside the points, slanted, so that neighbours stay apart; one for those that fall
-    together.
+    """Names beside the points, slanted, so that neighbours stay apart; below those that are close
+    to dense; one for those that fall together.
     """
     groups: list[list[Summary]] = []
     for one in sorted(summaries, key=lambda one: (one.nbytes, one.loss.median)):
         near = groups[-1][0] if groups else one
-        together = one.nbytes < 1.02 * near.nbytes and one.loss.median < 1.02 * near.loss.median
+        together = one.nbytes < 1.02 * near.nbytes and one.loss.median < 1.01 * near.loss.median
         if groups and together:
             groups[-1].append(one)
         else:
             groups.append([one])
+    dense = min((one.loss.median for one in summaries if one.row == DENSE), default=0.0)
     for group in groups:
+        up = group[0].loss.median > (1 + CLOSE) * dense
+        end = max(one.loss.high for one in group) if up else min(one.loss.low for one in group)
         axes.annotate(
             ",  ".join(one.row for one in group),
-            (group[0].nbytes, max(one.loss.high for one in group)),
-            xytext=(-2, 5),
+            (group[0].nbytes, end),
+            xytext=(-2, 5 if up else -5),
             textcoords="offset points",
-            rotation=35,
+            rotation=45 if up else -45,
             rotation_mode="anchor",
+            verticalalignment="baseline" if up else "top",
             color=INK,
             fontsize=8,
         )
