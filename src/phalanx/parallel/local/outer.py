@@ -117,8 +117,8 @@ class OuterStep:
         def put(place: Tensor, parameter: Tensor) -> None:
             torch.sub(self._copy_of[parameter], parameter, out=place)  # type: ignore[index]
 
-        leaves_out = self._unsent is not None and not whole
-        averaging = self._averaging if self._unsent is None or leaves_out else self._plain
+        unsent = None if whole else self._unsent
+        averaging = self._plain if whole and self._unsent is not None else self._averaging
         flats = averaged(self._trained.values(), averaging, self._backend, label=label, put=put)
         self._check_copies()
         finite = all_finite(flats)
@@ -132,11 +132,11 @@ class OuterStep:
             self._tell_skipped()
         for name, parameter in self._trained.items():
             parameter.copy_(self._copies[name])
-            if self._unsent is not None and leaves_out:
-                rest = self._unsent.take(name)
+            if unsent is not None:
+                rest = unsent.take(name)
                 if finite:
                     parameter.sub_(rest)
-        self.alike = not (leaves_out and finite)
+        self.alike = unsent is None or not finite
 
     def _check_copies(self) -> None:
         check_agreement(
