@@ -36,12 +36,11 @@ from rich.table import Table
 
 import phalanx
 from phalanx import Backend
-from phalanx.backends import calls
-from phalanx.backends.engine import caller, mailbox
-from phalanx.backends.engine.agreement import Agreement
-from phalanx.backends.engine.group import Group
-from phalanx.backends.engine.history import History, Record
-from phalanx.backends.engine.trace import Trace
+from phalanx.core import backend as backend_module
+from phalanx.core import matching
+from phalanx.core.checker import Agreement
+from phalanx.core.group import Group
+from phalanx.core.recorder import History, Record, Trace, caller
 
 KINDS = ("off", "on", "strict", "traced")
 LIMIT = 0.05  # of the time of a call at 4 KiB, for agreement
@@ -59,13 +58,13 @@ def without_agreement() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (calls, "caller", constant(nowhere)),
+            (backend_module, "caller", constant(nowhere)),
             (Record, "of", constant(nothing)),
             (History, "add", constant(None)),
             (Agreement, "check", constant(None)),
             (Agreement, "ended", constant(None)),
             (Group, "may_finish", constant(True)),
-            (mailbox, "_misfit", constant(None)),
+            (matching, "_misfit", constant(None)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield

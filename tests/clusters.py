@@ -31,7 +31,7 @@ from phalanx import (
     SubBackend,
     TcpBackend,
 )
-from phalanx.backends.tcp.mesh_backend import MeshBackend
+from phalanx.transport.backends import MeshBackend
 
 T = TypeVar("T")
 RankFunction = Callable[[Backend], T]

@@ -15,8 +15,8 @@ from clusters import CLUSTERS
 from forms import LONG, examples
 from together import Together
 
-from phalanx.backends.engine import group as group_module
-from phalanx.backends.engine import operation as operation_module
+from phalanx.core import group as group_module
+from phalanx.core import work as operation_module
 
 hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.backends.mpi import exchange
-from phalanx.backends.mpi.folding import folds
-from phalanx.backends.native import Call
+from phalanx.core.steps import Call
+from phalanx.native.mpi import steps
+from phalanx.native.mpi.steps import folds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool]
@@ -36,8 +36,8 @@ def contributions(dtype: torch.dtype, size: int, length: int) -> list[Tensor]:
 def test_a_large_reduction_is_the_same_however_it_is_cut_into_pieces(
     cluster: Cluster, op: ReduceOp, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "STAGE", stage)
-    monkeypatch.setattr(exchange, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(steps, "STAGE", stage)
+    monkeypatch.setattr(steps, "LEAST_CHUNK", 1)
 
     def reduce(backend: Backend) -> None:
         rank, size = backend.rank, backend.world_size

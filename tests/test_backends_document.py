@@ -7,8 +7,8 @@ from pathlib import Path
 from clusters import CLUSTERS
 
 import phalanx
-from phalanx.backends.library.kinds import KINDS
-from phalanx.launch.factories import BACKENDS
+from phalanx.launch.init import BACKENDS
+from phalanx.native.torch_group import KINDS
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
 

@@ -14,12 +14,18 @@ PACKAGE = Path(phalanx.__file__).parent
 
 LAYERS = [
     {"errors", "wire"},
+    {"core"},
+    {"transport"},
+    {"native"},
     {"backends"},
     {"collectives"},
     {"compression"},
-    {"aggregation", "parallel"},
+    {"parallel"},
+    {"aggregation", "fsdp", "tensor"},
+    {"pipeline"},
     {"checkpoint", "training"},
-    {"launch", "bench", "cli"},
+    {"launch", "tools"},
+    {"cli"},
     {"__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

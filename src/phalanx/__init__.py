@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from phalanx.collectives import *
     from phalanx.compression import *
     from phalanx.errors import *
-    from phalanx.launch.init import *
-    from phalanx.launch.simulate import *
-    from phalanx.launch.spawn import *
+    from phalanx.fsdp import *
+    from phalanx.launch.init import init as init
+    from phalanx.launch.simulate import Simulation as Simulation
+    from phalanx.launch.simulate import simulate as simulate
+    from phalanx.launch.spawn import spawn as spawn
     from phalanx.parallel import *
-    from phalanx.parallel.mesh import *
-    from phalanx.parallel.pipeline import *
-    from phalanx.parallel.tensor import *
+    from phalanx.pipeline import *
+    from phalanx.tensor import *
     from phalanx.training import *
 
 __version__ = "0.1.0"
@@ -138,22 +139,20 @@ _WHERE = {
         "UnsupportedObjectError",
         "UnsupportedOperationError",
     ),
+    "phalanx.fsdp": ("FSDP", "MixedPrecision", "ShardingStrategy"),
     "phalanx.launch.init": ("init",),
     "phalanx.launch.simulate": ("Simulation", "simulate"),
     "phalanx.launch.spawn": ("spawn",),
     "phalanx.parallel": (
         "DDP",
+        "DeviceMesh",
         "DiLoCo",
-        "FSDP",
         "GradScaler",
         "LocalSGD",
-        "MixedPrecision",
-        "ShardingStrategy",
         "SyncBatchNorm",
         "convert_sync_batchnorm",
     ),
-    "phalanx.parallel.mesh": ("DeviceMesh",),
-    "phalanx.parallel.pipeline": (
+    "phalanx.pipeline": (
         "Pipeline",
         "PipelineBubble",
         "PipelineParallelConfig",
@@ -162,7 +161,7 @@ _WHERE = {
         "measure_layer_costs",
         "split_into_stages",
     ),
-    "phalanx.parallel.tensor": (
+    "phalanx.tensor": (
         "ColumnParallelLinear",
         "ColumnStyle",
         "EmbeddingStyle",

@@ -19,7 +19,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.residuals import short_of
+from phalanx.compression.memory import short_of
 
 WITH_FEEDBACK = [name for name in COMPRESSORS if "feedback" in name]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import ServerMode
-from phalanx.aggregation.service.desk import Action, Apply, Desk, Free, Part, Say
-from phalanx.aggregation.service.words import Kind, Word
+from phalanx.aggregation.parameter_server.state import Action, Apply, Desk, Free, Part, Say
+from phalanx.aggregation.parameter_server.wire import Kind, Word
 
 A, B, C = 1, 2, 3
 

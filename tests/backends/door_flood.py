@@ -27,7 +27,7 @@ from listening import listening
 from strangers import Crowd
 
 from phalanx import TcpBackend
-from phalanx.backends.tcp.address import listen_at
+from phalanx.transport.tcp.admission import listen_at
 
 TOKEN = "the token of the flooded job"
 ALLOWED = 1.0  # seconds

@@ -10,8 +10,8 @@ from time import monotonic
 
 from clusters import PATIENCE, TOKEN, loopback_listener
 
-from phalanx.backends.tcp.door import Door
-from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.transport.tcp.admission import Door
+from phalanx.transport.tcp.engine import TcpEngine
 from phalanx.wire.handshake import DialerHandshake, Identity
 
 

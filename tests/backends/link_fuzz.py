@@ -26,7 +26,7 @@ import torch
 
 import phalanx
 from phalanx import DistributedError, TcpBackend
-from phalanx.wire import messages
+from phalanx.wire import control
 from phalanx.wire.frame import MAX_CONTROL, MAX_PAYLOAD, Channel, Kind, pack_header
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,12 +42,12 @@ CALLS: tuple[Any, ...] = (
     lambda backend: phalanx.async_all_reduce(torch.ones(3), backend).wait(),
 )
 FORMS = {
-    Kind.FAILURE: messages.FailureNotice,
-    Kind.ASK: messages.Ask,
-    Kind.ANSWER: messages.Answer,
-    Kind.ADDRESS: messages.Address,
-    Kind.TABLE: messages.Table,
-    Kind.MEMORY: messages.Attached,
+    Kind.FAILURE: control.FailureNotice,
+    Kind.ASK: control.Ask,
+    Kind.ANSWER: control.Answer,
+    Kind.ADDRESS: control.Address,
+    Kind.TABLE: control.Table,
+    Kind.MEMORY: control.Attached,
 }
 
 
@@ -57,10 +57,10 @@ def _control(rng: random.Random, kind: Kind) -> bytes:
     if form is None:
         return b""
     message = value(rng, form)
-    if isinstance(message, messages.FailureNotice):
+    if isinstance(message, control.FailureNotice):
         ranks = {"culprit": rng.choice((1, 1, -1, 2**40)), "reporter": rng.choice((1, 1, 0, 2**40))}
         message = msgspec.structs.replace(message, **ranks)
-    return messages.encode(message)
+    return control.encode(message)
 
 
 def frame(rng: random.Random) -> bytes:

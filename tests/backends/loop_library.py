@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.backends.library.library import Abilities, Handle, Library
-from phalanx.backends.native import Call
+from phalanx.core.steps import Call
+from phalanx.native.base import Abilities, Handle, Library
 
 
 @dataclass

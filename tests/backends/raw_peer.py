@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from clusters import TIMEOUT, TOKEN, loopback_listener
 
 from phalanx import TcpBackend
+from phalanx.wire.control import Address, FailureNotice, encode
 from phalanx.wire.frame import (
     HEADER_SIZE,
     Channel,
@@ -20,7 +21,6 @@ from phalanx.wire.frame import (
     unpack_header,
 )
 from phalanx.wire.handshake import DialerHandshake, Identity
-from phalanx.wire.messages import Address, FailureNotice, encode
 
 WORLD = 0  # the group of all ranks
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from phalanx.backends.engine import Group
-from phalanx.backends.shm.commons import Commons
-from phalanx.backends.shm.window import Window
+from phalanx.core.group import Group
+from phalanx.transport.shm.control import Window
+from phalanx.transport.shm.domain import Commons
 
 
 @dataclass

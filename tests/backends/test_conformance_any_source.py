@@ -11,12 +11,8 @@ from clusters import Cluster
 from raw_peer import message, rank_0_and_a_raw_peer
 
 import phalanx
-from phalanx import (
-    Backend,
-    CollectiveTimeoutError,
-    SizeMismatchError,
-)
-from phalanx.collectives.functions.point_to_point import irecv, recv
+from phalanx import Backend, CollectiveTimeoutError, SizeMismatchError
+from phalanx.collectives.messages import irecv, recv
 
 DATA, GO, HERE = 0, 1, 2  # tags
 

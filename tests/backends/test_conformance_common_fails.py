@@ -14,7 +14,7 @@ from common_memory import common, files, having_memory, mappings
 
 import phalanx
 from phalanx import Backend, BackendUnavailableError, CollectiveTimeoutError, DesyncError
-from phalanx.backends.shm.segment import PAGE
+from phalanx.transport.shm.segments import PAGE
 
 # What one rank does instead of `common(10)`, and which.
 ODD: dict[str, tuple[int, Callable[[Backend], object]]] = {

@@ -8,7 +8,7 @@ from clusters import Cluster, SharedMemory, Simulated
 from common_memory import common, files, having_memory, mappings
 
 from phalanx import Backend, BackendUnavailableError, DesyncError, MisuseError, SimulatedBackend
-from phalanx.backends.shm.segment import PAGE
+from phalanx.transport.shm.segments import PAGE
 
 
 @having_memory

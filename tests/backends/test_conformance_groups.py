@@ -8,13 +8,7 @@ import torch
 from clusters import Cluster
 
 import phalanx
-from phalanx import (
-    Backend,
-    InvalidRankError,
-    InvalidWorldSizeError,
-    SelfSendError,
-    SubBackend,
-)
+from phalanx import Backend, InvalidRankError, InvalidWorldSizeError, SelfSendError, SubBackend
 
 
 def test_members_are_sorted_without_repeats_and_numbered_in_order(cluster: Cluster) -> None:

@@ -25,7 +25,7 @@ from phalanx import (
     SimulatedBackend,
     irecv,
 )
-from phalanx.backends.engine.history import SHOWN
+from phalanx.core.recorder import SHOWN
 
 needs_notes = pytest.mark.skipif(
     not hasattr(BaseException, "add_note"), reason="errors have notes since Python 3.11"

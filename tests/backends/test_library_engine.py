@@ -14,9 +14,9 @@ from loop_library import Loop, LoopLibrary, Part
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, PeerLostError, UnsupportedOperationError
-from phalanx.backends.library.backend import LibraryBackend
-from phalanx.backends.library.library import Abilities
-from phalanx.backends.library.words import INLINE, WORD, Verb, Word, pack, unpack
+from phalanx.native.base import Abilities
+from phalanx.native.engine import LibraryBackend
+from phalanx.native.messages import INLINE, WORD, Verb, Word, pack, unpack
 from phalanx.wire.frame import Channel, FrameError, Kind
 
 LARGE = bytes(range(256)) * 8192  # more than is sent before there is room for it

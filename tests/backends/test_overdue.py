@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.backends.engine.overdue import LONGEST_INQUIRY, chain_of_waits, inquiry_time
-from phalanx.wire.messages import Answer
+from phalanx.core.watchdog import LONGEST_INQUIRY, chain_of_waits, inquiry_time
+from phalanx.wire.control import Answer
 
 Answers = dict[int, Answer | None]
 

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.backends.shm import arena as arena_module
-from phalanx.backends.shm.arena import LINE, SMALLEST, Arena, Block
-from phalanx.backends.shm.segment import PAGE, Segment
+from phalanx.transport.shm import segments as arena_module
+from phalanx.transport.shm.segments import LINE, PAGE, SMALLEST, Arena, Block, Segment
 
 FIRST = 1 << 20
 USED = 8 * PAGE

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import BackendUnavailableError
-from phalanx.backends.shm.ledger import EDITION, SEGMENTS, USED, WINDOWS, Ledger, LedgerOfPeer
-from phalanx.backends.shm.segment import Segment
+from phalanx.transport.shm.domain import EDITION, SEGMENTS, USED, WINDOWS, Ledger, LedgerOfPeer
+from phalanx.transport.shm.segments import Segment
 
 ME = os.getpid()
 

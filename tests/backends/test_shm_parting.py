@@ -16,7 +16,7 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend, DesyncError
-from phalanx.backends.engine import Operation
+from phalanx.core.work import Operation
 
 PROMPT = 20.0  # seconds after which a rank that was not told gives up, with an error that shows it
 SHM = SharedMemory()

@@ -15,7 +15,7 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend, BackendUnavailableError, HybridBackend, SharedMemoryBackend
-from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.transport.tcp.engine import TcpEngine
 
 SIZE = 3
 plain_open = os.open

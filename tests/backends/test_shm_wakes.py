@@ -12,10 +12,10 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend
-from phalanx.backends.engine import group as group_module
-from phalanx.backends.engine import operation as operation_module
-from phalanx.backends.tcp import engine as engine_module
-from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.core import group as group_module
+from phalanx.core import work as operation_module
+from phalanx.transport.tcp import engine as engine_module
+from phalanx.transport.tcp.engine import TcpEngine
 
 SELDOM = 6.0  # seconds between looks that are not asked for
 ROUNDS = 3

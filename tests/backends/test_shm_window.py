@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shm_neighbours import make_window, neighbours
 
-from phalanx.backends.shm.commons import Commons
-from phalanx.backends.shm.ledger import USED
-from phalanx.backends.shm.meeting import Meet
-from phalanx.backends.shm.pane import FLAG, Shown
-from phalanx.backends.shm.window import Window
+from phalanx.transport.shm.control import FLAG, Meet, Shown, Window
+from phalanx.transport.shm.domain import USED, Commons
 
 
 def windows_of(commons: list[Commons], ident: int = 0) -> list[Window]:

@@ -12,8 +12,8 @@ from listening import needs_proc
 from test_tcp_rendezvous import Start, start  # noqa: F401
 
 from phalanx import CollectiveTimeoutError
-from phalanx.backends.tcp.dial import Dial
-from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.transport.tcp.rendezvous import Dial
 from phalanx.wire.handshake import Refused
 
 

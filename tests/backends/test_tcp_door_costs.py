@@ -11,8 +11,8 @@ import tracemalloc
 import pytest
 from doorstep import Doorstep, answer, doorstep, hung_up
 
-from phalanx.backends.tcp import door as door_module
-from phalanx.backends.tcp.door import PLACES, TICKS
+from phalanx.transport.tcp import admission as door_module
+from phalanx.transport.tcp.admission import PLACES, TICKS
 from phalanx.wire.handshake import LIMIT, DialerHandshake, Identity
 
 KIB = 1024

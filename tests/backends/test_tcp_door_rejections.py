@@ -18,11 +18,11 @@ from test_tcp_rendezvous import (  # noqa: F401
 )
 
 from phalanx import AuthenticationError, CollectiveTimeoutError
-from phalanx.backends.tcp.rejections import TOLD_IN_FULL
+from phalanx.transport.tcp.admission import TOLD_IN_FULL
 from phalanx.wire import handshake
+from phalanx.wire.control import Address, encode
 from phalanx.wire.frame import Channel, Kind, pack_header
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
-from phalanx.wire.messages import Address, encode
 
 
 def knock(address: str, identity: Identity, *, token: str = TOKEN, target: int = 0) -> str:

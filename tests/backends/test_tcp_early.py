@@ -12,9 +12,8 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, ReduceOp
-from phalanx.backends.engine.arrival import BLOCK
-from phalanx.backends.engine.mailbox import BLOCKS_KEPT, Mailbox
 from phalanx.collectives.plan import Key, make_plan
+from phalanx.core.matching import BLOCK, BLOCKS_KEPT, Mailbox
 from phalanx.wire.frame import Channel, Kind, frames
 
 HALF = 3 * BLOCK // 8 + 1000  # elements of float64: three blocks, and a little

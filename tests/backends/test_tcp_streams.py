@@ -13,8 +13,8 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 
 import phalanx
 from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
+from phalanx.wire.control import FailureNotice
 from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
-from phalanx.wire.messages import FailureNotice
 
 LONG = bytes(range(256)) * 1000
 

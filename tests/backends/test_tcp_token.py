@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import AuthenticationError
-from phalanx.backends.tcp.token import LEAST_BYTES, check_token, find_token
+from phalanx.transport.tcp.admission import LEAST_BYTES, check_token, find_token
 
 GOOD = secrets.token_hex(32)
 

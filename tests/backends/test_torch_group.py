@@ -27,7 +27,7 @@ from phalanx import (
     UccBackend,
     UnsupportedOperationError,
 )
-from phalanx.backends.native import Call
+from phalanx.core.steps import Call
 
 GROUPS = {"a process group": process_group, "a backend without one": gloo}
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SimulatedBackend
-from phalanx.backends.engine.trail import START, further
+from phalanx.core.checker import START, further
 
 FINGERPRINT = st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ISSUED = st.lists(FINGERPRINT, max_size=6)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.bench.asking import make_ask, make_tuning_ask, parse_ranks
-from phalanx.bench.sizes import parse_sizes, show_size
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.tools.bench.records import parse_sizes, show_size
+from phalanx.tools.bench.request import make_ask, make_tuning_ask, parse_ranks
 
 
 @pytest.mark.parametrize(

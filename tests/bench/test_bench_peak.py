@@ -11,17 +11,14 @@ import torch
 
 import phalanx
 from phalanx import Backend
-from phalanx.bench.asking import make_ask
-from phalanx.bench.control import Control
-from phalanx.bench.exchange import Exchange
-from phalanx.bench.operations import OPERATIONS, Operation
-from phalanx.bench.peak import measure_peak
-from phalanx.bench.peers.peer import Place
-from phalanx.bench.peers.table import PEERS
-from phalanx.bench.peers.training import Alone, task_of
-from phalanx.bench.records import LeftOut, Peak, Report
-from phalanx.bench.resident import GIVES_BACK, Meter, gives_back, lacks_peaks
-from phalanx.bench.run import run_bench
+from phalanx.tools.bench.operations import OPERATIONS, Exchange, Operation
+from phalanx.tools.bench.peak import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
+from phalanx.tools.bench.peers.peer import Control, Place
+from phalanx.tools.bench.peers.table import PEERS
+from phalanx.tools.bench.peers.training import Alone, task_of
+from phalanx.tools.bench.records import LeftOut, Peak, Report
+from phalanx.tools.bench.request import make_ask
+from phalanx.tools.bench.start import run_bench
 
 MIB = 1 << 20
 SLACK = 4 * MIB  # pages of code that are first used, and the kernel's own rounding
@@ -62,7 +59,7 @@ def test_after_a_reset_what_is_still_there_counts_and_what_is_gone_does_not() ->
 
 SHARING = """
 import mmap, sys
-from phalanx.bench.resident import Meter
+from phalanx.tools.bench.peak import Meter
 
 file, private = int(sys.argv[1]), int(sys.argv[2]) << 20
 meter = Meter()
@@ -109,7 +106,7 @@ def test_what_processes_share_is_counted_once_divided_among_them() -> None:
 
 
 FREEING = """
-from phalanx.bench.resident import Meter
+from phalanx.tools.bench.peak import Meter
 meter = Meter()
 for size in (30, 20, 12, 30):  # each fits into what the one before it has left
     b"x" * (size << 20)

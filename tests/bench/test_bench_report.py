@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from phalanx.bench.asking import make_ask
-from phalanx.bench.plot import draw
-from phalanx.bench.records import (
+from phalanx.cli.app import app
+from phalanx.collectives.tuning import read_tuning
+from phalanx.errors import MisuseError
+from phalanx.tools.bench.plot import draw
+from phalanx.tools.bench.records import (
     Contender,
     Held,
     LeftOut,
@@ -26,11 +28,8 @@ from phalanx.bench.records import (
     Progress,
     Report,
 )
-from phalanx.bench.table import as_json, notes, tables
-from phalanx.bench.tune import as_tuning
-from phalanx.cli.app import app
-from phalanx.collectives.tuning import read_tuning
-from phalanx.errors import MisuseError
+from phalanx.tools.bench.request import make_ask
+from phalanx.tools.bench.table import as_json, as_tuning, notes, tables
 
 US = 1e-6
 

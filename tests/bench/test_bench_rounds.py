@@ -11,16 +11,23 @@ from forms import sizes
 
 import phalanx
 from phalanx import Backend
-from phalanx.bench.control import Control
-from phalanx.bench.exchange import Exchange
-from phalanx.bench.memory import MEMORIES, Memory, kinds_for
-from phalanx.bench.operations import OPERATIONS, Segment, longest_stretch
-from phalanx.bench.peers.backends import Ours
-from phalanx.bench.peers.machine import Copy
-from phalanx.bench.peers.peer import Place
-from phalanx.bench.rounds import Timing, time_rounds
-from phalanx.bench.values import count_wrong, fill, poison
 from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.tools.bench.operations import (
+    MEMORIES,
+    OPERATIONS,
+    Exchange,
+    Memory,
+    Segment,
+    count_wrong,
+    fill,
+    kinds_for,
+    longest_stretch,
+    poison,
+)
+from phalanx.tools.bench.peers.backends import Ours
+from phalanx.tools.bench.peers.libraries import Copy
+from phalanx.tools.bench.peers.peer import Control, Place
+from phalanx.tools.bench.rank import Timing, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
 Results = dict[str, Timing]

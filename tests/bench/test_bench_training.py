@@ -10,15 +10,11 @@ from torch import nn
 
 import phalanx
 from phalanx import DDP, Backend
-from phalanx.bench.control import Control
-from phalanx.bench.exchange import Exchange
-from phalanx.bench.memory import Memory
-from phalanx.bench.operations import OPERATIONS
-from phalanx.bench.peers.backends import Ours
-from phalanx.bench.peers.learner import Learner, Plain
-from phalanx.bench.peers.peer import Peer, Place
-from phalanx.bench.peers.training import TASKS, Alone, Task, TrainingStep, joint_step, task_of
-from phalanx.bench.rounds import time_rounds
+from phalanx.tools.bench.operations import OPERATIONS, Exchange, Memory
+from phalanx.tools.bench.peers.backends import Ours
+from phalanx.tools.bench.peers.peer import Control, Learner, Peer, Place, Plain
+from phalanx.tools.bench.peers.training import TASKS, Alone, Task, TrainingStep, joint_step, task_of
+from phalanx.tools.bench.rank import time_rounds
 
 WIDTH = 24
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import Backend, chunk_ranges
-from phalanx.parallel.slices import Slice
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Slice, Wrapper
 
 
 class FlatShards(Wrapper):

@@ -23,7 +23,7 @@ from checkpoint_runs import assert_same, load_plain, plain_after, save_sharded, 
 from file_operations import Operation, watched
 
 import phalanx
-from phalanx.checkpoint.folders import committed, numbered
+from phalanx.checkpoint.storage import committed, numbered
 
 RANKS = 2
 

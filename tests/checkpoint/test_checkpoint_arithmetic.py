@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import chunk_ranges
-from phalanx.checkpoint.description import Description, Held
-from phalanx.checkpoint.manifest import Piece
-from phalanx.checkpoint.plain import from_json, to_json
-from phalanx.checkpoint.plan import plan_files, records_of
-from phalanx.checkpoint.reading import stretches
+from phalanx.checkpoint.fit import stretches
+from phalanx.checkpoint.manifest import Piece, from_json, to_json
+from phalanx.checkpoint.plan import Description, Held, plan_files, records_of
 from phalanx.checkpoint.safetensors_file import Checksums, Content, lay_out
-from phalanx.parallel.slices import Slice
+from phalanx.parallel.wrapper import Slice
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 

@@ -19,7 +19,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.compression.residuals import short_of
+from phalanx.compression.memory import short_of
 
 KINDS = {
     "top-k": lambda: ErrorFeedback(TopK(0.1)),

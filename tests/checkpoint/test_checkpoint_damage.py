@@ -32,8 +32,8 @@ from phalanx import (
     load_checkpoint,
     save_checkpoint,
 )
-from phalanx.checkpoint.folders import committed
-from phalanx.checkpoint.folders import remove as remove_checkpoint
+from phalanx.checkpoint.storage import committed
+from phalanx.checkpoint.storage import remove as remove_checkpoint
 
 FILES = ["commit.json", "manifest.json", "model-00001-of-00002.safetensors"]
 FILES += ["state-00000-of-00002.safetensors"]

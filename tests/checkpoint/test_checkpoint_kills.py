@@ -25,7 +25,7 @@ from file_operations import Disk, Hook, Operation, recorded, watched, write_tree
 
 import phalanx
 from phalanx import CheckpointError, CheckpointIOError, CheckpointNotFoundError, latest_checkpoint
-from phalanx.checkpoint.folders import committed, numbered
+from phalanx.checkpoint.storage import committed, numbered
 
 RANKS = 2
 SAVES = 2

@@ -25,7 +25,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.parallel.local.periodic import Periodic
+from phalanx.parallel.local_sgd.periodic import Periodic
 
 EVERY = 3
 

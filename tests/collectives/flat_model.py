@@ -22,14 +22,12 @@ from collective_reference import reduced, values_of
 from torch import Tensor
 
 from phalanx import ReduceOp
-from phalanx.backends.engine import Group
-from phalanx.backends.shm.commons import Commons
-from phalanx.backends.shm.meeting import Meet
-from phalanx.backends.shm.pane import FLAG
-from phalanx.backends.shm.window import Window
-from phalanx.collectives.flat import FLAT, Flat
 from phalanx.collectives.plan import Key, make_plan
-from phalanx.collectives.task import Task
+from phalanx.collectives.request import Task
+from phalanx.collectives.shm_direct import FLAT, Flat
+from phalanx.core.group import Group
+from phalanx.transport.shm.control import FLAG, Meet, Window
+from phalanx.transport.shm.domain import Commons
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "gather", "broadcast", "scatter")

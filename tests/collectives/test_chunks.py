@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.collectives.chunks import chunk_ranges
+from phalanx.collectives.layout import chunk_ranges
 from phalanx.errors import InvalidWorldSizeError
 
 LENGTHS = st.integers(0, 300) | st.integers(0, 2**40)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp, UnsupportedOperationError, simulate
-from phalanx.collectives.objects import DTYPES
+from phalanx.wire.codec import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 

@@ -20,7 +20,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.collectives.object_messages import move
+from phalanx.collectives.objects import move
 from phalanx.errors import MalformedObjectError
 
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import Backend, ReduceOp, simulate
-from phalanx.backends.engine import PostedSend, Round
 from phalanx.collectives.cost import choose
-from phalanx.collectives.object_encoder import encode
 from phalanx.collectives.plan import Key, Plan, make_plan
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING, ROOTED
+from phalanx.core.steps import PostedSend, Round
+from phalanx.wire.codec import encode
 
 F32 = torch.float32
 SLICED = ("gather", "scatter", "all_to_all")  # these cut into equal slices

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.backends.shm.meeting import Meet
-from phalanx.collectives.flat import FLAT, flat
+from phalanx.collectives import shm_direct
+from phalanx.collectives.shm_direct import FLAT
+from phalanx.transport.shm.control import Meet
 
 PIECE, SMALL = 1 << 10, 256
 LONG = 40  # collectives of a thread
@@ -29,8 +30,8 @@ DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "PIECE", PIECE)
-    monkeypatch.setattr(flat, "SMALL", SMALL)
+    monkeypatch.setattr(shm_direct, "PIECE", PIECE)
+    monkeypatch.setattr(shm_direct, "SMALL", SMALL)
 
 
 def a_call(random: Random, size: int) -> Call:

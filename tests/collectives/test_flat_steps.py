@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx import ReduceOp
-from phalanx.collectives.flat import FLAT, flat
+from phalanx.collectives import shm_direct
+from phalanx.collectives.shm_direct import FLAT
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -22,8 +23,8 @@ EVERY = (1 << 8) - 1
 @pytest.fixture(autouse=True, scope="module")
 def short_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "PIECE", PIECE)
-        patch.setattr(flat, "SMALL", SMALL)
+        patch.setattr(shm_direct, "PIECE", PIECE)
+        patch.setattr(shm_direct, "SMALL", SMALL)
         yield
 
 

@@ -11,14 +11,8 @@ from clusters import SharedMemory
 from torch import Tensor
 
 import phalanx
-from phalanx import (
-    Backend,
-    CollectiveTimeoutError,
-    DistributedError,
-    MisuseError,
-    PeerLostError,
-)
-from phalanx.collectives.flat import flat
+from phalanx import Backend, CollectiveTimeoutError, DistributedError, MisuseError, PeerLostError
+from phalanx.collectives import shm_direct
 
 COUNT = 100_000
 RIGHT, WRONG = 1.0, 7.0
@@ -53,14 +47,14 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
     """Rank 1 is held up while it copies from rank 0's tensors, until rank 0 has given up waiting
     for it, and uses their memory for something else.
     """
-    given_up, plain_copy = threading.Event(), flat.copy
+    given_up, plain_copy = threading.Event(), shm_direct.copy
 
     def slow_copy(into: int, source: int, count: int) -> object:
         if threading.current_thread().name == "rank 1":
             given_up.wait(10)
         return plain_copy(into, source, count)
 
-    monkeypatch.setattr(flat, "copy", slow_copy)
+    monkeypatch.setattr(shm_direct, "copy", slow_copy)
 
     def run(backend: Backend) -> str:
         mine = backend.empty(COUNT).fill_(RIGHT)
@@ -88,14 +82,14 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
 def test_one_that_is_interrupted_while_it_copies_breaks_its_group_and_no_other(
     moment: int, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain_copy, copies = flat.copy, iter(range(1, 1000))
+    plain_copy, copies = shm_direct.copy, iter(range(1, 1000))
 
     def copy(into: int, source: int, count: int) -> object:
         if threading.current_thread().name == "rank 1" and next(copies) == moment:
             raise KeyboardInterrupt
         return plain_copy(into, source, count)
 
-    monkeypatch.setattr(flat, "copy", copy)
+    monkeypatch.setattr(shm_direct, "copy", copy)
 
     def total(backend: Backend) -> Tensor:
         mine = backend.empty(COUNT) if registered else torch.empty(COUNT)

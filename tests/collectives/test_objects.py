@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx import DistributedError, UnsupportedObjectError, UnsupportedOperationError
-from phalanx.collectives.object_decoder import decode
-from phalanx.collectives.object_encoder import encode
-from phalanx.collectives.objects import DEPTH, DIMENSIONS, DTYPES
 from phalanx.errors import MalformedObjectError
+from phalanx.wire.codec import DEPTH, DIMENSIONS, DTYPES, decode, encode
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensors = st.sampled_from(

@@ -18,15 +18,15 @@ from phalanx.collectives.schedules import (
     Schedule,
     ScheduleFunction,
     Send,
-    agents,
     core_chunks,
     halving_doubling,
-    pairwise,
     picture,
-    ring,
     tree,
     tree_broadcast,
 )
+from phalanx.collectives.schedules import linear as pairwise
+from phalanx.collectives.schedules import linear as ring
+from phalanx.collectives.schedules import two_level as agents
 
 FAMILIES = ("ring", "direct", "tree", "halving_doubling", "star", "pairwise", "two_level")
 GENERATORS = [

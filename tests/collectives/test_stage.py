@@ -8,12 +8,18 @@ from clusters import Tcp
 
 import phalanx
 from phalanx import Backend, ReduceOp, SimulatedBackend
-from phalanx.backends.engine import Round
 from phalanx.collectives import plan
-from phalanx.collectives.binder import Fold
 from phalanx.collectives.layout import STAGE
-from phalanx.collectives.plan import STAGE_LIMIT, Key, make_plan
-from phalanx.collectives.stage import LARGEST_KEPT, borrow_stage, return_stage
+from phalanx.collectives.plan import (
+    LARGEST_KEPT,
+    STAGE_LIMIT,
+    Fold,
+    Key,
+    borrow_stage,
+    make_plan,
+    return_stage,
+)
+from phalanx.core.steps import Round
 
 
 def one_backend() -> Backend:

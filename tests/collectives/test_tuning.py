@@ -23,7 +23,7 @@ from phalanx import (
     TcpBackend,
 )
 from phalanx.collectives.cost import choose
-from phalanx.collectives.run import Choice
+from phalanx.collectives.resolve import Choice
 from phalanx.collectives.tuning import FORMAT, VARIABLE, measured
 
 Write = Callable[..., Path]

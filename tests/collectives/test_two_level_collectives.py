@@ -28,8 +28,8 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, DesyncError, DistributedError, ReduceOp, simulate
-from phalanx.backends.engine import PostedSend
 from phalanx.collectives.plan import Key, make_plan
+from phalanx.core.steps import PostedSend
 
 algorithms = st.sampled_from(["two_level", "two_level", "auto"])
 

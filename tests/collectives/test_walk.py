@@ -10,10 +10,9 @@ from schedule_proof import ROWS
 from topologies import crossing, on_all_hosts, topologies
 
 from phalanx import Backend, simulate
-from phalanx.backends.links import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
-from phalanx.collectives.cost import FORMULAS, Choice, choose, seconds
+from phalanx.collectives.cost import FORMULAS, Choice, Pace, choose, seconds, walk
 from phalanx.collectives.schedules import COLLECTIVES, Hosts, row_for
-from phalanx.collectives.walk import Pace, walk
+from phalanx.core.backend import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 
 FREE = LinkCost(latency=0.0, overhead=0.0, bandwidth=1e30, duplex=True)
 BYTES = Links(inside=FREE, between=FREE._replace(bandwidth=1.0))  # a second for a byte that crosses
@@ -142,7 +141,7 @@ def test_some_hosts_of_a_large_group_tell_what_all_do(monkeypatch: pytest.Monkey
     links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
     for hosts in (tuple(rank // 4 for rank in range(32)), tuple(rank % 8 for rank in range(32))):
         every = {row: pace(*row, hosts, links) for row in ROWS}
-        monkeypatch.setattr("phalanx.collectives.walk.LARGE", 31)
+        monkeypatch.setattr("phalanx.collectives.cost.LARGE", 31)
         for row, due in every.items():
             some = pace(*row, hosts, links)
             assert 0.7 * due.fixed <= some.fixed <= 1.1 * due.fixed

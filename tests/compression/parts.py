@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.compression import Compressor
-from phalanx.compression.bundle import Bundle
-from phalanx.compression.exchange import Gather, Mean, MeanShard, Part, Request, Swap
+from phalanx.compression.compressor import Gather, Mean, MeanShard, Part, Request, Swap
+from phalanx.compression.memory import Bundle
 
 
 def average(

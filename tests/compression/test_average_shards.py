@@ -10,7 +10,7 @@ from parts import average, bundles_of, noise, padded
 from torch import Tensor
 
 from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
-from phalanx.compression.exchange import Mean, MeanShard, Part, Swap
+from phalanx.compression.compressor import Mean, MeanShard, Part, Swap
 
 SHAPES = [(6, 5), (33,), (1, 1), (), (0,), (3, 0), (4, 3, 5)]
 EXACT: dict[str, Callable[[], Compressor]] = {

@@ -114,7 +114,7 @@ def test_all_that_averages_lack_is_left_over_somewhere(name: str, p: int):
 
 
 def total_missing(feedbacks: list[ErrorFeedback]) -> dict[str, Tensor]:
-    from phalanx.compression.residuals import short_of
+    from phalanx.compression.memory import short_of
 
     return short_of([feedback.state_dict() for feedback in feedbacks], len(feedbacks))
 

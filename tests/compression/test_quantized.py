@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parts import average, bundles_of, noise
 
 from phalanx import Quantized
-from phalanx.compression.bits import bits_of, numbers_of, pack_bits, unpack_bits
+from phalanx.compression.quantized import bits_of, numbers_of, pack_bits, unpack_bits
 
 
 def assert_unbiased(draws: torch.Tensor, expected: torch.Tensor) -> None:

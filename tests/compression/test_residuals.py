@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
-from phalanx.compression.residuals import OWNED, RESIDUAL, short_of
+from phalanx.compression.memory import OWNED, RESIDUAL, short_of
 
 PARTS = st.integers(1, 6)
 State = dict[str, Tensor]

@@ -17,9 +17,9 @@ from phalanx import (
     compress_gradients,
     decompress_gradients,
 )
-from phalanx.compression.bits import bits_of, pack_bits
-from phalanx.compression.index_codes import CODES, code_for, encoded_size
-from phalanx.compression.select import SAMPLE, largest
+from phalanx.compression.quantized import bits_of, pack_bits
+from phalanx.compression.sparse import CODES, code_for, encoded_size
+from phalanx.compression.top_k import SAMPLE, largest
 from phalanx.errors import SizeMismatchError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

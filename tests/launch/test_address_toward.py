@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from phalanx.launch.address import address_toward
+from phalanx.launch.environment import address_toward
 
 
 def test_ranks_of_one_host_stay_on_it() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RankStopped
-from phalanx.launch.cause import describe_exit, follows_from_another
+from phalanx.launch.report import describe_exit, follows_from_another
 
 
 def raised(*, first: BaseException, then: Exception, how: str) -> BaseException:

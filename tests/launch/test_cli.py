@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.cli.run as command
+import phalanx.cli.commands as command
 from phalanx.cli.app import app
-from phalanx.launch.job import Job
+from phalanx.launch.supervisor import Job
 
 
 @pytest.fixture

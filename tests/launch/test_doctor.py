@@ -8,22 +8,28 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.launch.doctor.examine as examining
+import phalanx.tools.doctor.examine as examining
 from phalanx.cli.app import app
-from phalanx.launch.doctor.examine import SUBJECTS, Line, as_markdown, examine
-from phalanx.launch.doctor.finding import Finding, fail, info, ok, warn
-from phalanx.launch.doctor.machine import (
+from phalanx.launch.init import BACKENDS
+from phalanx.tools.doctor.checks import Finding, fail, info, ok, warn
+from phalanx.tools.doctor.examine import SHARING, SUBJECTS, Line, as_markdown, examine, share_memory
+from phalanx.tools.doctor.machine import (
     MACHINE,
+    NETWORK,
     cpu_quota,
     judge_clock,
+    judge_name,
     judge_open_files,
     judge_shared_memory,
 )
-from phalanx.launch.doctor.network import NETWORK, judge_name
-from phalanx.launch.doctor.sharing import SHARING, share_memory
-from phalanx.launch.doctor.software import SOFTWARE, below, judge_packages
-from phalanx.launch.doctor.variables import VARIABLES, judge_threads, shown_variables
-from phalanx.launch.factories import BACKENDS
+from phalanx.tools.doctor.software import (
+    SOFTWARE,
+    VARIABLES,
+    below,
+    judge_packages,
+    judge_threads,
+    shown_variables,
+)
 
 QUICK = [SOFTWARE, MACHINE, VARIABLES, NETWORK, SHARING]
 """All but the backends, for which ranks are started: see tests/multiprocess."""

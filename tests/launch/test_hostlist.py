@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.hostlist import expand_hosts
+from phalanx.launch.environment import expand_hosts
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import pytest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidWorldSizeError
 from phalanx.launch.environment import World
-from phalanx.launch.factories import MeetingPoint
-from phalanx.launch.init import init
-from phalanx.launch.meeting import find_meeting_point
+from phalanx.launch.init import MeetingPoint, find_meeting_point, init
 from phalanx.launch.spawn import spawn
 from phalanx.launch.store import hold_store
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.output import RankLines
-from phalanx.launch.pipes import RankPipes
+from phalanx.launch.output import RankLines, RankPipes
 
 
 def shown_by(stream: io.TextIOWrapper) -> bytes:

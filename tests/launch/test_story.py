@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.attempt import Attempt, Ending
-from phalanx.launch.records import Record, read_record, write_record
-from phalanx.launch.story import describe, root_cause, summarise, tell_failure
+from phalanx.launch.report import Record, read_record, write_record
+from phalanx.launch.supervisor import Attempt, Ending, describe, root_cause, summarise, tell_failure
 
 
 def ending(rank: int, exitcode: int, *, at: float, follows: bool = False, text: str = "") -> Ending:

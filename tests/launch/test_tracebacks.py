@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch.tracebacks import error_line, format_traceback
+from phalanx.launch.report import error_line, format_traceback
 
 
 def test_an_error_is_one_line_whatever_it_says() -> None:

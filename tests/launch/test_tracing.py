@@ -15,8 +15,7 @@ from phalanx import Backend, all_reduce, barrier, simulate
 from phalanx.cli.app import app
 from phalanx.cli.main import main
 from phalanx.errors import MisuseError
-from phalanx.launch.trace_files import TraceSet
-from phalanx.launch.tracing import merge
+from phalanx.tools.trace import TraceSet, merge
 
 EPOCH = 1_700_000_000_000_000.0  # microseconds
 

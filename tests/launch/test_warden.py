@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import phalanx.launch.warden as warden_program
-from phalanx.launch.warden import Warden, end_session
+import phalanx.launch.reaper as warden_program
+from phalanx.launch.reaper import Warden, end_session
 
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 

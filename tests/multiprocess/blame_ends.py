@@ -20,7 +20,7 @@ from blame_cast import Report, Verdict, cast, judge
 
 import phalanx
 from phalanx import Backend
-from phalanx.backends.tcp.engine import TcpEngine
+from phalanx.transport.tcp.engine import TcpEngine
 
 RANKS = 4
 WITHIN = 1.0  # seconds

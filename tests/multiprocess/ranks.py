@@ -20,7 +20,7 @@ from networks import Network, enter
 from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend
 
 PATIENCE = 60.0  # seconds for a rank to report before the test fails
-PRELOADED = ["phalanx.backends", "phalanx.parallel"]  # torch, too, is imported once, not n times
+PRELOADED = ["phalanx.backends", "phalanx.fsdp"]  # torch, too, is imported once, not n times
 PORT = 29500  # of rank 0 on a network of its own, where every port is free
 
 KINDS: Mapping[str, type[Backend]] = MappingProxyType(

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phalanx.bench.asking import make_ask
-from phalanx.bench.peers.table import PEERS
-from phalanx.bench.peers.training import TASKS
-from phalanx.bench.records import Line, Made, Peak, Report
-from phalanx.bench.resident import gives_back, lacks_peaks
-from phalanx.bench.start import run_ranks
-from phalanx.bench.tune import as_tuning
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
+from phalanx.tools.bench.peak import gives_back, lacks_peaks
+from phalanx.tools.bench.peers.table import PEERS
+from phalanx.tools.bench.peers.training import TASKS
+from phalanx.tools.bench.records import Line, Made, Peak, Report
+from phalanx.tools.bench.request import make_ask
+from phalanx.tools.bench.start import run_ranks
+from phalanx.tools.bench.table import as_tuning
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_last_words_are_shown(started: 
     workers = [
         pid
         for pid in children() - started
-        if b"phalanx.bench.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"phalanx.tools.bench.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert len(workers) == 3
     os.kill(max(workers), signal.SIGKILL)

@@ -173,9 +173,9 @@ DOCTOR = """
 import sys
 from functools import partial
 from phalanx.cli.main import main
-from phalanx.launch.doctor import examine as examining
-tried = {name: examining.SUBJECTS["Backends"][name] for name in ("tcp", "nccl", "process groups")}
-examining.examine = partial(examining.examine, {**examining.SUBJECTS, "Backends": tried})
+from phalanx.launch.doctor import examine
+tried = {name: examine.SUBJECTS["Backends"][name] for name in ("tcp", "nccl", "process groups")}
+examine.examine = partial(examine.examine, {**examine.SUBJECTS, "Backends": tried})
 if __name__ == "__main__":
     sys.argv[:] = ["phalanx", "doctor"]
     main()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from launchers import PHALANX, environ_without_launcher, hear_signals
 
-from phalanx.launch.attempt import Attempt
-from phalanx.launch.story import describe, root_cause
+from phalanx.launch.supervisor import Attempt, describe, root_cause
 from phalanx.launch.worker import BOOT
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

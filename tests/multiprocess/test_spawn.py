@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.backends.base import Backend
+from phalanx.core.backend import Backend
 from phalanx.errors import PeerLostError
+from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.report import RankTraceback
 from phalanx.launch.spawn import spawn
-from phalanx.launch.threads import threads_per_rank
 
 
 def pass_right(backend: Backend) -> tuple[int, torch.Tensor, str]:

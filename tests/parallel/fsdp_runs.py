@@ -12,7 +12,7 @@ from ddp_runs import Gradients
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, ShardingStrategy
-from phalanx.parallel.slices import Slice
+from phalanx.parallel.wrapper import Slice
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP

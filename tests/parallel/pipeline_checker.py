@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from phalanx.parallel.pipeline.actions import Action, Kind, Schedule
+from phalanx.pipeline.schedules import Action, Kind, Schedule
 
 
 class BrokenScheduleError(AssertionError):

@@ -27,7 +27,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.compression.residuals import short_of
+from phalanx.compression.memory import short_of
 
 KINDS = {
     "top-k": lambda: TopK(0.2),

@@ -15,7 +15,7 @@ from ddp_models import Branches, noise, seeded
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, RandomK, TopK, simulate
-from phalanx.compression.residuals import short_of
+from phalanx.compression.memory import short_of
 
 KINDS = [
     lambda: TopK(0.05),

@@ -23,7 +23,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.residuals import short_of
+from phalanx.compression.memory import short_of
 
 COMPRESSORS = {
     "4 bits": lambda: Quantized(4, block=16),

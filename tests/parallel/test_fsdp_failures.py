@@ -25,10 +25,10 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, DesyncError, PeerLostError
-from phalanx.parallel.fsdp.conductor import Conductor
-from phalanx.parallel.fsdp.flat import Flat
-from phalanx.parallel.fsdp.unit import Call
-from phalanx.parallel.fsdp.whole import Whole
+from phalanx.fsdp.flat_param import Flat
+from phalanx.fsdp.parameter_group import Call
+from phalanx.fsdp.runtime import Conductor
+from phalanx.fsdp.unsharded import Whole
 
 RANKS = 3
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, BATON)]

@@ -24,7 +24,7 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, ShardingStrategy
-from phalanx.parallel.slices import Slice
+from phalanx.parallel.wrapper import Slice
 
 hybrid = ShardingStrategy.hybrid
 

@@ -9,7 +9,7 @@ from ddp_models import noise, seeded
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend
-from phalanx.parallel.fsdp.gradients import LARGE
+from phalanx.fsdp.gradients import LARGE
 
 WIDTH = 380
 BY_NAME = {cluster.name: cluster for cluster in CLUSTERS}

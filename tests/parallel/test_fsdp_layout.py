@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx import FSDP, ShardingStrategy
-from phalanx.parallel.fsdp.layout import Layout
-from phalanx.parallel.slices import Slice
+from phalanx.fsdp.flat_param import Layout
+from phalanx.parallel.wrapper import Slice
 
 PICTURES = [
     ("w: 5, b: 2; over 3", [(5,), (2,)], 3, "| w w w | w w b | b . . |"),

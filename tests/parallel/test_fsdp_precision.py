@@ -24,7 +24,7 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, MixedPrecision, ShardingStrategy
-from phalanx.parallel.fsdp.whole import Whole
+from phalanx.fsdp.unsharded import Whole
 
 WAYS = [
     (2, FULL_SHARD, COMMON),

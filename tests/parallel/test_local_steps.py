@@ -29,7 +29,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.parallel.local.writes import Writes
+from phalanx.parallel.local_sgd.periodic import Writes
 
 A, B, C = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 

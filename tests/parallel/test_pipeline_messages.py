@@ -24,8 +24,8 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.parallel.pipeline.schedules import SCHEDULES as TABLE
-from phalanx.parallel.pipeline.wires import FIRST_TAG
+from phalanx.pipeline.schedules import SCHEDULES as TABLE
+from phalanx.pipeline.stage_p2p import FIRST_TAG
 
 FREE = {
     cluster.name: cluster for cluster in CLUSTERS if cluster.name in ("simulated", "tcp", "shm")

@@ -10,11 +10,9 @@ from itertools import product
 import pytest
 from pipeline_checker import BrokenScheduleError, check
 
-from phalanx.parallel.pipeline import pipeline as pipeline_file
-from phalanx.parallel.pipeline import timeline as timeline_file
-from phalanx.parallel.pipeline.actions import Action, B, F, Kind
-from phalanx.parallel.pipeline.schedules import SCHEDULES
-from phalanx.parallel.pipeline.timeline import picture, timeline
+from phalanx.pipeline import pipeline as pipeline_file
+from phalanx.pipeline import schedules as timeline_file
+from phalanx.pipeline.schedules import SCHEDULES, Action, B, F, Kind, picture, timeline
 
 SHAPES = [
     (name, p, m, v)

@@ -23,7 +23,7 @@ from phalanx import (
     parallel_cross_entropy,
     simulate,
 )
-from phalanx.parallel.tensor.shards import Cut
+from phalanx.tensor.shards import Cut
 
 
 def alone(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

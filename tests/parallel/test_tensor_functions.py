@@ -30,7 +30,7 @@ from phalanx import (
     scatter_to_ranks,
     simulate,
 )
-from phalanx.parallel.tensor.shards import Cut
+from phalanx.tensor.shards import Cut
 
 SHAPE = (6, 5, 4)  # of the whole
 

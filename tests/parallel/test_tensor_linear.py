@@ -25,7 +25,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.parallel.tensor.shards import Cut
+from phalanx.tensor.shards import Cut
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SizeMismatchError, gather_shards, shard_tensor
-from phalanx.parallel.tensor.shards import Cut
+from phalanx.tensor.shards import Cut
 
 
 def test_the_earlier_shards_are_one_row_longer():

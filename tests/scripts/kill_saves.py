@@ -42,7 +42,7 @@ from torch import nn
 
 import phalanx
 from phalanx import Backend, CheckpointIOError, PeerLostError, load_checkpoint, save_checkpoint
-from phalanx.checkpoint.folders import committed, numbered
+from phalanx.checkpoint.storage import committed, numbered
 
 RANKS = 2
 WIDTH = 100

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.wire.address import Endpoint, is_loopback, parse_address
+from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 
 @given(st.ip_addresses().map(str) | st.just("node1.example.org"), st.integers(1, 65535))

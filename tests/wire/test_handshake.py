@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.wire import handshake
-from phalanx.wire.handshake import (
-    AcceptorHandshake,
-    DialerHandshake,
-    Handshake,
-    Identity,
-    Refused,
-)
+from phalanx.wire.handshake import AcceptorHandshake, DialerHandshake, Handshake, Identity, Refused
 
 TOKEN = b"the token"
 ACCEPTOR = Identity("job", 3, 0, 4)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import PeerLostError, errors
-from phalanx.backends.engine import Failure
+from phalanx.core.failure import Failure
+from phalanx.wire.control import Address, FailureNotice, Table, decode, encode
 from phalanx.wire.frame import FrameError
-from phalanx.wire.messages import Address, FailureNotice, Table, decode, encode
 
 texts = st.text(max_size=50)
 ranks = st.integers(0, 10_000)

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.wire import messages
+from phalanx.wire import control as messages
 from phalanx.wire.frame import (
     HEADER_SIZE,
     MAX_CONTROL,

@@ -1,10 +1,13 @@
 """Gradients in, their average out."""
 
-from phalanx.aggregation.aggregator import GradientAggregator, LocalAggregator
-from phalanx.aggregation.all_reduce import AllReduceAggregator
-from phalanx.aggregation.compressed import CompressedAggregator
-from phalanx.aggregation.parameter_server import ParameterServer
-from phalanx.aggregation.service import ParameterClient, ServerMode, ServiceRecord
+from phalanx.aggregation.aggregators import (
+    AllReduceAggregator,
+    CompressedAggregator,
+    GradientAggregator,
+    LocalAggregator,
+)
+from phalanx.aggregation.parameter_server import ParameterClient, ServerMode, ServiceRecord
+from phalanx.aggregation.parameter_server.aggregator import ParameterServer
 
 __all__ = [
     "AllReduceAggregator",

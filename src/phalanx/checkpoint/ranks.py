@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from phalanx.backends.base import Backend
 from phalanx.collectives import all_gather_object
+from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
     CheckpointError,

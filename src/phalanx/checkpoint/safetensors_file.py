@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from phalanx.checkpoint.disk import opened, write_all
 from phalanx.checkpoint.manifest import FileRecord
-from phalanx.collectives.objects import DTYPES
+from phalanx.checkpoint.storage import opened, write_all
+from phalanx.wire.codec import DTYPES
 
 BLOCK = 4 << 20  # bytes that have one checksum: what a reader has to read at least
 METADATA = "__metadata__"  # a name in the header that no tensor can have

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import operator
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from phalanx.backends.base import Backend
-from phalanx.checkpoint import rng
-from phalanx.checkpoint.background import Background
-from phalanx.checkpoint.cut_layers import check_parts_are_apart
-from phalanx.checkpoint.description import Description, Holdings
-from phalanx.checkpoint.model_parts import backend_of, means_of, parts_of
-from phalanx.checkpoint.optimizer_state import describe_optimizer
-from phalanx.checkpoint.pending import PendingSave
+from phalanx.checkpoint import training_state as rng
+from phalanx.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, commit_of, encode
+from phalanx.checkpoint.model_parts import backend_of, check_parts_are_apart, means_of, parts_of
+from phalanx.checkpoint.pending import Background, PendingSave
+from phalanx.checkpoint.plan import (
+    Description,
+    File,
+    Holdings,
+    PlannedFile,
+    merge_optimizers,
+    plan_files,
+    records_of,
+)
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.saving import Saving
-from phalanx.errors import MisuseError
+from phalanx.checkpoint.safetensors_file import write_tensors
+from phalanx.checkpoint.storage import (
+    BEGUN,
+    COMMIT,
+    MANIFEST,
+    UNFINISHED,
+    FolderLock,
+    Numbered,
+    committed,
+    make_next,
+    make_parents,
+    numbered,
+    read_file,
+    remove,
+    size_of,
+    sync_folder,
+    write_file,
+)
+from phalanx.checkpoint.training_state import describe_optimizer
+from phalanx.core.backend import Backend
+from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
+from phalanx.wire.memory import copy_bits, plain, tensor_bytes
 
 
 def save_checkpoint(
@@ -129,3 +158,284 @@ def _describe(
     mine.add("state", state, rng.capture(), equal=False)
     kept = mine.json(extra, "extra") if ranks.rank == 0 else None
     return Description([], mine.held, parts.aliases, values, about, state, kept)
+
+
+# ------------------------------------------------------------------------------
+# One save, as one rank goes through it: plan, open, copy if need be, write, commit.
+
+
+class Saving:
+    """One rank's part in one save.
+
+    ranks       those that save together
+    described   what each of them holds
+    mine        this rank's tensors
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: str,
+        step: int,
+        keep: int | None,
+        mine: Holdings,
+        described: Sequence[Description],
+    ) -> None:
+        self.ranks = ranks
+        self.step = step
+        self.path = ""
+        self._folder = folder
+        self._keep = keep
+        self._tensors = mine.tensors
+        self._described = described
+        self._planned: list[PlannedFile] = []
+        self._new: NewCheckpoint | None = None  # on rank 0
+        self._word = ""
+        self._last = ""
+
+    def open(self) -> None:
+        """Work out who writes what; rank 0 makes the folder."""
+        try:
+            opened = self.ranks.together(self._open)[0]
+        except BaseException:
+            self._abandon()
+            raise
+        name, self._word, self._last = opened
+        self.path = os.path.join(self._folder, name)
+
+    def _open(self) -> tuple[str, str, str]:
+        _check_alike(self._described)
+        merge_optimizers(self._described)
+        self._planned = plan_files(self._described)
+        if self.ranks.rank != 0:
+            return "", "", ""
+        self._new = NewCheckpoint(self._folder, self.step, self.ranks.timeout / 2)
+        return os.path.basename(self._new.path), self._new.word, self._new.last
+
+    def copy(self) -> None:
+        """Let go of the caller's tensors: keep copies of what this rank writes."""
+        try:
+            self.ranks.together(self._copy)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _copy(self) -> None:
+        self._tensors = {
+            (file, content.name): _copied(self._tensors[file, content.name])
+            for rank, file, layout in self._planned
+            if rank == self.ranks.rank
+            for content, _ in layout.contents
+        }
+
+    def write_and_commit(self) -> None:
+        """Write this rank's files; when all ranks have theirs, rank 0 commits."""
+        try:
+            reports = self.ranks.together(self._write)
+            self.ranks.on_first(lambda: self._commit(reports))
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, CheckpointError):
+                error.message += f". The last checkpoint is {self._last or 'none'}, as before"
+            raise
+        if self._new is not None:
+            self._new.end(self._keep)
+
+    def _write(self) -> list[tuple[str, int, int, str]]:
+        check_shared(self.path, self._word)
+        written = [
+            write_tensors(self.path, layout, self._bytes_of(file))
+            for rank, file, layout in self._planned
+            if rank == self.ranks.rank
+        ]
+        sync_folder(self.path)
+        return [(file.name, file.bytes, file.block, file.checksums) for file in written]
+
+    def _bytes_of(self, file: File) -> Callable[[str], memoryview]:
+        return lambda name: tensor_bytes(plain(self._tensors[file, name].cpu()))
+
+    def _commit(self, reports: Sequence[list[tuple[str, int, int, str]]]) -> None:
+        assert self._new is not None
+        names = [layout.name for _, _, layout in self._planned]
+        self._new.commit(self._manifest(files_in_order(reports, names)))
+
+    def _manifest(self, files: list[FileRecord]) -> Manifest:
+        records = records_of(self._planned)
+        first = self._described[0]
+        aliases: dict[str, str] = {}
+        values: dict[str, object] = {}
+        for each in reversed(self._described):  # of what several have, the first one's
+            aliases |= each.aliases
+            values |= each.values
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            step=self.step,
+            world_size=self.ranks.size,
+            phalanx=_version(),
+            torch=str(torch.__version__),
+            files=files,
+            model=records["model"],
+            aliases=aliases,
+            values=values,
+            optimizer=merge_optimizers(self._described),
+            state=records["state"],
+            rng=[each.rng for each in self._described],
+            extra=first.extra,
+        )
+
+    def _abandon(self) -> None:
+        if self._new is not None:
+            self._new.abandon()
+            self._new = None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Its values now, in memory of its own, on the CPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_bits(copy, tensor)
+    return copy
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("phalanx")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        return "unknown"
+
+
+def _check_alike(described: Sequence[Description]) -> None:
+    for rank, each in enumerate(described):
+        for ours, theirs in zip(described[0].asked, each.asked, strict=True):
+            if ours != theirs:
+                raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
+
+
+# ------------------------------------------------------------------------------
+# A save, as rank 0 begins and ends it.
+#
+#     lock, leftovers removed             |
+#     mkdir 000007-step-120, fsync ..     |   all ranks: see the folder, write their files,
+#     begun                               |   fsync each, fsync the folder, say so
+#     all files seen, manifest, fsync     |
+#     commit.json.unfinished, fsync, fsync of the folder
+#     rename to commit.json, fsync of the folder      from here on it is a checkpoint
+#     those beyond the last `keep` removed, unlock
+#
+# Up to the rename the folder is a leftover, of which every file is safe by then; the checkpoints
+# before it have not been touched.
+
+log = logging.getLogger("phalanx")
+
+
+class NewCheckpoint:
+    """A checkpoint that rank 0 is making in `folder`, and the lock on that; OSErrors name files.
+
+    patience   seconds to wait for another save there
+    last       the checkpoint before this one, "" if there is none
+    word       a random one, which is in the new folder for all ranks to see
+    """
+
+    def __init__(self, folder: str, step: int, patience: float) -> None:
+        make_parents(folder)
+        self._folder = folder
+        self._lock = FolderLock(folder, patience)
+        self._made: Numbered | None = None
+        self.word = secrets.token_hex(16)
+        self.committed = False
+        try:
+            _remove_leftovers(folder)
+            before = committed(folder)
+            self.last = before[-1].path if before else ""
+            self._made = make_next(folder, step)
+            write_file(os.path.join(self.path, BEGUN), self.word.encode())
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Its own folder."""
+        assert self._made is not None
+        return self._made.path
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make it a checkpoint. Every file of the manifest has to be safe."""
+        for file in manifest.files:
+            _check_seen(self.path, file)
+        content = encode(manifest)
+        write_file(os.path.join(self.path, MANIFEST), content)
+        unfinished = os.path.join(self.path, UNFINISHED)
+        write_file(unfinished, encode(commit_of(manifest, content)))
+        sync_folder(self.path)
+        os.rename(unfinished, os.path.join(self.path, COMMIT))
+        sync_folder(self.path)
+        self.committed = True
+
+    def end(self, keep: int | None) -> None:
+        """Remove all but the last `keep` checkpoints, and unlock. Trouble goes to the log."""
+        try:
+            for old in committed(self._folder)[: -keep if keep is not None else 0]:
+                _try_to_remove(old)
+        except OSError as error:
+            log.warning("%s: cannot look for old checkpoints to remove: %s", self._folder, error)
+        finally:
+            self._lock.release()
+
+    def abandon(self) -> None:
+        """Remove what there is of it, unless it is a checkpoint by now, and unlock."""
+        try:
+            if self._made is not None and not self.committed:
+                _try_to_remove(self._made)
+        finally:
+            self._lock.release()
+
+
+def check_shared(path: str, word: str) -> None:
+    """Raise `CheckpointIOError` unless this rank sees the folder that rank 0 has made."""
+    seen = b""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        seen = read_file(os.path.join(path, BEGUN))
+    if seen != word.encode():
+        raise CheckpointIOError(
+            f"{path}, which rank 0 has just made, cannot be seen from here: give every rank the "
+            "same folder, on a file system that all of them share"
+        )
+
+
+def _check_seen(path: str, file: FileRecord) -> None:
+    """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
+    try:
+        size = size_of(os.path.join(path, file.name))
+    except FileNotFoundError:
+        size = -1
+    if size != file.bytes:
+        what = "cannot be seen" if size < 0 else f"has {size} bytes"
+        rank = int(file.name.split("-")[1])
+        raise CheckpointIOError(
+            f"{os.path.join(path, file.name)}, {file.bytes} bytes that rank {rank} has written, "
+            f"{what} from rank 0: is the folder on a file system that all ranks share?"
+        )
+
+
+def _remove_leftovers(folder: str) -> None:
+    """What saves that were killed have left, and removals. The lock says that none is under way."""
+    for each in numbered(folder):
+        if not each.is_committed:
+            _try_to_remove(each)
+
+
+def _try_to_remove(folder: Numbered) -> None:
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning("%s cannot be removed; the next save will try again: %s", folder.path, error)
+
+
+def files_in_order(reports: Sequence[object], names: Sequence[str]) -> list[FileRecord]:
+    """The files that the ranks say they have written, in the order of their names in the plan."""
+    by_name = {}
+    for report in reports:
+        for name, size, block, checksums in report:  # type: ignore[attr-defined]
+            by_name[name] = FileRecord(name, size, block, checksums)
+    return [by_name[name] for name in names]

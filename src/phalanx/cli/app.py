@@ -11,9 +11,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.bench import bench_command
-from phalanx.cli.doctor import doctor_command
-from phalanx.cli.run import run_command
-from phalanx.cli.trace import trace_command
+from phalanx.cli.commands import doctor_command, run_command, trace_command
 
 __all__ = ["app"]
 

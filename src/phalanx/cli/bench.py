@@ -12,7 +12,7 @@ from phalanx.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from phalanx.bench.records import Ask, Report
+    from phalanx.tools.bench.records import Ask, Report
 
 __all__ = ["bench_command"]
 
@@ -121,7 +121,7 @@ def bench_command(
 
     The exit code is 1 if any result was wrong.
     """
-    from phalanx.bench.asking import make_ask, make_tuning_ask, parse_ranks  # noqa: PLC0415
+    from phalanx.tools.bench.request import make_ask, make_tuning_ask, parse_ranks  # noqa: PLC0415
 
     options: dict[str, Any] = {
         "backends": backends,
@@ -160,24 +160,24 @@ class _Files(NamedTuple):
             if path is not None and not path.absolute().parent.is_dir():
                 raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
         if self.plot is not None:
-            from phalanx.bench.plot import check_plot  # noqa: PLC0415
+            from phalanx.tools.bench.plot import check_plot  # noqa: PLC0415
 
             check_plot(self.plot)
 
     def write(self, report: Report) -> Iterator[str]:
         """Write them; yields what to say of each."""
-        from phalanx.bench.table import as_json  # noqa: PLC0415
+        from phalanx.tools.bench.table import as_json  # noqa: PLC0415
 
         if self.json is not None:
             self.json.write_bytes(as_json(report))
             yield f"{self.json}: all figures"
         if self.plot is not None:
-            from phalanx.bench.plot import draw  # noqa: PLC0415
+            from phalanx.tools.bench.plot import draw  # noqa: PLC0415
 
             draw(report, self.plot)
             yield f"{self.plot}: the picture"
         if self.tune is not None:
-            from phalanx.bench.tune import as_tuning  # noqa: PLC0415
+            from phalanx.tools.bench.table import as_tuning  # noqa: PLC0415
 
             self.tune.write_bytes(as_tuning(report))
             yield (
@@ -190,8 +190,8 @@ def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
     """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
-    from phalanx.bench.records import Message, Progress  # noqa: PLC0415
-    from phalanx.bench.run import new_report, run_bench  # noqa: PLC0415
+    from phalanx.tools.bench.records import Message, Progress  # noqa: PLC0415
+    from phalanx.tools.bench.start import new_report, run_bench  # noqa: PLC0415
 
     report = new_report(ask, ranks)
     try:
@@ -215,7 +215,7 @@ def _show(report: Report) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.bench.table import notes, tables  # noqa: PLC0415
+    from phalanx.tools.bench.table import notes, tables  # noqa: PLC0415
 
     console = Console(highlight=False)
     for table in tables(report):  # whole, also where it goes to a file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.backends.base import Backend
+from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
 
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
+from phalanx.errors import InvalidWorldSizeError
+
 WORK, STAGE, SOURCE = 0, 1, 1  # an operation's buffers; it has either a stage or a source
 
 Range = tuple[int, int]  # (start, stop)
@@ -88,3 +90,26 @@ class Exchanged:
 def ranges_of(lengths: Sequence[int]) -> list[Range]:
     """Ranges of these lengths, one after the other."""
     return list(pairwise(accumulate(lengths, initial=0)))
+
+
+# ------------------------------------------------------------------------------
+# How a length is cut into chunks: as evenly as it goes, in order, nothing left over.
+
+
+def chunk_ranges(total: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [0, total) into `parts` runs (start, end), whose lengths differ by one at most.
+
+    Part i is [i * total // parts, (i + 1) * total // parts). With fewer elements than parts, some
+    are empty:
+
+        total 10, parts 4    [0, 2) [2, 5) [5, 7) [7, 10)
+        total 2, parts 4     [0, 0) [0, 1) [1, 1) [1, 2)
+
+    Raises InvalidWorldSizeError if there are no parts to cut into, ValueError if `total` is
+    negative.
+    """
+    if parts < 1:
+        raise InvalidWorldSizeError(f"cannot cut into {parts} parts: 1 or more are needed")
+    if total < 0:
+        raise ValueError(f"cannot cut {total} elements: a length is 0 or more")
+    return [(i * total // parts, (i + 1) * total // parts) for i in range(parts)]

@@ -1,53 +1,228 @@
-"""Python objects as bytes, and back: plain data and tensors, nothing that could run. No pickle.
+"""How the bytes of objects get from rank to rank: first how many, then the bytes.
 
-    object  =  tag, then
-    N  T  F    None, True, False     nothing
-    i          int of any size       length, two's complement, the lowest byte first
-    f          float                 8 bytes, IEEE 754, the lowest byte first
-    s          str                   length, UTF-8
-    b          bytes                 length, the bytes
-    l  t       list, tuple           how many, the objects
-    d          dict                  how many, key, value, key, value, ...
-    x          tensor                dtype as s, number of dimensions, their lengths, the elements
-
-Lengths are unsigned LEB128: seven bits a byte, the lowest first, the high bit set on all but the
-last byte. The encoder (object_encoder.py) refuses what has another type than these, a subclass too,
-so that types survive. The decoder (object_decoder.py) takes no memory for a length that the bytes
-at hand do not bear out, goes at most `DEPTH` levels deep, and runs nothing. Neither does I/O, and
-neither knows of ranks.
+Both are one operation with one number, so that objects may be under way beside other collectives.
+What comes second is known only when the first has come: between the two, the program makes room.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
+from typing import cast
 
 import torch
+import xxhash
 
-DEPTH = 100  # levels of lists, tuples and dicts inside each other
-DIMENSIONS = 64  # of a tensor
-FLOAT = struct.Struct("<d")
+from phalanx.collectives.cost import choose
+from phalanx.collectives.layout import WORK, Cut, Range, chunk_ranges, ranges_of
+from phalanx.collectives.plan import Binder
+from phalanx.collectives.request import PendingCollective
+from phalanx.collectives.schedules import ROOTED, for_root, row_for
+from phalanx.collectives.tuning import tuning_of
+from phalanx.core.backend import Backend
+from phalanx.core.steps import Round
+from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
+from phalanx.wire.codec import decode, encode
+from phalanx.wire.memory import tensor_bytes
 
-_QUANTIZED = ("torch.q", "torch.quint")
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        str(dtype).removeprefix("torch."): dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(_QUANTIZED)
-    }
-)
-"""The dtypes that a tensor may have, by name: those whose elements mean something by themselves."""
-
-CONTAINERS: Mapping[type, bytes] = MappingProxyType({list: b"l", tuple: b"t", dict: b"d"})
-CONSTANTS: Mapping[object, bytes] = MappingProxyType({None: b"N", True: b"T", False: b"F"})
-_LEAVES = frozenset({str, bytes, int, float, bool})
-_SHOWN = 40  # characters of a key in a message
+CONTENT = 1  # the buffer after WORK, in which the lengths are
+MOST = 1 << 40  # bytes that an object may have
+LENGTH = 8  # bytes of a length
 
 
-def shown(key: object) -> str:
-    """The key of a dict for a message."""
-    if type(key) not in _LEAVES or (type(key) is int and key.bit_length() > 4 * _SHOWN):
-        return f"<{type(key).__name__}>"
-    text = repr(key[:_SHOWN] if isinstance(key, (str, bytes)) else key)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+def encoded(obj: object, backend: Backend, op: str) -> bytearray:
+    """The bytes of an object. If it has none, the other ranks learn so: they wait for it."""
+    rank = backend.rank
+    try:
+        return encode(obj)
+    except Exception as error:
+        what = str(error) if isinstance(error, UnsupportedObjectError) else repr(error)
+        problem = f"rank {rank}: {op}: {what}"
+        backend.fail(UnsupportedOperationError(problem, rank=rank, op=op))
+        if not isinstance(error, UnsupportedObjectError):
+            raise
+        raise UnsupportedObjectError(problem, rank=rank, op=op) from None
+
+
+def move(
+    collective: str,
+    name: str,
+    mine: bytearray | None,
+    backend: Backend,
+    *,
+    root: int = 0,
+    timeout: float | None,
+    background: bool,
+) -> PendingCollective[list[object]]:
+    """Gather or broadcast objects: `collective` is that for tensors, `mine` what this rank has.
+
+    `wait()` gives the objects, one for each rank that has one, in rank order.
+    """
+    rank, size = backend.rank, backend.world_size
+    owners = [root] if collective in ROOTED else list(range(size))
+    lengths = torch.zeros(len(owners), dtype=torch.int64)
+    if mine is not None:
+        lengths[owners.index(rank)] = len(mine)
+    buffers = [tensor_bytes(lengths)]
+    places: list[Range] = []
+
+    def rounds(buffer: int, parts: list[int]) -> Iterator[Round]:
+        about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
+        algorithm = choose(collective, about, backend).algorithm
+        row = row_for(collective, algorithm, backend.topology, root)
+        cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
+        schedule = for_root(collective, row.schedule, root)
+        for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):
+            assert isinstance(step, Round)  # there is nothing to fold
+            yield step
+
+    def program() -> Iterator[Round]:
+        yield from rounds(WORK, [LENGTH] * len(owners))
+        announced = lengths.tolist()
+        places.extend(ranges_of(announced))
+        buffers.append(tensor_bytes(_room(announced, owners, name, backend)))
+        if mine is not None:
+            buffers[CONTENT][slice(*places[owners.index(rank)])] = mine
+        yield from rounds(CONTENT, announced)
+
+    def objects() -> list[object]:
+        return [
+            _decoded(buffers[CONTENT][slice(*place)], name, owner, backend)
+            for owner, place in zip(owners, places, strict=True)
+        ]
+
+    signature = f"root {root}" if collective in ROOTED else ""
+    if tuning := tuning_of(backend):
+        signature += f"{', ' if signature else ''}tuning {tuning}"
+    operation = backend.start(
+        name,
+        program(),
+        cast("tuple[memoryview, ...]", buffers),  # a list, since the program adds one
+        signature=signature,
+        fingerprint=xxhash.xxh3_64_intdigest(f"{name} {signature}".encode()),
+        timeout=timeout,
+        background=background,
+    )
+    return PendingCollective(backend, operation, objects)
+
+
+def _room(announced: list[int], owners: list[int], name: str, backend: Backend) -> torch.Tensor:
+    """Memory for objects of these lengths, as told by their owners."""
+    lies = [length for length in announced if not 0 < length <= MOST]
+    if lies:
+        blamed, problem = lies[0], "no object has that length"
+    else:
+        try:
+            return torch.empty(sum(announced), dtype=torch.uint8)
+        except RuntimeError:
+            blamed, problem = max(announced), f"there is no memory for {sum(announced):,} in all"
+    rank, sequence = backend.rank, backend.group.finished  # of which this is the next
+    peer = owners[announced.index(blamed)]
+    raise MalformedObjectError(
+        f"rank {rank}: {name} #{sequence}: rank {peer} announced an object of {blamed:,} bytes: "
+        f"{problem}",
+        rank=rank,
+        peer=peer,
+        op=name,
+        sequence=sequence,
+    )
+
+
+def _decoded(content: memoryview, name: str, owner: int, backend: Backend) -> object:
+    try:
+        return decode(content)
+    except MalformedObjectError as error:
+        raise MalformedObjectError(
+            f"rank {backend.rank}: {name}: the bytes of rank {owner} are no object: {error}. Do "
+            "all ranks run the same version of Phalanx and of torch?",
+            rank=backend.rank,
+            peer=owner,
+            op=name,
+        ) from None
+
+
+# ------------------------------------------------------------------------------
+# all_gather_object: every rank gets every rank's object.
+
+ALL_GATHER_OBJECT = "all_gather_object"
+
+
+def all_gather_object(
+    obj: object, backend: Backend, *, timeout: float | None = None
+) -> list[object]:
+    """Every rank's `obj`, as a list in rank order.
+
+    obj         None, bool, int, float, str, bytes, a tensor on the CPU, or a list, tuple or dict of
+                such; another one on each rank, if you like
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has all objects, which are new ones, its own too. Types survive, tensors
+    arrive contiguous and without a gradient, and nothing is pickled. Moves the objects' bytes like
+    `all_gather`, after a round of their lengths. Raises `UnsupportedObjectError` (a TypeError and
+    an `UnsupportedOperationError`), naming the part, such as `obj["a"][3]`, of an object that
+    cannot be sent: of another type, a subclass of these types, containing itself, nested more than
+    100 deep. The others learn of it, and the group is broken. `CollectiveTimeoutError`,
+    `PeerLostError`, `DesyncError`.
+    """
+    mine = encoded(obj, backend, ALL_GATHER_OBJECT)
+    return move(
+        "all_gather", ALL_GATHER_OBJECT, mine, backend, timeout=timeout, background=False
+    ).wait()
+
+
+def async_all_gather_object(
+    obj: object, backend: Backend, *, timeout: float | None = None
+) -> PendingCollective[list[object]]:
+    """`all_gather_object` that returns at once; `obj` may be changed from then on."""
+    mine = encoded(obj, backend, ALL_GATHER_OBJECT)
+    return move("all_gather", ALL_GATHER_OBJECT, mine, backend, timeout=timeout, background=True)
+
+
+# ------------------------------------------------------------------------------
+# broadcast_object: every rank gets the root's object.
+
+BROADCAST_OBJECT = "broadcast_object"
+
+
+def broadcast_object(
+    obj: object, backend: Backend, root: int = 0, *, timeout: float | None = None
+) -> object:
+    """The object of rank `root`, on every rank.
+
+    obj         what `all_gather_object` takes; only the root's matters, the others may give None
+    root        the rank whose object it is; the same on every rank
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the object, which is a new one, on the root too. Moves its bytes like
+    `broadcast`, after those of its length. Raises as `all_gather_object` does, on the root, and
+    `InvalidRankError` for a root that does not exist.
+    """
+    return _start(obj, backend, root, timeout=timeout).wait()
+
+
+def async_broadcast_object(
+    obj: object, backend: Backend, root: int = 0, *, timeout: float | None = None
+) -> PendingCollective[object]:
+    """`broadcast_object` that returns at once; `obj` may be changed from then on."""
+    return _start(obj, backend, root, timeout=timeout, background=True)
+
+
+def _start(
+    obj: object,
+    backend: Backend,
+    root: int,
+    *,
+    timeout: float | None,
+    background: bool = False,
+) -> PendingCollective[object]:
+    backend.check_rank(root, "root")
+    mine = encoded(obj, backend, BROADCAST_OBJECT) if backend.rank == root else None
+    pending = move(
+        "broadcast",
+        BROADCAST_OBJECT,
+        mine,
+        backend,
+        root=root,
+        timeout=timeout,
+        background=background,
+    )
+    return pending.giving(lambda: pending.wait()[0])

@@ -10,26 +10,172 @@ Which bytes a chunk is says the layout (layout.py).
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
-from phalanx.backends.engine.rounds import Round
-from phalanx.collectives.binder import Binder, Finish, Fold
-from phalanx.collectives.chunks import chunk_ranges
-from phalanx.collectives.layout import Cut, Exchanged, Held, Layout
+from phalanx.collectives.layout import STAGE, WORK, Cut, Exchanged, Held, Layout, chunk_ranges
 from phalanx.collectives.reduce_op import (
     NARROW,
     WIDER,
     ReduceOp,
     Reduction,
+    divide_,
     mean_of_two,
     reduction_for,
 )
-from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
+from phalanx.collectives.schedules import (
+    ROOTED,
+    Algorithm,
+    Combine,
+    Schedule,
+    Send,
+    for_root,
+    row_for,
+)
+from phalanx.collectives.schedules.steps import Round as ChunkRound
+from phalanx.collectives.schedules.steps import Step as ChunkStep
+from phalanx.core.backend import Backend
+from phalanx.core.steps import ReceiveBytes, Round, SendBytes
+
+# ------------------------------------------------------------------------------
+# The binder: rounds over chunk numbers become rounds over bytes.
+#
+#     schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
+#     binder     SendBytes(peer, start, stop) ...            byte ranges     (here)
+#
+# Messages of no bytes are left out: both sides know that there is nothing to wait for. Where
+# several contributions to one chunk come in the same round, each is kept in a slot of the `stage`,
+# a second buffer, and all are folded in rank order when the round is complete.
+
+
+class Fold(NamedTuple):
+    """Reduce elements [start, stop) of the work buffer with what is staged for them.
+
+    `slots` has one entry for each contribution, in rank order: the byte in the stage where it
+    begins, or None for this rank's own. `mean`: these are all contributions, and the result is
+    divided by their number before it is rounded.
+    """
+
+    start: int
+    stop: int
+    slots: tuple[int | None, ...]
+    mean: bool = False
+
+
+class Finish(NamedTuple):
+    """Elements [start, stop) of the work buffer are reduced completely: divide them for a mean."""
+
+    start: int
+    stop: int
+
+
+class _Move(NamedTuple):
+    """A step of a schedule, over bytes."""
+
+    kind: type[ChunkStep]
+    peer: int
+    start: int
+    stop: int
+    buffer: int
+    staged: bool  # one of several contributions to its chunk
+
+    def part(self, cut: int, length: int) -> _Move:
+        """Of its bytes those from `cut` on, so many at most."""
+        start = self.start + cut
+        return self._replace(start=start, stop=min(self.stop, start + length))
+
+
+class Binder:
+    """Binds the schedules of one rank to a layout.
+
+    fold_means              folds divide what they have reduced
+    work_size, stage_size   bytes of these buffers that the rounds so far touch
+    overwrites              whether they change the work buffer
+    """
+
+    def __init__(
+        self, rank: int, layout: Layout, itemsize: int, *, fold_means: bool = False
+    ) -> None:
+        self.rank = rank
+        self.work_size = 0
+        self.stage_size = 0
+        self.overwrites = False
+        self._layout = layout
+        self._itemsize = itemsize
+        self._fold_means = fold_means
+
+    def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | Fold]:
+        """The rounds of a schedule, each with the folds that it leaves to do.
+
+        piece   bytes: longer messages are cut, and a round is several, so that the stage stays
+                small and is folded while it is in a cache. The same on every rank
+        """
+        for chunk_round in schedule:
+            staged = _combined_more_than_once(chunk_round)
+            moves = [move for step in chunk_round if (move := self._placed(step, staged))]
+            longest = max((move.stop - move.start for move in moves), default=0)
+            for cut in range(0, longest, piece or longest or 1):
+                yield from self._round([move.part(cut, piece or longest) for move in moves])
+
+    def _placed(self, step: ChunkStep, staged: set[int]) -> _Move | None:
+        """Where the bytes of a step lie, if there are any."""
+        buffer, first, last = self._layout.place(step.chunk, step.count)
+        start, stop = first * self._itemsize, last * self._itemsize
+        if start == stop:
+            return None
+        if buffer == WORK:
+            self.work_size = max(self.work_size, stop)
+        if not isinstance(step, Send):
+            self.overwrites = True
+        return _Move(type(step), step.peer, start, stop, buffer, step.chunk in staged)
+
+    def _round(self, moves: list[_Move]) -> Iterator[Round | Fold]:
+        """One round, and the folds after it."""
+        sends: list[SendBytes] = []
+        receives: list[ReceiveBytes] = []
+        slots: dict[tuple[int, int], dict[int, int]] = {}
+        used = 0
+        for kind, peer, start, stop, buffer, staged in moves:
+            if start >= stop:
+                continue
+            if kind is Send:
+                sends.append(SendBytes(peer, start, stop, buffer))
+            elif kind is Combine and staged:
+                receives.append(ReceiveBytes(peer, used, used + stop - start, STAGE))
+                slots.setdefault((start, stop), {})[peer] = used
+                used += stop - start
+            else:
+                receives.append(ReceiveBytes(peer, start, stop, buffer, kind is Combine))
+        self.stage_size = max(self.stage_size, used)
+        if sends or receives:
+            yield Round(tuple(sends), tuple(receives))
+        for (start, stop), by_peer in slots.items():
+            everyone: dict[int, int | None] = {**by_peer, self.rank: None}
+            in_order = tuple(everyone[rank] for rank in sorted(everyone))
+            first, last = start // self._itemsize, stop // self._itemsize
+            yield Fold(first, last, in_order, self._fold_means)
+
+    def finish(self, chunks: range) -> Iterator[Finish]:
+        """What is left to do with these chunks, if they are a mean."""
+        if len(chunks):
+            _, start, stop = self._layout.place(chunks[0], len(chunks))
+            if start < stop:
+                self.overwrites = True
+                yield Finish(start, stop)
+
+
+def _combined_more_than_once(chunk_round: ChunkRound) -> set[int]:
+    chunks = [step.chunk for step in chunk_round if isinstance(step, Combine)]
+    return {chunk for chunk in chunks if chunks.count(chunk) > 1} if len(chunks) > 1 else set()
+
+
+# ------------------------------------------------------------------------------
 
 PAGE = 4096  # bytes, a multiple of every itemsize
 STAGE_LIMIT = 48 << 20  # bytes of contributions that are held aside at a time
@@ -179,3 +325,99 @@ def _where(hosts: tuple[int, ...] | None) -> str:
     if len(hosts) > LISTED:
         listed = f"{len(set(hosts))} hosts, {xxhash.xxh3_64_hexdigest(listed.encode())[:8]}"
     return f" ({listed})"
+
+
+# ------------------------------------------------------------------------------
+# What a plan's reductions are on one call's tensors.
+
+BLOCK = 1 << 16  # elements folded at a time in a wider dtype; they fit the second-level cache
+
+
+class Arithmetic:
+    """Combines what comes into `work`, and carries out the plan's local steps on it."""
+
+    def __init__(self, plan: Plan, work: Tensor, stage: Tensor | None, size: int) -> None:
+        assert plan.reduction is not None
+        self._flat = work.view(-1)
+        self._stage = stage
+        self._reduce = plan.reduction.combine
+        self._wider = WIDER.get(work.dtype) if plan.reduction.adds_up else None
+        self._size = size
+        self._divisor = plan.divisor
+
+    def combine(self, buffer: int, start: int, block: memoryview) -> None:
+        """Reduce a block that came into the work buffer, from byte `start` on."""
+        incoming = torch.frombuffer(block, dtype=self._flat.dtype)
+        first = start // self._flat.itemsize
+        own = self._flat[first : first + incoming.numel()]
+        self._reduce(own, incoming, own)
+
+    def carry_out(self, program: Iterable[PlanStep]) -> Iterator[Round]:
+        """The rounds of a plan; what is to be done between them is done on the way."""
+        for step in program:
+            if isinstance(step, Round):
+                yield step
+            elif isinstance(step, Fold):
+                self._fold(step)
+            elif isinstance(step, Finish):
+                divide_(self._flat[step.start : step.stop], self._divisor)
+            else:
+                self._flat.mul_(1 / step.divisor)
+
+    def _fold(self, step: Fold) -> None:
+        own = self._flat[step.start : step.stop]
+        parts = [own if slot is None else self._staged(slot, own) for slot in step.slots]
+        if self._wider is not None:
+            for start in range(0, own.numel(), BLOCK):
+                block = slice(start, start + BLOCK)
+                self._fold_wider(own[block], [p[block] for p in parts], self._wider, step.mean)
+            return
+        total = parts[0]
+        for part in parts[1:]:
+            self._reduce(total, part, total)
+        if total is not own:
+            own.copy_(total)
+
+    def _fold_wider(self, own: Tensor, parts: list[Tensor], wider: torch.dtype, mean: bool) -> None:
+        """Reduce `parts`, of which `own` is one, into it, and round once."""
+        total = parts[0].to(wider)
+        for part in parts[1:]:
+            self._reduce(total, part.to(wider), total)
+        if mean:
+            divide_(total, self._size)
+        own.copy_(total)
+
+    def _staged(self, slot: int, like: Tensor) -> Tensor:
+        assert self._stage is not None
+        return self._stage[slot : slot + like.nbytes].view(like.dtype)
+
+
+# ------------------------------------------------------------------------------
+# The stage: memory beside a tensor, where contributions wait to be folded in rank order.
+#
+# Fresh memory costs about as much as what is done with it, since the kernel clears every page at
+# its first touch. So a backend keeps the stage of one collective for the next. None is larger than
+# a plan's `STAGE_LIMIT`.
+
+LARGEST_KEPT = 64 << 20  # bytes, of one stage for each backend
+_KEY = "the stage that is kept"
+
+
+def borrow_stage(backend: Backend, size: int) -> Tensor:
+    """At least `size` bytes, uninitialized, which no other operation has."""
+    kept = backend.plans.pop(_KEY, None)
+    if isinstance(kept, Tensor) and kept.nbytes >= size:
+        return kept
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def return_stage(backend: Backend, stage: Tensor) -> None:
+    """Nobody uses it any more. The next collective finds the last one that is not too large."""
+    if stage.nbytes <= LARGEST_KEPT:
+        backend.plans[_KEY] = stage
+
+
+def then_return(steps: Iterable[Round], backend: Backend, stage: Tensor) -> Iterator[Round]:
+    """The same steps; after the last, the stage is returned. Of those that fail it is not."""
+    yield from steps
+    return_stage(backend, stage)

@@ -16,38 +16,24 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_hexdigest
 
-from phalanx.backends.base import Backend
-from phalanx.backends.sub import SubBackend
-from phalanx.collectives.memo import remembered
 from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import MisuseError
-
-__all__ = [
-    "FORMAT",
-    "VARIABLE",
-    "Measured",
-    "Table",
-    "Tuning",
-    "measured",
-    "read_tuning",
-    "root_of",
-    "tuning_of",
-]
 
 VARIABLE = "PHALANX_TUNING"
 FORMAT = "phalanx tuning 1"
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True):
+class TuningTable(msgspec.Struct, frozen=True, kw_only=True):
     """One collective on one kind of cluster.
 
     backend   the class of the backend, such as `TcpBackend`
@@ -67,7 +53,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
     format: str
-    tables: tuple[Table, ...]
+    tables: tuple[TuningTable, ...]
 
 
 class Measured(NamedTuple):
@@ -79,7 +65,7 @@ class Measured(NamedTuple):
 
 class _Known(NamedTuple):
     tuning: str
-    tables: Mapping[tuple[str, tuple[int, ...], str], Table]
+    tables: Mapping[tuple[str, tuple[int, ...], str], TuningTable]
 
 
 _NOTHING = _Known("", MappingProxyType({}))
@@ -175,3 +161,23 @@ def _at(sizes: tuple[int, ...], count: int, seconds: tuple[float, ...]) -> float
     low, high = sizes[place - 1], sizes[place]
     part = math.log(count / low) / math.log(high / low)
     return float(seconds[place - 1] ** (1 - part) * seconds[place] ** part)
+
+
+# ------------------------------------------------------------------------------
+# What a backend remembers of earlier calls: plans, and which algorithm was chosen.
+
+KEPT = 1024  # the oldest go first
+
+T = TypeVar("T")
+
+
+def remembered(backend: Backend, key: Hashable, make: Callable[[], T]) -> T:
+    """The value that `make` gave for this key before, on this backend; else a new one."""
+    memo = backend.plans
+    value: T | None = memo.get(key)  # type: ignore[assignment]
+    if value is None:
+        value = make()
+        if len(memo) >= KEPT:
+            memo.pop(next(iter(memo)), None)
+        memo[key] = value
+    return value

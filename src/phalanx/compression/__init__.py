@@ -2,12 +2,10 @@
 
 from phalanx.compression.compressor import Compressor
 from phalanx.compression.error_feedback import ErrorFeedback
-from phalanx.compression.half import Half
 from phalanx.compression.power_sgd import PowerSGD
-from phalanx.compression.quantized import Quantized
-from phalanx.compression.random_k import RandomK
+from phalanx.compression.quantized import Half, Quantized
 from phalanx.compression.sparse import CompressedGradient
-from phalanx.compression.top_k import TopK, compress_gradients, decompress_gradients
+from phalanx.compression.top_k import RandomK, TopK, compress_gradients, decompress_gradients
 
 TopKCompressor = TopK
 

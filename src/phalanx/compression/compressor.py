@@ -21,17 +21,110 @@ What a part leaves out of its message is lost, unless a `Feedback` (feedback.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
-from phalanx.compression.bundle import Bundle
-from phalanx.compression.exchange import Part, Rounds
-from phalanx.compression.feedback import FORGET, Feedback
-from phalanx.compression.memory import Remembers, under
+from phalanx.compression.memory import Bundle, Remembers, under
 from phalanx.errors import UnsupportedOperationError
+
+# ------------------------------------------------------------------------------
+# What the parts of an average do together, as data: requests, which somebody else carries out.
+#
+#     request         this part gives        every part gets
+#     Mean(x)         x                      the mean over all parts, of the same shape
+#     MeanShard(x)    x, of [parts, ...]     [...]: this part's row of that mean
+#     Gather(x)       x                      [parts, *x.shape]: row i is part i's x
+#     Swap(x)         x, of [parts, ...]     [parts, ...]: row i is what part i had for this one
+#
+# So arithmetic knows of no rank and no backend: a test plays all parts in one thread.
+
+
+class Part(NamedTuple):
+    """One of those who average together: number `number` of `parts`."""
+
+    number: int
+    parts: int
+
+
+class Mean(NamedTuple):
+    """The mean of a tensor over all parts; the same bits everywhere. It may be overwritten."""
+
+    tensor: Tensor
+
+
+class MeanShard(NamedTuple):
+    """Of the mean of a tensor over all parts row i, for part i. It may be overwritten."""
+
+    tensor: Tensor
+
+
+class Gather(NamedTuple):
+    """The tensors of all parts, which have one shape and dtype, as rows."""
+
+    tensor: Tensor
+
+
+class Swap(NamedTuple):
+    """Row i of a tensor goes to part i."""
+
+    tensor: Tensor
+
+
+Request: TypeAlias = Mean | MeanShard | Gather | Swap
+Rounds: TypeAlias = Generator[Request, Tensor, None]
+
+
+# ------------------------------------------------------------------------------
+# `Feedback`: who keeps what a compressor leaves out, so that it can be sent later.
+
+
+class Feedback(Protocol):
+    """Asked before anything is left out, told afterwards what was.
+
+    A quantized average leaves out twice: each part of its own gradients; and the part that has
+    summed a slice, its owner, of that mean.
+    """
+
+    def recall(self, bundle: Bundle, part: Part) -> Tensor:
+        """What is to be sent of the bundle: flat, float32 or wider; `rest` alone may write it."""
+
+    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
+        """`rest()` of that was left out: flat, as long as the bundle. It may be computed in the
+        memory that `recall` gave, which nobody reads afterwards.
+        """
+
+    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+        """What is to be sent of a mean whose owner this part is: elements `start` and on."""
+
+    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
+        """`rest()` of that was left out."""
+
+
+class _Forget:
+    """Keeps nothing, and so computes nothing."""
+
+    def recall(self, bundle: Bundle, part: Part) -> Tensor:
+        return bundle.flat
+
+    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
+        pass
+
+    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+        return mean
+
+    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
+        pass
+
+
+FORGET: Feedback = _Forget()
+"""No feedback: what is left out is lost."""
+
+
+# ------------------------------------------------------------------------------
 
 State = Mapping[str, Tensor]
 
@@ -162,3 +255,25 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute with: float64 for that, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+# ------------------------------------------------------------------------------
+# Random numbers that are the same again: a generator for a seed and what it is drawn for.
+
+
+def generator(*what: object, device: torch.device) -> torch.Generator:
+    """A generator on that device, seeded with numbers and words; apart from torch's global one."""
+    digest = xxh3_64_intdigest(repr(what).encode()) >> 1  # 63 bits: it takes no negative number
+    return torch.Generator(device).manual_seed(digest)
+
+
+# ------------------------------------------------------------------------------
+# Whether values are finite, at the speed of memory.
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all are. Their sum tells, unless it is too large itself. Waits for the device."""
+    dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+    if values.numel() == 0 or values.sum(dtype=dtype).isfinite():
+        return True
+    return bool(values.isfinite().all())

@@ -12,25 +12,28 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.compression.bundle import Bundle
 from phalanx.compression.compressor import (
     Compressor,
+    Part,
+    Rounds,
     State,
     check_compressor,
     check_floating,
     narrowed,
     wide,
 )
-from phalanx.compression.exchange import Part, Rounds
-from phalanx.compression.memory import Memory, Remembers, under
-from phalanx.compression.residuals import (
+from phalanx.compression.memory import (
     INNER,
     OWNED,
     RESIDUAL,
+    Bundle,
+    Memory,
+    Remembers,
     owned_places,
     read_owned_key,
     shares,
     short_of,
+    under,
 )
 from phalanx.errors import SizeMismatchError
 

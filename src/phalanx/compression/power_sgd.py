@@ -21,12 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.compression.bundle import Bundle, Piece
-from phalanx.compression.compressor import Compressor, check_floating, narrowed, wide
-from phalanx.compression.draws import generator
-from phalanx.compression.exchange import Mean, Part, Request, Rounds
-from phalanx.compression.feedback import FORGET, Feedback
-from phalanx.compression.memory import Memory, Remembers
+from phalanx.compression.compressor import (
+    FORGET,
+    Compressor,
+    Feedback,
+    Mean,
+    Part,
+    Request,
+    Rounds,
+    check_floating,
+    generator,
+    narrowed,
+    wide,
+)
+from phalanx.compression.memory import Bundle, Memory, Piece, Remembers
 
 
 @dataclass(frozen=True, eq=False)

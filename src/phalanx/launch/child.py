@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from phalanx.errors import MisuseError, RankStopped
-from phalanx.launch.factories import MeetingPoint, factory_named
+from phalanx.launch.init import MeetingPoint, factory_named
 from phalanx.launch.report import Report
-from phalanx.launch.stopping import die_with_parent, raise_when_stopped
+from phalanx.launch.scratch import die_with_parent, raise_when_stopped
 
 __all__ = ["run_rank"]
 

@@ -12,20 +12,16 @@ MASTER_ADDR and MASTER_PORT are read whoever the launcher is.
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
-from phalanx.errors import (
-    DistributedError,
-    InvalidRankError,
-    InvalidWorldSizeError,
-    MisuseError,
-)
-from phalanx.launch.slurm import first_node, is_step, tasks_on_this_node
-from phalanx.wire.address import is_loopback, parse_address
-
-__all__ = ["STORE_VARIABLE", "Source", "World", "read_environment"]
+from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
@@ -200,3 +196,133 @@ def _local(
             f"{launcher.local_rank}={local_rank} is not one of {size} ranks on this host"
         )
     return local_rank, size
+
+
+# ------------------------------------------------------------------------------
+# What Slurm says that is not one number in one variable.
+
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_INTERACTIVE_NAMES = ("bash", "interactive")
+_INTERACTIVE_STEP = 0xFFFFFFFA
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Return whether `srun` started this process, rather than a person in an allocation.
+
+    The shell of an interactive allocation may carry SLURM_PROCID too; its job is named after
+    the shell, and its step has no number of its own.
+    """
+    if "SLURM_PROCID" not in environ or "SLURM_NTASKS" not in environ:
+        return False
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    numbered = step.isdigit() and int(step) < _INTERACTIVE_STEP
+    return numbered or environ.get("SLURM_JOB_NAME") not in _INTERACTIVE_NAMES
+
+
+def first_node(environ: Mapping[str, str]) -> str:
+    """Return the host of rank 0: the first of the step's nodes, or "" where none are named."""
+    for name in _NODE_LISTS:
+        if environ.get(name):
+            try:
+                return expand_hosts(environ[name])[0]
+            except ValueError as error:
+                raise MisuseError(
+                    f"{name}={environ[name]!r}: {error}; set MASTER_ADDR to the host of rank 0"
+                ) from None
+    return ""
+
+
+def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+    """Return how many ranks run on this host, from a list such as `4(x2),3`; None if unsaid."""
+    text = next((environ[name] for name in _TASKS if environ.get(name)), "")
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+
+
+# ------------------------------------------------------------------------------
+# Slurm's short form of many host names: `node[003-005,9]`.
+
+_NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+_PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the hosts that `text` stands for, in its order; `ValueError` if it is no host list.
+
+    `node[003-005,9],gpu1` is `node003 node004 node005 node9 gpu1`: the first number of a range
+    says how wide its numbers are. A name may have several brackets.
+    """
+    names = _NAME.findall(text)
+    if not names or _NAME.sub("", text).strip(", "):
+        raise ValueError(f"{text!r} is not a list of hosts such as node[003-005,9],gpu1")
+    return [host for name in names for host in _expand_name(name)]
+
+
+def _expand_name(name: str) -> list[str]:
+    choices = [
+        _expand_numbers(numbers) if plain == "" else [plain]
+        for numbers, plain in _PART.findall(name)
+    ]
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def _expand_numbers(numbers: str) -> list[str]:
+    expanded: list[str] = []
+    for item in numbers.split(","):
+        match = _RANGE.fullmatch(item.strip())
+        if match is None:
+            raise ValueError(f"[{numbers}] is not a list of numbers such as [003-005,9]")
+        first, last = match[1], match[2] or match[1]
+        expanded += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    if not expanded:
+        raise ValueError(f"[{numbers}] holds no number: a range runs from low to high")
+    return expanded
+
+
+# ------------------------------------------------------------------------------
+# Which address of this host the others can reach.
+
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that belongs to nobody (RFC 5737): the route to it is the default route."""
+
+
+def address_toward(host: str, port: int, *, one_host: bool) -> str:
+    """Return the address of this host at which ranks that know it by way of `host` reach it.
+
+    That is the address of the interface that leads to `host`. A host's own name often means
+    loopback to itself: with ranks on other hosts, the interface of the default route is taken.
+    Nothing is sent. `OSError` where `host` cannot be resolved or reached.
+    """
+    if one_host:
+        return "127.0.0.1"
+    own = _source_address(host, port)
+    return _source_address(*ELSEWHERE) if is_loopback(own) else own
+
+
+def _source_address(host: str, port: int) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # datagrams: this looks up the route and sends nothing
+        return str(probe.getsockname()[0])
+
+
+# ------------------------------------------------------------------------------
+# How many threads a rank may use, when ranks share a host.
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Return the fair share of this process's cores for each of `ranks`, at least one."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks)

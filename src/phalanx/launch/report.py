@@ -5,17 +5,18 @@ These are the only pickles of Phalanx: between a process and children that it st
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import signal
 import time
+import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped
-from phalanx.launch.cause import describe_exit, follows_from_another
-from phalanx.launch.tracebacks import error_line, format_traceback
-
-__all__ = ["RankTraceback", "Report"]
 
 
 class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
@@ -135,3 +136,109 @@ def _portable(rank: int, error: BaseException) -> bytes:
 def _kind(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+# ------------------------------------------------------------------------------
+# Telling the failure that came first from those that follow from it.
+#
+# When rank 2 fails, ranks 0, 1 and 3 lose their peer and fail too. All endings of a run are put in
+# this order, and the first is the root cause:
+#
+#     1. errors of a rank's own, and deaths that nobody ordered, by time
+#     2. lost peers, and whatever was raised while handling one; ranks told to stop; by time
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Return whether another rank's failure led to `error`: a lost peer is in its chain."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, (PeerLostError, RankStopped)):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended in words: `exit code 3`, or `killed by signal 9 (SIGKILL)`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+# ------------------------------------------------------------------------------
+# The file in which a failed rank of `phalanx run` leaves its story, for its launcher to tell.
+#
+# It is the error file of torch's elastic agent, in its format, with what `phalanx run` adds.
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says about its own failure."""
+
+    summary: str
+    """One line: the error, or the call that ended the rank."""
+    traceback: str
+    """The whole traceback as text; "" where it says no more than the summary."""
+    follows: bool
+    """Whether another rank's failure led to this one."""
+    time: float
+    """Seconds since the epoch."""
+
+
+def write_record(path: str, *, summary: str, traceback: str, follows: bool) -> None:
+    """Write the story of this rank, whole or not at all."""
+    now = time.time()
+    story = {
+        "message": {
+            "message": summary,
+            "extraInfo": {"py_callstack": traceback or summary, "timestamp": str(int(now))},
+        },
+        "phalanx": {"traceback": traceback, "follows": follows, "time": now},
+    }
+    part = f"{path}.part"
+    Path(part).write_text(json.dumps(story), encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_record(path: str) -> Record | None:
+    """Return the story in `path`, or None where no rank has left one that can be read."""
+    try:
+        story = json.loads(Path(path).read_text(encoding="utf-8"))
+        added = story["phalanx"]
+        return Record(
+            summary=str(story["message"]["message"]),
+            traceback=str(added["traceback"]),
+            follows=bool(added["follows"]),
+            time=float(added["time"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# ------------------------------------------------------------------------------
+# Tracebacks as the user's own code would give them: without the frames that started it.
+
+
+def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
+    """Return the traceback of `error` as text, without its first frames that are in files `hide`.
+
+    An error that has no other frame (a script with a syntax error) has no frames then.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in hide:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def error_line(error: BaseException) -> str:
+    """Return `error` in one line, `ValueError: a bug`, without the notes that it carries."""
+    told = traceback.TracebackException(type(error), error, None)
+    notes = "__notes__"
+    if hasattr(told, notes):
+        setattr(told, notes, None)
+    return list(told.format_exception_only())[-1].strip().partition("\n")[0]

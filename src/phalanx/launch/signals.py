@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from phalanx.launch.stopping import GRACE
+from phalanx.launch.scratch import GRACE
 
 __all__ = ["Interrupted", "Signals"]
 

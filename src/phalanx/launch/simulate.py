@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from phalanx.backends.base import DEFAULT_TIMEOUT, Backend
-from phalanx.backends.baton import Baton
-from phalanx.backends.simulated import SimulatedBackend
+from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.errors import RankStopped
+from phalanx.transport.simulated import Baton, SimulatedBackend
 
 __all__ = ["Simulation", "simulate"]
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from phalanx.errors import BackendUnavailableError
-from phalanx.wire.address import Endpoint, is_loopback
+from phalanx.wire.control import Endpoint, is_loopback
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "Store", "connect_store", "hold_store"]
 

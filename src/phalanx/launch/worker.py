@@ -19,11 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.errors import RankStopped
-from phalanx.launch.cause import follows_from_another
-from phalanx.launch.records import write_record
-from phalanx.launch.stopping import GRACE, die_with_parent, raise_when_stopped
-from phalanx.launch.tracebacks import error_line, format_traceback
-from phalanx.launch.warden import PID_FILE
+from phalanx.launch.reaper import PID_FILE
+from phalanx.launch.report import error_line, follows_from_another, format_traceback, write_record
+from phalanx.launch.scratch import GRACE, die_with_parent, raise_when_stopped
 
 __all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "STOPPED", "main"]
 

@@ -19,21 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.aggregation.saved import load_own, own_state
-from phalanx.backends.base import Backend
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.core.backend import Backend
 from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
-from phalanx.parallel.drift import DriftCheck
-from phalanx.parallel.finite import FiniteCheck, Skip
-from phalanx.parallel.hints import BEGINNING, UNANSWERED, hint
-from phalanx.parallel.join import Join, check_joinable
-from phalanx.parallel.passes import inside_backward
-from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.replicas import check_same_model
-from phalanx.parallel.roll import Turn
-from phalanx.parallel.tensors import broadcast_all_
-from phalanx.parallel.weights import weigh
+from phalanx.parallel.buckets import broadcast_all_
+from phalanx.parallel.compressor_state import load_own, own_state
+from phalanx.parallel.guards import (
+    BEGINNING,
+    UNANSWERED,
+    DriftCheck,
+    FiniteCheck,
+    Skip,
+    check_same_model,
+    hint,
+)
+from phalanx.parallel.reducer import Reducer, inside_backward
+from phalanx.parallel.uneven import Join, Turn, check_joinable, weigh
 from phalanx.parallel.wrapper import Wrapper
 
 BUCKET_SIZE = 25 << 20

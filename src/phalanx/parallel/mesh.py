@@ -15,10 +15,9 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.backends.base import Backend
-from phalanx.backends.sub import SubBackend
+from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
-from phalanx.parallel.agreement import check_agreement
+from phalanx.parallel.guards import check_agreement
 
 __all__ = ["DeviceMesh"]
 

@@ -11,24 +11,21 @@ order in which gradients arrived on rank 0.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from phalanx.backends.base import Backend
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
+from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.averaging import Averaging
 from phalanx.parallel.buckets import Buckets
-from phalanx.parallel.drift import DriftCheck
-from phalanx.parallel.finite import FiniteCheck
-from phalanx.parallel.hints import AVERAGING, UNANSWERED, hint
-from phalanx.parallel.hooks import check_alone, watch_gradients
-from phalanx.parallel.join import Join
-from phalanx.parallel.passes import inside_backward
-from phalanx.parallel.roll import Turn
+from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, hint
+from phalanx.parallel.uneven import Join, Turn
 
 NAMES_SHOWN = 10
 
@@ -263,3 +260,72 @@ class Reducer:
 
 
 _THEY_WERE_FROZEN = "requires_grad was switched off after DDP was built"
+
+
+# ------------------------------------------------------------------------------
+# Hooks on parameters: they tell a reducer that a gradient has come, and do not keep it alive.
+
+
+class Watcher(Protocol):
+    """Who is told."""
+
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient has been accumulated; called inside the backward pass."""
+
+
+def watch_gradients(watcher: Watcher, parameters: Iterable[nn.Parameter]) -> None:
+    """Tell the watcher of every gradient, as long as it lives."""
+    hook = _GradHook(watcher)
+    handles = [
+        p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for p in parameters
+    ]
+    weakref.finalize(watcher, _remove, handles)  # so that the module may be wrapped again
+
+
+def check_alone(names: Mapping[nn.Parameter, str], rank: int) -> None:
+    """Raise `MisuseError` if somebody watches one of these parameters already."""
+    for parameter, name in names.items():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            if isinstance(hook, _GradHook) and hook.alive:
+                raise MisuseError(
+                    f"rank {rank}: DDP: another DDP averages the gradients of {name} already; "
+                    "delete that one first",
+                    rank=rank,
+                    op="DDP",
+                )
+
+
+class _GradHook:
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = weakref.ref(watcher)
+
+    @property
+    def alive(self) -> bool:
+        return self._watcher() is not None
+
+    @torch.no_grad()
+    def __call__(self, parameter: nn.Parameter) -> None:
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.gradient_came(parameter)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------
+# What torch says about the backward pass that runs.
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def keeps_graph() -> bool:
+    """Whether it was asked to keep the graph, so that another one may follow. If unknown: yes."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(ask()) if ask is not None else True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from phalanx.aggregation.saved import is_own_key, needed, without_own
-from phalanx.backends.base import Backend
+from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError
-from phalanx.parallel.slices import Slice
+from phalanx.parallel.compressor_state import is_own_key, needed, without_own
 
 
 class Wrapper(nn.Module):
@@ -152,3 +152,38 @@ def _load_own(wrapper: Wrapper, _: object) -> None:
     """When all parameters are loaded."""
     own, wrapper._to_load = wrapper._to_load, {}
     wrapper.load_own_state(own)
+
+
+# ------------------------------------------------------------------------------
+# `Slice`: which part of a tensor a rank holds.
+#
+#     tensor of shape (3, 4)      read row by row: 0 1 2 3 | 4 5 6 7 | 8 9 10 11
+#     Slice((3, 4), 3, 6)                                3 | 4 5
+#
+# The only thing that a checkpoint has to know of how a model is split over ranks.
+
+
+class Slice(NamedTuple):
+    """The part of a tensor that this rank holds: elements start:stop of it, read row by row.
+
+    shape   of the whole tensor
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Slice:
+        """All of a tensor of this shape."""
+        return cls(tuple(shape), 0, prod(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the tensor is elsewhere."""
+        return self.start == 0 and self.stop == prod(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank holds."""
+        return self.stop - self.start

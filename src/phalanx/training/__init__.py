@@ -1,8 +1,7 @@
 """The smallest training loop, and what describes one rank of it."""
 
 from phalanx.training.config import CompressionConfig, DataParallelConfig, DistributedConfig
-from phalanx.training.epoch import train_epoch
-from phalanx.training.step import distributed_train_step
+from phalanx.training.loop import distributed_train_step, train_epoch
 
 __all__ = [
     "CompressionConfig",

@@ -19,22 +19,14 @@ from phalanx.aggregation import (
     ParameterServer,
 )
 from phalanx.backends import Backend, TcpBackend
-from phalanx.compression import (
-    Compressor,
-    ErrorFeedback,
-    Half,
-    PowerSGD,
-    Quantized,
-    RandomK,
-    TopK,
-)
+from phalanx.compression import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
 from phalanx.errors import (
     BackendUnavailableError,
     InvalidRankError,
     InvalidWorldSizeError,
     MisuseError,
 )
-from phalanx.wire.address import parse_address
+from phalanx.wire.control import parse_address
 
 T = TypeVar("T", bound="_Config")
 

@@ -21,9 +21,7 @@ and overwrite what it has there; in `0 +2:4+> 1` they are reduced into it.
 
 from __future__ import annotations
 
-from .agents import Agents, Hosts
-from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
-from .halving_doubling import (
+from phalanx.collectives.schedules.halving_doubling import (
     core_chunks,
     doubling_all_gather,
     doubling_collect,
@@ -32,11 +30,21 @@ from .halving_doubling import (
     halving_reduce,
     halving_spread,
 )
-from .pairwise import direct_all_to_all, pairwise_all_to_all
-from .picture import picture
-from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
-from .star import star_broadcast, star_gather, star_reduce, star_scatter
-from .steps import (
+from phalanx.collectives.schedules.linear import (
+    direct_all_gather,
+    direct_all_to_all,
+    direct_broadcast,
+    direct_reduce_scatter,
+    pairwise_all_to_all,
+    ring_all_gather,
+    ring_broadcast,
+    ring_reduce_scatter,
+    star_broadcast,
+    star_gather,
+    star_reduce,
+    star_scatter,
+)
+from phalanx.collectives.schedules.steps import (
     Combine,
     Recv,
     Round,
@@ -45,14 +53,30 @@ from .steps import (
     Send,
     Step,
     backwards,
+    picture,
     rooted,
     sparing,
     then,
     turned,
 )
-from .table import COLLECTIVES, REDUCING, ROOTED, Algorithm, for_root, row_for, schedule
-from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
-from .two_level import (
+from phalanx.collectives.schedules.table import (
+    COLLECTIVES,
+    REDUCING,
+    ROOTED,
+    Algorithm,
+    for_root,
+    row_for,
+    schedule,
+)
+from phalanx.collectives.schedules.tree import (
+    tree_broadcast,
+    tree_gather,
+    tree_reduce,
+    tree_scatter,
+)
+from phalanx.collectives.schedules.two_level import (
+    Agents,
+    Hosts,
     two_level_all_gather,
     two_level_broadcast,
     two_level_collect,

@@ -21,8 +21,8 @@ every rank, as few as the ring. Otherwise the pairs add two rounds, and their ra
 
 from __future__ import annotations
 
-from .steps import Combine, Recv, Schedule, Send, sparing, then
-from .tree import tree_scatter
+from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send, sparing, then
+from phalanx.collectives.schedules.tree import tree_scatter
 
 __all__ = [
     "core_chunks",

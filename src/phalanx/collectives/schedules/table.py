@@ -17,11 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
-from phalanx.errors import InvalidRankError, InvalidWorldSizeError
-
-from .agents import Hosts
-from .direct import direct_all_gather, direct_broadcast, direct_reduce_scatter
-from .halving_doubling import (
+from phalanx.collectives.schedules.halving_doubling import (
     core_chunks,
     doubling_all_gather,
     halving_doubling_all_gather,
@@ -29,12 +25,29 @@ from .halving_doubling import (
     halving_reduce,
     halving_spread,
 )
-from .pairwise import direct_all_to_all, pairwise_all_to_all
-from .ring import ring_all_gather, ring_broadcast, ring_reduce_scatter
-from .star import star_broadcast, star_gather, star_reduce, star_scatter
-from .steps import Schedule, ScheduleFunction, rooted, then, turned
-from .tree import tree_broadcast, tree_gather, tree_reduce, tree_scatter
-from .two_level import (
+from phalanx.collectives.schedules.linear import (
+    direct_all_gather,
+    direct_all_to_all,
+    direct_broadcast,
+    direct_reduce_scatter,
+    pairwise_all_to_all,
+    ring_all_gather,
+    ring_broadcast,
+    ring_reduce_scatter,
+    star_broadcast,
+    star_gather,
+    star_reduce,
+    star_scatter,
+)
+from phalanx.collectives.schedules.steps import Schedule, ScheduleFunction, rooted, then, turned
+from phalanx.collectives.schedules.tree import (
+    tree_broadcast,
+    tree_gather,
+    tree_reduce,
+    tree_scatter,
+)
+from phalanx.collectives.schedules.two_level import (
+    Hosts,
     chunks_at_root,
     chunks_away,
     chunks_by_place,
@@ -47,6 +60,7 @@ from .two_level import (
     two_level_reduce_scatter,
     two_level_share,
 )
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 __all__ = ["COLLECTIVES", "REDUCING", "ROOTED", "Algorithm", "for_root", "row_for", "schedule"]
 

@@ -24,7 +24,7 @@ in the opposite order.
 
 from __future__ import annotations
 
-from .steps import Combine, Recv, Schedule, Send
+from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send
 
 __all__ = ["tree_broadcast", "tree_gather", "tree_reduce", "tree_scatter"]
 

@@ -1,0 +1,441 @@
+"""The worker's side: gradients go to the servers, parameters come from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.aggregation.parameter_server.wire import (
+    LONGEST_TEXT,
+    TENSORS,
+    TEXT,
+    WORDS,
+    Kind,
+    Layout,
+    Word,
+    checked_gradients,
+    checked_params,
+    checked_servers,
+    decoded,
+    described,
+    digest,
+    empty_message,
+    first_difference,
+    numbers_by_server,
+    pair_of,
+)
+from phalanx.core.backend import Backend, SubBackend
+from phalanx.core.work import Operation, check_timeout
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    DesyncError,
+    DistributedError,
+    MisuseError,
+    PeerLostError,
+    SizeMismatchError,
+)
+from phalanx.wire.memory import tensor_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+WHO = "ParameterServer.connect"
+
+
+class ParameterClient:
+    """What a worker calls: made by `ParameterServer.connect`, which see. Use it in a `with`.
+
+    params    the tensors given to `connect`, into which `pull_` and `step` copy
+    servers   the ranks that have the parameters
+    pushes    how many steps of this worker count, on every server
+    timeout   seconds that each call waits at most, by default
+
+    Every call goes to all servers at the same time. Errors of all of them:
+
+    `PeerLostError`           a server is gone; or, in synchronous mode, a worker: `peer` says
+                              which. Every later call raises it again
+    `CollectiveTimeoutError`  a server has not answered in time, be it that the worker is too far
+                              ahead of the slowest, which the error names if it can. Nothing is
+                              broken: the same call may be made again
+    `MisuseError`             the client is closed
+
+    A body that raises ends the client so that the servers know it as a worker that was lost.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        backend: Backend,
+        *,
+        servers: Sequence[int] = (0,),
+        timeout: float | None = None,
+    ) -> None:
+        self.params = checked_params(params, f"rank {backend.rank}: {WHO}")
+        self.servers = checked_servers(servers, backend, WHO)
+        self.backend = backend
+        self.pushes = 0
+        self.timeout = backend.timeout if timeout is None else check_timeout(timeout)
+        if backend.rank in self.servers:
+            raise MisuseError(
+                f"rank {backend.rank} calls {WHO} and is one of servers={self.servers}: servers "
+                "call ParameterServer.serve",
+                rank=backend.rank,
+            )
+        self._requests = 0
+        self._broken: DistributedError | None = None
+        self._closed = False
+        shares = numbers_by_server(self.params, len(self.servers))
+        self._counters = [
+            Counter(pair_of(backend, server), server, numbers, self.params)
+            for server, numbers in zip(self.servers, shares, strict=True)
+        ]
+        try:
+            self._join()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def push(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> int:
+        """Give the servers this worker's gradients: its next step. Returns the step's number.
+
+        gradients   as many as `params`, of the same shapes and dtypes; not changed. Zeros for a
+                    parameter that was not used. They are applied as they are: one that is not
+                    finite spoils the parameters for everyone. Look before (`torch.isfinite`), and
+                    `skip` the step then
+
+        Blocks until every server has them and lets the step count: while the worker is too far
+        ahead, or fewer than `quorum` have joined, it waits. Sends the gradients' bytes once, 32
+        more to each server, and gets 32 from it. After a `CollectiveTimeoutError` call it again
+        with the same gradients: servers to which they count already take no notice.
+
+        TypeError or ValueError, before anything is sent, for gradients that do not fit.
+        """
+        self._fill(gradients, "push")
+        return self._step(Kind.PUSH, "push", timeout)
+
+    def skip(self, *, timeout: float | None = None) -> int:
+        """A step without gradients: others do not wait for this worker's. Else as `push`.
+
+        In synchronous mode the mean is that of those who pushed.
+        """
+        return self._step(Kind.SKIP, "skip", timeout)
+
+    def pull(self, *, timeout: float | None = None) -> list[Tensor]:
+        """The parameters as they are now: new tensors, where `params` are.
+
+        Blocks until this worker may begin its next step: in synchronous mode until the step that it
+        has pushed is over, else until it is not too far ahead of the slowest. What it has pushed is
+        in them. From each server they are of one moment; several servers may be apart. Gets the
+        parameters' bytes once, and 32 more from each server, and sends 32 to it.
+        """
+        fresh = [torch.empty_like(param, requires_grad=False) for param in self.params]
+        self.pull_(fresh, timeout=timeout)
+        return fresh
+
+    def pull_(
+        self, params: Sequence[Tensor] | None = None, *, timeout: float | None = None
+    ) -> None:
+        """The same, into `params`, which change when all have come; by default the client's."""
+        into = self._targets(params)
+        self._ask(Kind.PULL, self.pushes, "pull", timeout)
+        self._copy_to(into)
+
+    def step(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> None:
+        """`push`, then `pull_` into the client's parameters; both are under way together."""
+        self._fill(gradients, "step")
+        self._ask(Kind.PUSH, self.pushes + 1, "step", timeout, pull=True)
+        self.pushes += 1
+        self._copy_to(self.params)
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Say goodbye: nobody waits for this worker any more. May be repeated.
+
+        Blocks until the servers know. A push that timed out may count, or not.
+        """
+        if self._closed:
+            return
+        try:
+            if self._broken is None:
+                self._ask(Kind.BYE, 0, "close", timeout)
+        finally:
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end(error)
+
+    # --------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        lines = described(self.params, self.servers)
+        errand = self._ask(Kind.HELLO, digest(lines), "connect", None)
+        for counter in self._counters:
+            text = errand.texts.get(counter.server)
+            if text is not None:
+                raise self._misfit(lines, decoded(text), counter.server)
+        clock = max(word.number for word in errand.answers.values())
+        self._ask(Kind.JOIN, clock, "connect", None)
+
+    def _misfit(self, mine: list[str], theirs: list[str], server: int) -> DesyncError:
+        here, there = first_difference(mine, theirs)
+        rank = self.backend.rank
+        return DesyncError(
+            f"rank {rank}: {WHO}: the lists of parameters differ: worker rank {rank} has {here}, "
+            f"server rank {server} has {there}. Give tensors alike, in the same order, and the "
+            "same servers=",
+            rank=rank,
+            peer=server,
+            op="connect",
+        )
+
+    def _step(self, kind: Kind, op: str, timeout: float | None) -> int:
+        self._ask(kind, self.pushes + 1, op, timeout)
+        self.pushes += 1
+        return self.pushes
+
+    def _fill(self, gradients: Sequence[Tensor], op: str) -> None:
+        listed = checked_gradients(
+            gradients, self.params, f"rank {self.backend.rank}: ParameterClient.{op}"
+        )
+        self._check_usable(op)
+        for counter in self._counters:
+            counter.fill(listed)
+
+    def _targets(self, params: Sequence[Tensor] | None) -> list[Tensor]:
+        if params is None:
+            return self.params
+        who = f"rank {self.backend.rank}: ParameterClient.pull_"
+        return checked_gradients(params, self.params, who, what="tensor")
+
+    def _copy_to(self, params: list[Tensor]) -> None:
+        with torch.no_grad():
+            for counter in self._counters:
+                counter.copy_to(params)
+
+    def _ask(
+        self, kind: Kind, number: int, op: str, timeout: float | None, *, pull: bool = False
+    ) -> Errand:
+        """Ask all servers the same, and wait for their answers; `pull`: and for parameters."""
+        self._check_usable(op)
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
+        words = [Word(kind, self._requests + 1, number)]
+        if pull:
+            words.append(Word(Kind.PULL, self._requests + 2, number))
+        self._requests += 2
+        errand = Errand(self.backend, self._counters, words, seconds)
+        try:
+            errand.run()
+        except CollectiveTimeoutError as error:
+            raise self._in_my_words(error, op, number) from error
+        except DistributedError as error:
+            self._broken = self._in_my_words(error, op, number)
+            self._end(self._broken)
+            raise self._broken from error
+        except BaseException as error:
+            self._end(error)
+            raise
+        return errand
+
+    def _in_my_words(self, error: DistributedError, op: str, number: int) -> DistributedError:
+        """The error in this backend's numbers, and of this call."""
+        rank, local = self.backend.rank, self.backend.group.to_local
+        failures = [c.pair.group.failure for c in self._counters]
+        failure = next((each for each in failures if each is not None), None)
+        reason, peer = str(error), error.peer
+        if failure is not None:
+            reason, peer = failure.reason, local.get(failure.culprit)
+        text = f"rank {rank}: ParameterClient.{op}: {reason}"
+        return type(error)(
+            text, rank=rank, peer=peer, op=op, sequence=number, seconds=error.seconds
+        )
+
+    def _check_usable(self, op: str) -> None:
+        if self._broken is not None:
+            raise self._broken.again()
+        if self._closed:
+            raise MisuseError(
+                f"rank {self.backend.rank}: ParameterClient.{op} on a client that is closed",
+                rank=self.backend.rank,
+                op=op,
+            )
+
+    def _end(self, error: BaseException) -> None:
+        """Leave without goodbye: the servers learn why, and who is to blame if it is another."""
+        rank, ranks = self.backend.rank, self.backend.group.ranks
+        told: DistributedError = PeerLostError(f"worker rank {rank} ended with {error!r}")
+        culprit = ranks[rank]
+        if isinstance(error, DesyncError):
+            told = DesyncError(str(error))
+        elif isinstance(error, PeerLostError) and error is self._broken and error.peer is not None:
+            told, culprit = PeerLostError(str(error)), ranks[error.peer]
+        for counter in self._counters:
+            counter.pair.fail(told, culprit=culprit)
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        for counter in self._counters:
+            counter.pair.close()
+
+
+# ------------------------------------------------------------------------------
+# An errand: the same words to all servers, and what each answers.
+#
+#          server 0   - PUSH ->   <- DONE
+# worker   server 1   - PUSH -------->     <- DONE      it goes on when all have answered
+#          server 2   - PUSH ->       <- DONE
+
+SHORTEST = 1e-3  # seconds that are left at least
+
+
+class Part(NamedTuple):
+    """A message under way: of a receive, which request it answers, and where it will be."""
+
+    counter: Counter
+    request: int = -1
+    into: Tensor | None = None
+    tag: int = WORDS
+
+
+class Errand:
+    """Some words to each server. In the end:
+
+    answers   by server, the last answer without tensors
+    texts     by server, the text that followed it, if there was one
+    """
+
+    def __init__(
+        self, backend: Backend, counters: Sequence[Counter], words: Sequence[Word], seconds: float
+    ) -> None:
+        self.answers: dict[int, Word] = {}
+        self.texts: dict[int, bytes] = {}
+        self._backend = backend
+        self._counters = counters
+        self._words = words
+        self._deadline = monotonic() + seconds
+        self._under_way: dict[Operation, Part] = {}
+
+    def run(self) -> None:
+        """Blocks until all have answered. On an error nothing of it is under way any more."""
+        try:
+            for counter in self._counters:
+                for word in self._words:
+                    if word.kind is not Kind.JOIN:  # which nobody answers
+                        tag = TENSORS if word.kind is Kind.PULL else WORDS
+                        self._expect(counter, word.request, tag)
+                    self._under_way[counter.say(word)] = Part(counter)
+            while self._under_way:
+                left = max(self._deadline - monotonic(), SHORTEST)
+                self._backend.wait_any([*self._under_way], timeout=left)
+                for operation in [each for each in self._under_way if each.done]:
+                    self._take(operation)
+        finally:
+            for operation, part in self._under_way.items():
+                part.counter.pair.give_up(operation, "another message of this call failed")
+
+    def _expect(self, counter: Counter, request: int, tag: int) -> None:
+        operation, into = counter.expect(tag)
+        self._under_way[operation] = Part(counter, request, into, tag)
+
+    def _take(self, operation: Operation) -> None:
+        counter, request, into, tag = self._under_way.pop(operation)
+        counter.pair.wait(operation)
+        if into is None:
+            return
+        if tag == TEXT:
+            self.texts[counter.server] = bytes(tensor_bytes(into))
+            return
+        word = Word.read(into)
+        if word.request != request:  # of a call that did not wait for it
+            self._expect(counter, request, tag)
+            return
+        if tag == WORDS:
+            self.answers[counter.server] = word
+        if word.kind is Kind.DIFFERS:
+            self._expect_text(counter, word.number)
+
+    def _expect_text(self, counter: Counter, size: int) -> None:
+        if size > LONGEST_TEXT:
+            raise SizeMismatchError(
+                f"rank {self._backend.rank}: server rank {counter.server} announces a list of "
+                f"parameters of {size} bytes, and {LONGEST_TEXT} are taken at most",
+                rank=self._backend.rank,
+                peer=counter.server,
+            )
+        operation, into = counter.expect_text(size)
+        self._under_way[operation] = Part(counter, into=into, tag=TEXT)
+
+
+# ------------------------------------------------------------------------------
+# One server's counter, on the worker's side: the messages of one pair, and memory for them.
+
+
+class Counter:
+    """What a worker gives to one server, and gets of it.
+
+    server    its rank
+    numbers   which parameters it has
+
+    Memory for two messages with tensors, each as large as this server's parameters.
+    """
+
+    def __init__(
+        self, pair: SubBackend, server: int, numbers: list[int], params: Sequence[Tensor]
+    ) -> None:
+        self.pair = pair
+        self.server = server
+        self.numbers = numbers
+        self._peer = 1 - pair.rank
+        self._layout = Layout([params[number] for number in numbers])
+        self._given = self._layout.memory(pair)
+        self._values = self._layout.memory(pair)
+        self._word = empty_message()
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        """Copy this server's gradients into the message for them."""
+        for view, number in zip(self._layout.views(self._given), self.numbers, strict=True):
+            view.copy_(gradients[number].detach())
+
+    def copy_to(self, params: Sequence[Tensor]) -> None:
+        """Copy the parameters that have come last to where they belong."""
+        for view, number in zip(self._layout.views(self._values), self.numbers, strict=True):
+            params[number].copy_(view)
+
+    def say(self, word: Word) -> Operation:
+        """Begin to send a word; a PUSH with the gradients."""
+        if word.kind is Kind.PUSH:
+            word.write(self._given)
+            return self._send(self._given, TENSORS)
+        return self._send(word.message(), WORDS)
+
+    def expect(self, tag: int) -> tuple[Operation, Tensor]:
+        """Begin to receive an answer, with parameters or without; where it will be."""
+        return self._receive(self._values if tag == TENSORS else self._word, tag)
+
+    def expect_text(self, size: int) -> tuple[Operation, Tensor]:
+        """Begin to receive a text of so many bytes."""
+        return self._receive(torch.empty(size, dtype=torch.uint8), TEXT)
+
+    # Who waits for any of them has a deadline; they have none of their own.
+
+    def _send(self, message: Tensor, tag: int) -> Operation:
+        return self.pair.start_send(message, self._peer, tag=tag, timeout=math.inf)
+
+    def _receive(self, into: Tensor, tag: int) -> tuple[Operation, Tensor]:
+        operation, _ = self.pair.start_recv(into, self._peer, tag=tag, timeout=math.inf)
+        return operation, into

@@ -1,1 +1,0 @@
-"""Backends over other libraries' groups of ranks."""

@@ -1,1 +1,0 @@
-"""Shared memory between the ranks of one host."""

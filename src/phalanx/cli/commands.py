@@ -1,0 +1,204 @@
+"""`phalanx run`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.launch.supervisor import Job, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from phalanx.tools.doctor.examine import Line
+    from phalanx.tools.trace import Merged
+
+
+def run_command(
+    *,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="For the script, untouched."),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks on this host.")
+    ] = 1,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    nodes: Annotated[
+        int, typer.Option("--nnodes", metavar="N", help="How many hosts, each with N ranks.")
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="K", help="Which of them this is, from 0.")
+    ] = 0,
+    master: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="A name of node 0 and a free port on it, for several hosts."
+        ),
+    ] = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
+    ] = 0,
+) -> None:
+    """Run a Python script on several ranks, on one host or on many.
+
+    Each rank calls `phalanx.init()` and finds its place. Every line of output is shown behind its
+    rank. When a rank fails the others are stopped, and its traceback comes last. Ctrl-C ends them
+    all, which may take two seconds; a second Ctrl-C does not wait.
+
+    One host, four ranks:
+
+        phalanx run -n 4 train.py --lr 0.1
+
+    Two hosts, the same on both but for the node rank:
+
+        phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
+    """
+    job = Job(
+        ranks=ranks,
+        target=script,
+        args=tuple(args or ()),
+        module=module,
+        nodes=nodes,
+        node_rank=node_rank,
+        master=master,
+        max_restarts=max_restarts,
+    )
+    raise typer.Exit(run(job))
+
+
+# ------------------------------------------------------------------------------
+# `phalanx doctor`.
+
+_COLOURS = (("ok", "green"), ("info", "cyan"), ("warn", "yellow"), ("fail", "bold red"))
+
+
+def doctor_command(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object.")] = False,
+) -> None:
+    """Look at this machine: what is installed, what its limits are, and what works.
+
+    Two ranks are started for each backend, and what they compute is checked. Takes some seconds.
+    The output can be pasted into a bug report: of a token it says only that it is set. The exit
+    code is 1 if anything failed.
+
+        phalanx doctor > report.md
+    """
+    from phalanx.tools.doctor.examine import as_markdown, examine  # noqa: PLC0415
+
+    lines: list[Line] = []
+    if as_json:
+        lines.extend(examine())
+        report = {"ok": _healthy(lines), "findings": [_flat(line) for line in lines]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console  # noqa: PLC0415
+
+        console = Console(highlight=False, soft_wrap=True)
+        if console.is_terminal:
+            lines.extend(_show_findings(console, examine()))
+        else:
+            lines.extend(examine())
+            for text in as_markdown(lines):
+                typer.echo(text)
+        failed = sum(line.finding.status == "fail" for line in lines)
+        typer.echo(f"\n{len(lines)} checks, {failed or 'none'} failed")
+    raise typer.Exit(0 if _healthy(lines) else 1)
+
+
+def _healthy(lines: list[Line]) -> bool:
+    return all(line.finding.status != "fail" for line in lines)
+
+
+def _flat(line: Line) -> dict[str, str]:
+    return {"subject": line.subject, "check": line.check, **asdict(line.finding)}
+
+
+def _show_findings(console: Console, lines: Iterator[Line]) -> Iterator[Line]:
+    """Show each line on a terminal when it comes, and pass it on."""
+    from rich.markup import escape  # noqa: PLC0415
+
+    colours = dict(_COLOURS)
+    subject = ""
+    for line in lines:
+        if line.subject != subject:
+            subject = line.subject
+            console.print(f"\n[bold]{escape(subject)}[/bold]")
+        status, finding = line.finding.status, line.finding
+        mark = f"[{colours[status]}]{status:>4}[/{colours[status]}]"
+        console.print(f"{mark}  {escape(line.check):16} {escape(finding.what)}")
+        if finding.hint:
+            console.print(f"{'':22} {escape(finding.hint)}", style="dim")
+        yield line
+
+
+# ------------------------------------------------------------------------------
+# `phalanx trace`.
+
+
+def trace_command(
+    *,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="What PHALANX_TRACE named when the job ran.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Instead of FOLDER/merged.json."),
+    ] = None,
+) -> None:
+    """Merge the traces of a job's ranks into one, and sum them up.
+
+    A job that runs with `PHALANX_TRACE=FOLDER` in its environment leaves there what each rank did
+    when. The merged trace opens in https://ui.perfetto.dev and in chrome://tracing.
+
+        PHALANX_TRACE=traces phalanx run -n 4 train.py
+
+        phalanx trace traces
+    """
+    from phalanx.tools.trace import merge  # noqa: PLC0415 -- other commands need none of it
+
+    _show_summary(merge(folder, output))
+
+
+def _show_summary(merged: Merged) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "operations", "MiB", "waiting s", "moving s", "errors", "last", "by s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in merged.ranks:
+        table.add_row(
+            str(rank.rank),
+            str(rank.operations),
+            f"{rank.bytes / (1 << 20):.1f}",
+            f"{rank.waiting:.3f}",
+            f"{rank.moving:.3f}",
+            str(rank.errors),
+            str(rank.last),
+            f"{rank.late:.3f}",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    straggler = merged.straggler
+    if straggler is not None:
+        console.print(
+            f"The others waited most for rank {straggler.rank}: it was last at {straggler.last} of "
+            f"{merged.collectives} collectives, by {straggler.late:.3f} s in all."
+        )
+    for note in merged.notes:
+        console.print(f"Note: {note}", markup=False)
+    console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)

@@ -1,0 +1,79 @@
+"""Whether all ranks say the same, and where they differ first if they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from xxhash import xxh3_64_intdigest
+
+from phalanx.collectives.movement import all_gather
+from phalanx.core.backend import Backend
+
+RANKS_SHOWN = 4
+
+
+class Difference(NamedTuple):
+    """The first line in which ranks differ.
+
+    place   its number
+    odd     the ranks in the minority; if none is, those that differ from rank 0
+    text    what these say, and one of the others, for a message
+    """
+
+    place: int
+    odd: list[int]
+    text: str
+
+
+def difference(
+    mine: Sequence[str], backend: Backend, *, end: str, timeout: float | None = None
+) -> Difference | None:
+    """Compare lines of text over the ranks; None if all have the same. Blocks.
+
+    end       what a rank has that has no more lines, in messages
+    timeout   seconds that a message waits at most; by default the backend's
+
+    Costs one message of 16 bytes; the lines themselves are exchanged only when they differ.
+    """
+    encoded = msgspec.json.encode(list(mine))
+    digest = xxh3_64_intdigest(encoded) >> 1  # 63 bits: torch has no full uint64
+    summary = torch.tensor([[digest, len(encoded)]], dtype=torch.int64)
+    summaries = all_gather(summary, backend, timeout=timeout)
+    if bool((summaries[:, 0] == digest).all()):
+        return None
+    longest = int(summaries[:, 1].max())
+    padded = torch.zeros(1, longest, dtype=torch.uint8)
+    padded[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    gathered = all_gather(padded, backend, timeout=timeout)
+    everyone = [
+        msgspec.json.decode(bytes(row[: int(length)].tolist()), type=list[str])
+        for row, length in zip(gathered, summaries[:, 1], strict=True)
+    ]
+    place, said = _first_difference(everyone, end)
+    odd = minority(said)
+    if len(odd) == len(said):  # nobody knows who is right: take rank 0 for it
+        odd = [rank for rank, text in said.items() if text != said[0]]
+    usual = next(rank for rank in said if rank not in odd)
+    theirs = "; ".join(f"rank {rank} has {said[rank]}" for rank in odd[:RANKS_SHOWN])
+    return Difference(place, odd, f"{theirs}, rank {usual} has {said[usual]}")
+
+
+def _first_difference(everyone: list[list[str]], end: str) -> tuple[int, dict[int, str]]:
+    """The first place in which not all say the same, and what each rank says there."""
+    for place in range(max(map(len, everyone))):
+        said = {rank: own[place] if place < len(own) else end for rank, own in enumerate(everyone)}
+        if len(set(said.values())) > 1:
+            return place, said
+    raise AssertionError("the hashes of equal descriptions differ")
+
+
+def minority(votes: Mapping[int, Hashable]) -> list[int]:
+    """The ranks that do not vote as most do; all of them if two opinions have most votes."""
+    (winner, most), *others = Counter(votes.values()).most_common()
+    if others and others[0][1] == most:
+        return list(votes)
+    return [rank for rank, vote in votes.items() if vote != winner]

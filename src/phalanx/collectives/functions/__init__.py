@@ -1,1 +1,0 @@
-"""The functions that users call, one collective a file."""

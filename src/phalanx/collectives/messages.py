@@ -1,0 +1,127 @@
+"""Messages between two ranks, as functions beside the collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.collectives.request import PendingCollective
+from phalanx.core.backend import Backend
+from phalanx.wire.memory import Buffer
+
+
+def send(
+    tensor: Tensor | Buffer,
+    dst: int,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> None:
+    """Send `tensor` to rank `dst`; see `Backend.send`."""
+    backend.send(tensor, dst, tag=tag, timeout=timeout)
+
+
+def recv(
+    into: Tensor | Buffer,
+    src: int | None,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> int:
+    """Receive from rank `src`, or with `None` from any, into `into`, which is filled whole.
+
+    Returns the sender; see `Backend.recv`.
+    """
+    return backend.recv(into, src, tag=tag, timeout=timeout)
+
+
+def isend(
+    tensor: Tensor | Buffer,
+    dst: int,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> PendingCollective[None]:
+    """`send` that returns at once; the tensor's memory may be used again after `wait()`."""
+    operation = backend.start_send(tensor, dst, tag=tag, timeout=timeout, background=True)
+    return PendingCollective(backend, operation, lambda: None)
+
+
+def irecv(
+    into: Tensor | Buffer,
+    src: int | None,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> PendingCollective[int]:
+    """`recv` that returns at once; `wait()` gives the sender, and `into` is filled then.
+
+    Receives with one tag from one rank are served in the order in which they were posted.
+    """
+    operation, finish = backend.start_recv(into, src, tag=tag, timeout=timeout, background=True)
+    return PendingCollective(backend, operation, finish)
+
+
+def sendrecv(
+    tensor: Tensor | Buffer,
+    dst: int,
+    into: Tensor | Buffer,
+    src: int,
+    backend: Backend,
+    *,
+    tag: int = 0,
+    timeout: float | None = None,
+) -> None:
+    """Send to `dst` and receive from `src` at the same time; see `Backend.sendrecv`."""
+    backend.sendrecv(tensor, dst, into, src, tag=tag, timeout=timeout)
+
+
+# ------------------------------------------------------------------------------
+# `wait_any`: go on when one of several collectives or messages is done.
+
+
+def wait_any(pending: Sequence[PendingCollective[Any]], *, timeout: float | None = None) -> int:
+    """Block until one of them is done, or has failed; return the place of the first that is.
+
+    pending   collectives and messages of one rank, of any groups of one world
+    timeout   seconds; by default there is none but those that each was issued with
+
+    Nothing is taken, and nothing is raised, that is its own `wait()`'s: call that next. When
+    `timeout` passes, `CollectiveTimeoutError` names whom all of them wait for, and they go on as if
+    this had not been called. The thread sleeps meanwhile, and moves what can be moved. No bytes of
+    its own. ValueError for none, and for those of several ranks.
+    """
+    backends = [each._backend for each in pending]
+    if any(backend.engine is not backends[0].engine for backend in backends):
+        raise ValueError("wait_any takes what one rank waits for: these are of several ranks")
+    operations = [each._operation for each in pending]
+    if not operations:
+        raise ValueError("wait_any of nothing would wait for ever")
+    backends[0].wait_any(operations, timeout=math.inf if timeout is None else timeout)
+    return next(place for place, each in enumerate(operations) if each.done)
+
+
+# ------------------------------------------------------------------------------
+# barrier: no rank leaves it before every rank has come.
+
+
+def barrier(backend: Backend, *, timeout: float | None = None) -> None:
+    """Block until every rank of the group has called this.
+
+    Two waves round a ring, 2p messages of no bytes. Raises `CollectiveTimeoutError` naming a rank
+    that has not come, `PeerLostError`, `DesyncError`.
+    """
+    backend.barrier(timeout=timeout)
+
+
+def async_barrier(backend: Backend, *, timeout: float | None = None) -> PendingCollective[None]:
+    """`barrier` that returns at once; `wait()` returns when every rank has called it."""
+    operation = backend.start_barrier(timeout=timeout, background=True)
+    return PendingCollective(backend, operation, lambda: None)

@@ -1,0 +1,564 @@
+"""broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from operator import index
+
+import torch
+import xxhash
+from torch import Tensor
+
+from phalanx.collectives.checks import check_slices, check_tensor
+from phalanx.collectives.layout import Exchanged, ranges_of
+from phalanx.collectives.plan import Binder
+from phalanx.collectives.request import PendingCollective, Task, given, in_place, out_for
+from phalanx.collectives.resolve import checked_algorithm, run, start
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.core.backend import Backend
+from phalanx.core.steps import ReceiveBytes, Round, SendBytes
+from phalanx.errors import SizeMismatchError
+from phalanx.wire.memory import copy_bits, plain, tensor_bytes
+
+
+def broadcast(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """The tensor of rank `root`, on every rank.
+
+    tensor      of the same shape and dtype on every rank; only the root's values matter
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
+    into        where to put the result, of the same shape and dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result (the root: until its sends are done). A binomial tree
+    sends the tensor at most ceil(log2 p) times from any of p ranks, a ring about once. Raises
+    `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
+    """
+    return run(
+        _broadcast_request(tensor, backend, root, into),
+        backend,
+        algorithm=algorithm,
+        timeout=timeout,
+    )
+
+
+def async_broadcast(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`broadcast` that returns at once; `wait()` gives the result."""
+    task = _broadcast_request(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def broadcast_(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Tensor:
+    """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
+    return run(
+        _broadcast_in_place_request(tensor, backend, root),
+        backend,
+        algorithm=algorithm,
+        timeout=timeout,
+    )
+
+
+def async_broadcast_(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
+    task = _broadcast_in_place_request(tensor, backend, root)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def _broadcast_request(
+    tensor: Tensor, backend: Backend, root: int, into: Tensor | None
+) -> Task[Tensor]:
+    check_tensor(tensor, backend, "broadcast")
+    shape = tuple(tensor.shape)
+    out, result = out_for(shape, tensor.dtype, backend, into, "broadcast", device=tensor.device)
+    source = given(tensor, out, same=out) if backend.rank == root else None
+    return Task("broadcast", shape, tensor.dtype, source, out, result, root=root)
+
+
+def _broadcast_in_place_request(tensor: Tensor, backend: Backend, root: int) -> Task[Tensor]:
+    check_tensor(tensor, backend, "broadcast_")
+    task = in_place("broadcast", tensor, root=root)
+    if backend.rank != root:
+        task.source = None
+    return task
+
+
+# ------------------------------------------------------------------------------
+# all_gather: every rank gets all ranks' tensors, joined along the first dimension.
+
+
+def all_gather(
+    tensor: Tensor,
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Every rank's `tensor`, joined along dim 0 in rank order.
+
+    tensor      of the same shape and dtype on every rank; not changed. `[n, ...]` gives
+                `[world_size * n, ...]`; a tensor of no dimensions gives `[world_size]`
+    algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
+    into        where to put the result, of that shape and the same dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result. A ring sends p-1 times the tensor's bytes from each of p
+    ranks, which is optimal. Raises `SizeMismatchError` if `into` does not fit,
+    `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    """
+    task = _all_gather_request(tensor, backend, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
+
+
+def async_all_gather(
+    tensor: Tensor,
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`all_gather` that returns at once; `wait()` gives the result."""
+    task = _all_gather_request(tensor, backend, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def _all_gather_request(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
+    check_tensor(tensor, backend, "all_gather")
+    rank = backend.rank
+    rows = tensor.shape[0] if tensor.dim() else 1
+    shape = (backend.world_size * rows, *tensor.shape[1:])
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_gather", device=tensor.device)
+    source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
+    return Task("all_gather", shape, tensor.dtype, source, out, result)
+
+
+# ------------------------------------------------------------------------------
+# gather: the root gets all ranks' tensors, joined along the first dimension.
+
+
+def gather(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor | None:
+    """Every rank's `tensor`, joined along dim 0 in rank order, on rank `root`; None on the others.
+
+    tensor      of the same shape and dtype on every rank; not changed. `[n, ...]` gives
+                `[world_size * n, ...]`; a tensor of no dimensions gives `[world_size]`
+    root        the rank that gets the result; the same on every rank
+    algorithm   `auto`, or `tree`, `star`
+    into        where the root puts the result, of that shape and the same dtype; else a new tensor.
+                The other ranks need not give it, and leave it alone
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until the root has the result; the others, until their part is done. The root receives
+    p-1 times the tensor's bytes, which is the least there is: as p-1 messages (star), or as
+    ceil(log2 p) messages from ranks that have collected those of others (binomial tree). Raises
+    `InvalidRankError` for a root that does not exist, `SizeMismatchError` if `into` does not fit,
+    `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    """
+    task = _gather_request(tensor, backend, root, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
+
+
+def async_gather(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor | None]:
+    """`gather` that returns at once; `wait()` gives the result on the root, None elsewhere."""
+    task = _gather_request(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def _gather_request(
+    tensor: Tensor, backend: Backend, root: int, into: Tensor | None
+) -> Task[Tensor | None]:
+    backend.check_rank(root, "root")
+    check_tensor(tensor, backend, "gather")
+    rows = tensor.shape[0] if tensor.dim() else 1
+    shape = (backend.world_size * rows, *tensor.shape[1:])
+    if backend.rank != root:
+        return Task("gather", shape, tensor.dtype, plain(tensor), None, lambda: None, root=root)
+    out, result = out_for(shape, tensor.dtype, backend, into, "gather", device=tensor.device)
+    source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
+    return Task("gather", shape, tensor.dtype, source, out, result, root=root)
+
+
+# ------------------------------------------------------------------------------
+# scatter: every rank gets its slice of the root's tensor.
+
+
+def scatter(
+    tensor: Tensor | None,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Slice `rank` of the tensor of rank `root`.
+
+    tensor      on the root, what is cut: its dim 0 has to be divisible by the world size, and
+                `[p * n, ...]` gives `[n, ...]`. It is not changed. The other ranks say what is to
+                come: with any tensor of the root's shape and dtype, whose values do not matter
+                (`torch.empty`, or one on the device "meta", which takes no memory); or with None,
+                and `into` of the shape of the slice
+    root        the rank whose tensor is cut; the same on every rank
+    algorithm   `auto`, or `tree`, `star`
+    into        where to put the slice, of that shape and the same dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has its slice (the root: until its sends are done). The root sends
+    (p-1)/p of the tensor's bytes, which is the least there is: as p-1 messages (star), or as
+    ceil(log2 p) messages to ranks that pass on those of others (binomial tree). Raises, before
+    anything is sent, `InvalidRankError` for a root that does not exist and `SizeMismatchError` if
+    dim 0 does not divide, `into` does not fit, or neither says what is to come;
+    `CollectiveTimeoutError`, `PeerLostError`, and `DesyncError` if ranks expect different tensors.
+    """
+    task = _scatter_request(tensor, backend, root, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
+
+
+def async_scatter(
+    tensor: Tensor | None,
+    backend: Backend,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`scatter` that returns at once; `wait()` gives the slice."""
+    task = _scatter_request(tensor, backend, root, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def _scatter_request(
+    tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
+) -> Task[Tensor]:
+    backend.check_rank(root, "root")
+    whole, dtype, device = _what_is_cut(tensor, backend, root, into)
+    shape = check_slices(whole, backend, "scatter")
+    out, result = out_for(shape, dtype, backend, into, "scatter", device=device)
+    source = None
+    if backend.rank == root:
+        assert tensor is not None
+        source = given(tensor, out)
+    return Task("scatter", whole, dtype, source, out, result, root=root)
+
+
+def _what_is_cut(
+    tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
+) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """Shape and dtype of the root's tensor, and where the slice goes, from what was given here."""
+    if tensor is not None:
+        if not isinstance(tensor, Tensor) or backend.rank == root or tensor.device.type != "meta":
+            check_tensor(tensor, backend, "scatter")
+            return tuple(tensor.shape), tensor.dtype, tensor.device
+        return tuple(tensor.shape), tensor.dtype, torch.device("cpu")
+    if backend.rank == root:
+        raise SizeMismatchError(
+            f"rank {root}: scatter: the root gives the tensor that is cut, and gave None",
+            rank=root,
+            op="scatter",
+        )
+    if into is None:
+        raise SizeMismatchError(
+            f"rank {backend.rank}: scatter cannot tell what rank {root} will send: give a tensor "
+            "of the shape and dtype of the root's (its values do not matter), or into= of the "
+            "shape of the slice",
+            rank=backend.rank,
+            peer=root,
+            op="scatter",
+        )
+    check_tensor(into, backend, "scatter")
+    rows = into.shape[0] if into.dim() else 0
+    return (backend.world_size * rows, *into.shape[1:]), into.dtype, into.device
+
+
+# ------------------------------------------------------------------------------
+# all_to_all: every rank sends every rank a slice of its own.
+
+
+def all_to_all(
+    tensor: Tensor,
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Slice `rank` of every rank's `tensor`, joined along dim 0 in rank order.
+
+    tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
+                divisible by the world size: slice i of it goes to rank i
+    algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
+    into        where to put the result, of the same shape and dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result. Every rank sends and receives (p-1)/p of the tensor's
+    bytes, which is the least there is, as p-1 messages (Thakur et al. 2005). Raises
+    `SizeMismatchError` before anything is sent if dim 0 does not divide or `into` does not fit;
+    `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    """
+    task = _all_to_all_request(tensor, backend, into)
+    return run(task, backend, algorithm=algorithm, timeout=timeout)
+
+
+def async_all_to_all(
+    tensor: Tensor,
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`all_to_all` that returns at once; `wait()` gives the result."""
+    task = _all_to_all_request(tensor, backend, into)
+    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
+
+
+def _all_to_all_request(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
+    check_tensor(tensor, backend, "all_to_all")
+    shape = tuple(tensor.shape)
+    check_slices(shape, backend, "all_to_all")
+    out, result = out_for(shape, tensor.dtype, backend, into, "all_to_all", device=tensor.device)
+    return Task("all_to_all", shape, tensor.dtype, given(tensor, out), out, result)
+
+
+# ------------------------------------------------------------------------------
+# all_to_all_uneven: every rank sends every rank as many rows as it likes.
+
+NAME = "all_to_all_uneven"
+SIZES_OUT, SIZES_IN = 2, 3  # buffers of the operation, behind WORK and SOURCE
+ENTRY = 16  # bytes: for each peer, two int64
+
+
+def all_to_all_uneven(
+    tensor: Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """The rows that all ranks have for this one, joined along dim 0 in rank order.
+
+    tensor      cut along dim 0: the first `send_sizes[0]` rows go to rank 0, the next ones to
+                rank 1, ... Of the same dtype, and the same shape but for dim 0, on every rank; not
+                changed
+    send_sizes  p numbers of rows, one for each rank, which add up to dim 0
+    recv_sizes  p numbers of rows, one for each rank, that come from it: what rank i expects of
+                rank j, `recv_sizes[j]`, is what that has for it, its `send_sizes[i]`
+    algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
+    into        where to put the result, `[sum(recv_sizes), ...]`, same dtype; else a new tensor
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result. Moves each row once; before that, every pair of ranks
+    compares its numbers, in one round of 16 bytes each way. Raises `SizeMismatchError` before
+    anything is sent if the sizes are not p numbers, or do not add up, or `into` does not fit; and
+    on every rank, naming two ranks and their numbers, before any row is moved between these, if
+    what one sends is not what the other expects. Also `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
+    """
+    return _start(
+        tensor,
+        send_sizes,
+        recv_sizes,
+        backend,
+        algorithm=algorithm,
+        into=into,
+        timeout=timeout,
+    ).wait()
+
+
+def async_all_to_all_uneven(
+    tensor: Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[Tensor]:
+    """`all_to_all_uneven` that returns at once; `wait()` gives the result."""
+    return _start(
+        tensor,
+        send_sizes,
+        recv_sizes,
+        backend,
+        algorithm=algorithm,
+        into=into,
+        timeout=timeout,
+        background=True,
+    )
+
+
+def _start(
+    tensor: Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    backend: Backend,
+    *,
+    algorithm: str,
+    into: Tensor | None,
+    timeout: float | None,
+    background: bool = False,
+) -> PendingCollective[Tensor]:
+    check_tensor(tensor, backend, NAME)
+    rank, size = backend.rank, backend.world_size
+    sends = _checked(send_sizes, "send_sizes", backend)
+    recvs = _checked(recv_sizes, "recv_sizes", backend)
+    rows = tensor.shape[0] if tensor.dim() else None
+    if sum(sends) != rows:
+        raise _refusal(
+            f"send_sizes={sends} are {sum(sends)} rows, and a tensor of shape "
+            f"{list(tensor.shape)} has {rows or 'none'}",
+            backend,
+        )
+    if sends[rank] != recvs[rank]:
+        raise _refusal(
+            f"send_sizes has {sends[rank]} rows for this rank itself, and recv_sizes {recvs[rank]}",
+            backend,
+        )
+    row = tuple(tensor.shape[1:])
+    shape = (sum(recvs), *row)
+    algorithm = checked_algorithm("all_to_all", algorithm, backend)
+    if algorithm == "auto":  # not by size: ranks do not know how much the others move
+        algorithm = "direct"
+    work, result = out_for(shape, tensor.dtype, backend, into, NAME, device=tensor.device)
+    source = given(tensor, work)
+    outgoing_ranges, incoming_ranges = ranges_of(sends), ranges_of(recvs)
+    copy_bits(work[slice(*incoming_ranges[rank])], source[slice(*outgoing_ranges[rank])])
+
+    binder = Binder(
+        rank, Exchanged(rank, outgoing_ranges, incoming_ranges), prod(row) * tensor.itemsize
+    )
+    moves = binder.bind(COLLECTIVES["all_to_all"][algorithm].schedule(rank, size))
+    # From the left in each pair: what goes there, and what is expected from there.
+    mine = torch.tensor([sends, recvs], dtype=torch.int64).t().contiguous()
+    theirs = torch.empty_like(mine)
+
+    def program() -> Iterator[Round]:
+        if size > 1:
+            yield _exchange_of_sizes(rank, size)
+        told = theirs.tolist()
+        for peer in range(size):
+            if peer != rank and told[peer] != [recvs[peer], sends[peer]]:
+                raise _mismatch(backend, peer, sends[peer], recvs[peer], *told[peer])
+        for step in moves:
+            assert isinstance(step, Round)  # there is nothing to fold
+            yield step
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    signature = f"{dtype} rows of shape {list(row)}, {algorithm}"
+    operation = backend.start(
+        NAME,
+        program(),
+        (tensor_bytes(work), tensor_bytes(source), tensor_bytes(mine), tensor_bytes(theirs)),
+        signature=signature,
+        fingerprint=xxhash.xxh3_64_intdigest(f"{NAME} {signature}".encode()),
+        timeout=timeout,
+        background=background,
+    )
+    return PendingCollective(backend, operation, result)
+
+
+def _exchange_of_sizes(rank: int, size: int) -> Round:
+    """Each rank tells each other one how much it sends there, and what it expects from there."""
+    right = [(rank + k) % size for k in range(1, size)]
+    left = [(rank - k) % size for k in range(1, size)]
+    return Round(
+        tuple(SendBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_OUT) for p in right),
+        tuple(ReceiveBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_IN) for p in left),
+    )
+
+
+def _mismatch(
+    backend: Backend, peer: int, sent: int, expected: int, told_sent: int, told_expected: int
+) -> SizeMismatchError:
+    """The error for two ranks whose numbers differ, in one direction or both."""
+    rank, sequence = backend.rank, backend.group.finished  # of which this is the next
+    problems = []
+    if sent != told_expected:
+        problems.append(
+            f"rank {rank} sends {sent} rows to rank {peer}, which expects {told_expected}"
+        )
+    if expected != told_sent:
+        problems.append(
+            f"rank {peer} sends {told_sent} rows to rank {rank}, which expects {expected}"
+        )
+    return SizeMismatchError(
+        f"rank {rank}: {NAME} #{sequence}: {'; '.join(problems)}; send_sizes[{peer}] here has to "
+        f"be recv_sizes[{rank}] there, and the other way round",
+        rank=rank,
+        peer=peer,
+        op=NAME,
+        sequence=sequence,
+    )
+
+
+def _checked(sizes: Sequence[int], what: str, backend: Backend) -> list[int]:
+    """The sizes as a list of ints. Raises unless they are p numbers of rows."""
+    try:
+        numbers = [index(size) for size in sizes]
+    except TypeError:
+        raise TypeError(
+            f"rank {backend.rank}: {NAME}: {what} is a list of whole numbers, not {sizes!r}"
+        ) from None
+    if len(numbers) != backend.world_size or any(number < 0 for number in numbers):
+        raise _refusal(
+            f"{what}={numbers}: there has to be one number of rows, 0 or more, for each of the "
+            f"{backend.world_size} ranks",
+            backend,
+        )
+    return numbers
+
+
+def _refusal(problem: str, backend: Backend) -> SizeMismatchError:
+    return SizeMismatchError(f"rank {backend.rank}: {NAME}: {problem}", rank=backend.rank, op=NAME)

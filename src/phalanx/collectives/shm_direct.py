@@ -1,0 +1,451 @@
+"""How a collective is done in shared memory: show what is given, meet, read what is taken.
+
+Three ways, which all members choose alike, from sizes and from what all have shown:
+
+    small      what is given is copied to a slot, everyone reads all slots        1 meeting
+    direct     what is given lies in shared memory: it is read where it is        2, and 1 a piece
+                                                                                   to pass on
+    pieces     it is staged, piece by piece, while the piece before is read       1 a piece
+
+An all-reduce in pieces, as one rank does it. Stage and results have two halves, used in turn, so
+what is written now was read before the last meeting (`backends/shm/window.py`):
+
+    stage 0   meet   fold 0, show it; stage 1   meet   take result 0; fold 1, show it; stage 2  ...
+
+    | given 0: piece for member 0, 1, ... | given 1 ... | result 0 | result 1 |      the stage
+
+Every rank folds its own slice, of all contributions, in rank order, and writes in no memory but its
+own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Iterator, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.collectives.layout import chunk_ranges
+from phalanx.collectives.plan import Plan
+from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
+from phalanx.collectives.request import Task
+from phalanx.transport.shm.control import SLOT, STAGE, Meet, Pane, Shown, Window
+from phalanx.transport.shm.segments import tensor_at
+
+# ------------------------------------------------------------------------------
+# Folding: contributions, in rank order, become one.
+
+BLOCK = 256 << 10  # bytes folded at a time in a wider dtype, or beside the result
+LARGEST = 1 << 20  # bytes folded at a time in the result itself
+
+
+class Folding:
+    """A plan's reduction of `size` contributions, rounded once and divided for a mean.
+
+    The order is that of the ranks, so that the bits are the same on every rank and backend as with
+    `direct`. Short floating-point dtypes are folded in a wider one.
+    """
+
+    def __init__(self, plan: Plan, size: int) -> None:
+        dtype = plan.key.dtype
+        reduction = reduction_for(plan.key.op, dtype)
+        self._combine = reduction.combine
+        self._wider = WIDER.get(dtype) if reduction.adds_up else None
+        self._divisor = size if plan.key.op is ReduceOp.MEAN else 0
+        self._block = BLOCK // dtype.itemsize
+        self._scratch: Tensor | None = None
+
+    def fold(self, parts: list[Tensor], out: Tensor) -> None:
+        """Fold `parts`, at least two, into `out`, which may be the memory of one of them."""
+        if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
+            self._combine(parts[0], parts[1], out)
+            for part in parts[2:]:
+                self._combine(out, part, out)
+            if self._divisor:
+                divide_(out, self._divisor)
+            return
+        for start in range(0, out.numel(), self._block):
+            block = slice(start, start + self._block)
+            total = self._folded([part[block] for part in parts])
+            out[block].copy_(total)
+
+    def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
+        """Whether `out` can hold what is folded: it stays in the cache, and none is read there."""
+        if out.nbytes > LARGEST:
+            return False
+        address = out.data_ptr()
+        return all(part.data_ptr() != address for part in parts[2:])
+
+    def _folded(self, parts: list[Tensor]) -> Tensor:
+        if self._wider is not None:
+            parts = [part.to(self._wider) for part in parts]
+        total = self._room(parts[0])
+        self._combine(parts[0], parts[1], total)
+        for part in parts[2:]:
+            self._combine(total, part, total)
+        if self._divisor:
+            divide_(total, self._divisor)
+        return total
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Memory beside the contributions: `out` may be that of one which is still to be read."""
+        if self._scratch is None:
+            self._scratch = torch.empty(self._block, dtype=like.dtype)
+        return self._scratch[: like.numel()]
+
+
+# ------------------------------------------------------------------------------
+# The forms of the collectives, as shared memory sees them.
+#
+# Every member gives a tensor, or one of them, the root, does. Where it is *sliced*, slice j is for
+# member j; else it is for all. What is taken is *folded* to one, or *joined*, or it is the root's.
+# In some, each folds a slice, and it is then *passed on* to all, or to the root.
+#
+#     collective       given by   sliced   taken by    then
+#     all_reduce       all        yes      all: fold   passed on to all
+#     reduce           all        yes      all: fold   passed on to the root
+#     reduce_scatter   all        yes      all: fold
+#     all_gather       all        no       all: join
+#     gather           all        no       root: join
+#     broadcast        root       no       all
+#     scatter          root       yes      all
+#     all_to_all       all        yes      all: join
+
+
+class Who(enum.Enum):
+    """Which members."""
+
+    ALL = "all"
+    ROOT = "root"
+
+    def includes(self, place: int, root: int) -> bool:
+        """Whether it means this one."""
+        return self is Who.ALL or place == root
+
+
+class Form(NamedTuple):
+    """One row of the table."""
+
+    givers: Who
+    takers: Who
+    sliced: bool
+    folded: bool = False
+    joined: bool = False
+    passed_on: Who | None = None
+
+
+# fmt: off
+FORMS: Mapping[str, Form] = MappingProxyType({
+    #                      givers    takers    sliced
+    "all_reduce":     Form(Who.ALL,  Who.ALL,  True,  folded=True, passed_on=Who.ALL),
+    "reduce":         Form(Who.ALL,  Who.ALL,  True,  folded=True, passed_on=Who.ROOT),
+    "reduce_scatter": Form(Who.ALL,  Who.ALL,  True,  folded=True),
+    "all_gather":     Form(Who.ALL,  Who.ALL,  False, joined=True),
+    "gather":         Form(Who.ALL,  Who.ROOT, False, joined=True),
+    "broadcast":      Form(Who.ROOT, Who.ALL,  False),
+    "scatter":        Form(Who.ROOT, Who.ALL,  True),
+    "all_to_all":     Form(Who.ALL,  Who.ALL,  True,  joined=True),
+})
+# fmt: on
+
+
+# ------------------------------------------------------------------------------
+
+FLAT: Mapping[str, str] = MappingProxyType(
+    {name: "star" if name in ("gather", "scatter") else "direct" for name in FORMS}
+)
+"""The algorithm that this is, by the name that it has where messages are sent."""
+
+SMALL = 64 << 10  # bytes that a member gives at most in a small collective
+PIECE = STAGE // 4  # bytes staged at a time
+STEP = 1 << 20  # bytes of a slice folded at a time where nothing is staged
+LINE = 64
+KEPT = 256  # views of memory that are remembered
+
+copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a third as much to call
+
+
+class Flat:
+    """One collective of one window, for tensors of one shape and dtype."""
+
+    def __init__(self, plan: Plan, window: Window) -> None:
+        key = plan.key
+        self.window = window
+        self.size, self.me = window.size, window.place
+        self.root = key.root
+        self.form = FORMS[key.collective]
+        self.dtype = key.dtype
+        self._folding = Folding(plan, self.size) if self.form.folded else None
+        elements = prod(key.shape)
+        # Where each slice begins and ends in what is sliced or joined, in bytes.
+        self._slices = [
+            (first * key.dtype.itemsize, last * key.dtype.itemsize)
+            for first, last in chunk_ranges(elements, self.size)
+        ]
+        whole = self._slices[-1][1]
+        self._given = whole if self.form.sliced or not self.form.joined else self._slices[0][1]
+        longest = max(stop - start for start, stop in self._slices)  # not always the first
+        self._longest = longest if self.form.sliced else self._given
+        self._givers = [g for g in range(self.size) if self.form.givers.includes(g, self.root)]
+        self._gives = self.me in self._givers
+        self._takes = self.form.takers.includes(self.me, self.root)
+        self._gets_on = self.form.passed_on is not None and self.form.passed_on.includes(
+            self.me, self.root
+        )
+        self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
+        room = PIECE // self.size if self.form.sliced else PIECE
+        self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self._turn_views: dict[int, list[Tensor]] = {}
+
+    def steps(self, task: Task[Any]) -> Iterator[Meet]:
+        """This rank's part. The tensors of the task stay alive with it."""
+        source = task.source.data_ptr() if task.source is not None else 0
+        out = task.out.data_ptr() if task.out is not None else 0
+        if self.is_small:
+            self._settle(task, source)
+            if self.form.passed_on is not None:
+                return self._small_reduce(task, source)
+            return self._small(task, source, out)
+        return self._large(task, source, out)
+
+    def _settle(self, task: Task[Any], source: int) -> None:
+        """Put what is elsewhere in its place: not only this rank's fold goes by it."""
+        start = source + self._slices[self.me][0]
+        for element, values in task.elsewhere:
+            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
+        task.elsewhere = ()
+
+    # Small ----------------------------------------------------------------------------------
+
+    def _small_reduce(self, task: Task[Any], source: int) -> Iterator[Meet]:
+        """Everyone who gets the result folds all of it."""
+        window = self.window
+        turn = 1 - window.turn
+        copy(window.mine.slot_address(turn), source, self._given)
+        yield window.epoch(first=True)
+        if self._gets_on:
+            views = self._turn_views.get(turn)
+            if views is None:
+                views = [self._slot_view(place, turn) for place in range(self.size)]
+                self._turn_views[turn] = views
+            assert self._folding is not None
+            assert task.out is not None
+            self._folding.fold(views, task.out if task.out.dim() == 1 else task.out.view(-1))
+
+    def _slot_view(self, place: int, turn: int) -> Tensor:
+        count = self._given // self.dtype.itemsize
+        return self.window.pane(place).slot(turn, count, self.dtype)
+
+    def _small(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
+        window = self.window
+        turn = 1 - window.turn
+        if self._gives:
+            copy(window.mine.slot_address(turn), source, self._given)
+        yield window.epoch(first=True)
+        slots = [window.pane(place).slot_address(turn) for place in range(self.size)]
+        self._take_whole(slots, out)
+
+    # Where it is ----------------------------------------------------------------------------
+
+    def _large(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
+        window = self.window
+        where = self._where(source, out)
+        if where is None:
+            self._settle(task, source)
+            self._stage(source, 0)
+        yield window.epoch(first=True, shown=where)
+        turn = window.turn
+        shown = [window.pane(giver).shown(turn) for giver in self._givers]
+        if all(shown):
+            yield from self._direct(task, source, out, turn)
+            return
+        self._settle(task, source)
+        if any(shown):  # some have not staged anything yet
+            if where is not None:
+                self._stage(source, 0)
+            yield window.epoch()
+        yield from self._pieces(source, out)
+
+    def _where(self, source: int, out: int) -> Shown | None:
+        """Where what this rank shows lies, if all of it is shared memory."""
+        if not self._gives or self.form.passed_on is Who.ROOT:
+            return None
+        find = self.window.find
+        given = find(source, self._given)
+        result = given
+        if source != out and self.form.passed_on is not None:
+            result = find(out, self._given)
+        return Shown(given, result) if given is not None and result is not None else None
+
+    def _direct(self, task: Task[Any], source: int, out: int, turn: int) -> Iterator[Meet]:
+        window = self.window
+        panes = [window.pane(place) for place in range(self.size)]
+        given = [
+            pane.given_address(turn) if place in self._givers else 0
+            for place, pane in enumerate(panes)
+        ]
+        given[self.me] = source
+        if self._gets_on:
+            yield from self._direct_pieces(given, panes, out, turn)
+        else:
+            self._take_whole(given, out, task)
+        yield window.epoch(last=True)  # or what others still read would be written
+
+    def _direct_pieces(
+        self, given: list[int], panes: list[Pane], out: int, turn: int
+    ) -> Iterator[Meet]:
+        """Fold a piece of this rank's slice, and take what the others have folded of theirs.
+
+        In pieces, so that these are taken while they are still in a cache. A piece that this rank
+        writes has been read by the one that has folded it, before they met.
+        """
+        start, stop = self._slices[self.me]
+        results = [pane.result_address(turn) for pane in panes]
+        for first in range(0, self._longest, STEP):
+            length = min(STEP, stop - start - first)
+            if length > 0:
+                at = [address + start + first for address in given]
+                self._fold(at, out + start + first, length)
+            yield self.window.epoch()
+            for place, (begin, end) in enumerate(self._slices):
+                length = min(STEP, end - begin - first)
+                if place != self.me and length > 0:
+                    copy(out + begin + first, results[place] + begin + first, length)
+
+    def _take_whole(self, given: list[int], out: int, task: Task[Any] | None = None) -> None:
+        """Take what all have given, which lies at these addresses."""
+        if not self._takes:
+            return
+        start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
+        if self._folding is not None:
+            self._fold_whole([address + start for address in given], out, stop - start, task)
+            return
+        for giver in self._givers:
+            into = out + self._slices[giver][0] if self.form.joined else out
+            if into != given[giver] + start:
+                copy(into, given[giver] + start, stop - start)
+
+    def _fold_whole(self, at: list[int], out: int, length: int, task: Task[Any] | None) -> None:
+        """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
+        for first, last, own in self._stretches(at[self.me], length, task):
+            for begin in range(first, last, STEP):
+                here = [address + begin for address in at]
+                here[self.me] = own + begin - first
+                self._fold(here, out + begin, min(STEP, last - begin))
+
+    def _stretches(
+        self, own: int, length: int, task: Task[Any] | None
+    ) -> Iterator[tuple[int, int, int]]:
+        """Where this rank's slice lies: (first byte of the slice, last one, address)."""
+        done = 0
+        for element, values in task.elsewhere if task is not None else ():
+            start = element * self.dtype.itemsize
+            if done < start:
+                yield done, start, own + done
+            done = start + values.nbytes
+            yield start, done, values.data_ptr()
+        if done < length:
+            yield done, length, own + done
+
+    # Piece by piece -------------------------------------------------------------------------
+
+    def _pieces(self, source: int, out: int) -> Iterator[Meet]:
+        """The first piece is staged, and all have met."""
+        window, piece = self.window, self._piece
+        count = -(-self._longest // piece)
+        for number in range(count):
+            phase = window.phase
+            if number and self._gets_on:
+                self._take_results(out, number - 1, 1 - phase)
+            self._take_piece(source, out, number, phase)
+            window.phase = 1 - phase
+            if number + 1 < count:
+                self._stage(source, number + 1)
+            elif self.form.passed_on is None:
+                return
+            yield window.epoch()
+        if self._gets_on:
+            self._take_results(out, count - 1, 1 - window.phase)
+
+    def _stage(self, source: int, number: int) -> None:
+        """Show a piece of what this rank gives."""
+        window, piece = self.window, self._piece
+        window.make_stage()
+        if not self._gives:
+            return
+        stage = window.mine.stage_address + window.phase * PIECE
+        first = number * piece
+        if not self.form.sliced:
+            copy(stage, source + first, min(piece, self._given - first))
+            return
+        for place, (start, stop) in enumerate(self._slices):
+            if place != self.me and start + first < stop:
+                copy(
+                    stage + place * piece, source + start + first, min(piece, stop - start - first)
+                )
+
+    def _take_piece(self, source: int, out: int, number: int, phase: int) -> None:
+        if not self._takes:
+            return
+        piece, me = self._piece, self.me
+        first = number * piece
+        start, stop = self._slices[me] if self.form.sliced else (0, self._given)
+        length = min(piece, stop - start - first)
+        if length <= 0:
+            return
+        inside = phase * PIECE + (me * piece if self.form.sliced else 0)
+        at = [
+            (source + start + first if g == me else self.window.pane(g).stage_address + inside)
+            for g in self._givers
+        ]
+        if self._folding is None:
+            for giver, address in zip(self._givers, at, strict=True):
+                into = out + first + (self._slices[giver][0] if self.form.joined else 0)
+                if into != address:
+                    copy(into, address, length)
+        elif self.form.passed_on is None:
+            self._fold(at, out + first, length)
+        else:
+            self._fold(at, self.window.mine.stage_address + _results(phase), length)
+            if self._gets_on:
+                into = out + start + first
+                copy(into, self.window.mine.stage_address + _results(phase), length)
+
+    def _take_results(self, out: int, number: int, phase: int) -> None:
+        """What the others have folded of a piece."""
+        first = number * self._piece
+        for place, (start, stop) in enumerate(self._slices):
+            length = min(self._piece, stop - start - first)
+            if place != self.me and length > 0:
+                address = self.window.pane(place).stage_address + _results(phase)
+                copy(out + start + first, address, length)
+
+    # ----------------------------------------------------------------------------------------
+
+    def _fold(self, addresses: list[int], out: int, length: int) -> None:
+        if length:
+            assert self._folding is not None
+            views = [self._view(address, length) for address in addresses]
+            self._folding.fold(views, self._view(out, length))
+
+    def _view(self, address: int, length: int) -> Tensor:
+        """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""
+        view = self._views.get((address, length))
+        if view is None:
+            if len(self._views) >= KEPT:
+                self._views.clear()
+            count = length // self.dtype.itemsize
+            view = tensor_at(address, count, self.dtype, keeping=None)
+            self._views[address, length] = view
+        return view
+
+
+def _results(phase: int) -> int:
+    """Where in the stage results are: two halves for what is given, and then two for these."""
+    return (2 + phase) * PIECE

@@ -1,0 +1,110 @@
+"""Why a group is broken, in a form that can be told to others."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx import errors
+from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError, MisuseError
+from phalanx.wire.control import FailureNotice, shortened
+
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
+    from phalanx.core.work import Operation
+
+
+class Failure(NamedTuple):
+    """The first thing that went wrong in a group. Ranks are those of the whole job."""
+
+    error: type[errors.DistributedError]
+    culprit: int
+    reporter: int
+    reason: str
+    signature: str = ""  # what the reporter was doing
+    sequence: int = -1
+    met: str = ""  # what the culprit was doing instead
+
+    def notice(self) -> FailureNotice:
+        """As it goes to the other members."""
+        return FailureNotice(
+            self.error.__name__,
+            self.culprit,
+            self.reporter,
+            shortened(self.reason),
+            shortened(self.signature),
+            self.sequence,
+            shortened(self.met),
+        )
+
+    @classmethod
+    def from_notice(cls, notice: FailureNotice) -> Failure:
+        """As it came from another member."""
+        kind = getattr(errors, notice.error, errors.DistributedError)
+        if not (isinstance(kind, type) and issubclass(kind, errors.DistributedError)):
+            kind = errors.DistributedError
+        return cls(
+            kind,
+            notice.culprit,
+            notice.reporter,
+            notice.reason,
+            notice.signature,
+            notice.sequence,
+            notice.met,
+        )
+
+
+# ------------------------------------------------------------------------------
+# The words of errors: what a failure is called, as it looks from one operation of one rank.
+
+
+def closed_error(operation: Operation) -> MisuseError:
+    """The error of an operation on a backend that is closed."""
+    rank = operation.group.rank
+    return MisuseError(
+        f"rank {rank}: {operation.describe()} on a backend that is closed",
+        rank=rank,
+        op=operation.name,
+        sequence=operation.sequence,
+    )
+
+
+def error_for(failure: Failure, operation: Operation, *, later: bool = False) -> DistributedError:
+    """The error of an operation that fails with its group; `later`: that had failed before."""
+    group = operation.group
+    broken = "the group is broken: " if later else ""
+    mine = operation.describe()
+    if failure.error is DesyncError and failure.signature:
+        culprit, own, reason = _disagreement(failure, group)
+        text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
+    else:
+        culprit, reason = failure.culprit, failure.reason
+        if failure.reporter not in (group.engine.rank, culprit):
+            reason = f"{reason} (as rank {failure.reporter} of the job found)"
+        text = f"{mine}: {broken}{reason}"
+    return failure.error(
+        f"rank {group.rank}: {text}",
+        rank=group.rank,
+        peer=group.to_local.get(culprit),
+        op=operation.name,
+        sequence=operation.sequence,
+        seconds=monotonic() - operation.started
+        if failure.error is CollectiveTimeoutError
+        else None,
+    )
+
+
+def _disagreement(failure: Failure, group: Group) -> tuple[int, str, str]:
+    """For a `DesyncError` on this rank: the other one, what this one did, and the sentence."""
+    here = group.engine.rank
+    if failure.culprit == here:
+        other, theirs = failure.reporter, failure.signature
+        own = failure.met or group.agreement.words_for(failure)
+        name = group.name_of_whole(other)
+        return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
+    other, own = failure.culprit, failure.signature
+    name = group.name_of_whole(other)
+    reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
+    if failure.reporter == here:
+        return other, own, reason
+    return other, "", f"on rank {group.name_of_whole(failure.reporter)} {reason}"

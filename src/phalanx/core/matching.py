@@ -1,0 +1,463 @@
+"""Where messages and receives meet, whichever comes first.
+
+A message is known by who sent it and on which channel; those of one sender and one channel stay
+in order. A message that nobody has asked for yet is kept ("early"), up to a limit for each peer, so
+that ranks may send before the others receive. Receives of one channel are served in the order in
+which they were posted; one from any sender takes the message that came first.
+
+              message begins                      receive is posted
+                    |                                    |
+        receive posted? -yes-> into its memory    early message? -yes-> copied from it
+                    |                                    |
+                    no -> kept as early message          no -> waits
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from phalanx.core.steps import ANY, PostedReceive
+from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
+from phalanx.wire.frame import MAX_PAYLOAD, Channel
+
+EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
+BLOCKS_KEPT = 64  # that are not in use; 16 MiB
+
+
+def is_full(kept: int) -> bool:
+    """Whether a rank that keeps so many bytes of a peer may not take the next frame."""
+    return kept > EARLY_LIMIT - MAX_PAYLOAD
+
+
+class Mailbox:
+    """The messages that came to one rank, and the receives that wait for messages."""
+
+    def __init__(self, is_stale: Callable[[Channel, int], bool]) -> None:
+        self._is_stale = is_stale  # whether a message of this peer comes too late to be asked for
+        self._over: set[int] = set()  # groups whose messages nobody will ask for
+        self.waste = memoryview(bytearray(BLOCK))
+        self._blocks: list[memoryview] = []
+        self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
+        self._early: defaultdict[tuple[Channel, int], deque[Arrival]] = defaultdict(deque)
+        self._from_any = 0  # how many of the posted receives take any sender's message
+        self._arriving: dict[PostedReceive, Arrival] = {}
+        self._order = itertools.count(1)
+        self.traced = False  # whether to note when the first byte of a round comes
+        self.early_bytes: defaultdict[int, int] = defaultdict(int)  # that are kept of each peer
+
+    def expect(self, channel: Channel, posted: PostedReceive) -> None:
+        """A receive was posted. Raises if the message that is already here does not fit it."""
+        if not posted.order:
+            posted.order = next(self._order)
+        if posted.from_any:
+            posted.peer = self._first_sender(channel)
+        key = (channel, posted.peer)
+        early = self._early.get(key)
+        if not early:
+            self._put_in_line(key, posted)
+            return
+        arrival = early.popleft()
+        if not early:
+            del self._early[key]
+        problem = _misfit(arrival, posted)
+        if problem is None:
+            arrival.hand_over(posted)
+            if arrival.filled == arrival.total:
+                posted.complete()
+            else:
+                self._arriving[posted] = arrival
+            return
+        arrival.forget()
+        if isinstance(problem, SizeMismatchError):
+            raise problem
+        _dispute(posted, arrival.peer)
+
+    def _first_sender(self, channel: Channel) -> int:
+        """Of the early messages on a channel, whose came first."""
+        heads = [(early[0].order, peer) for (c, peer), early in self._early.items() if c == channel]
+        return min(heads)[1] if heads else ANY
+
+    def _put_in_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        """A receive waits, behind those that were posted before."""
+        line = self._posted[key]
+        place = len(line)
+        while place and line[place - 1].order > posted.order:
+            place -= 1
+        line.insert(place, posted)
+        self._from_any += posted.from_any
+
+    def _leave_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        line = self._posted.get(key)
+        if line and posted in line:
+            line.remove(posted)
+            self._from_any -= posted.from_any
+            if not line:
+                del self._posted[key]
+
+    def _take_from_line(self, channel: Channel, peer: int) -> PostedReceive | None:
+        """The receive whose turn it is for a message of this peer."""
+        key = (channel, peer)
+        line = self._posted.get(key)
+        if self._from_any:
+            others = self._posted.get((channel, ANY))
+            if others and (not line or others[0].order < line[0].order):
+                key, line = (channel, ANY), others
+        if not line:
+            return None
+        posted = line.popleft()
+        if not line:
+            del self._posted[key]
+        self._from_any -= posted.from_any
+        posted.peer = peer
+        return posted
+
+    def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival:
+        """A message begins to arrive: where it goes."""
+        arrival = Arrival(self, channel, peer, total, fingerprint)
+        posted = self._take_from_line(channel, peer)
+        if posted is not None:
+            if self.traced:
+                posted.ticket.first_heard()
+            problem = _misfit(arrival, posted)
+            if problem is None:
+                arrival.posted = posted
+                self._arriving[posted] = arrival
+            elif isinstance(problem, SizeMismatchError):
+                operation = posted.ticket.operation
+                operation.group.operation_failed(operation, problem)
+            else:
+                _dispute(posted, peer)
+        elif channel.group not in self._over and not self._is_stale(channel, peer):
+            arrival.kept = True
+            arrival.order = next(self._order)
+            self._early[channel, peer].append(arrival)
+        if total == 0:
+            self.arrived(arrival)
+        return arrival
+
+    def arrived(self, arrival: Arrival) -> None:
+        """The last byte of a message is here."""
+        if arrival.posted is not None:
+            self._arriving.pop(arrival.posted, None)
+            arrival.whole()
+
+    def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
+        """A whole message is here, in memory that may be read now but not later."""
+        arrival = self.arriving(channel, peer, len(message), fingerprint)
+        posted = arrival.posted
+        if not len(message):
+            return
+        if arrival.kept:
+            arrival.keep_whole(message)
+        elif posted is not None and posted.combine:
+            combine_into(posted, posted.start, message)
+            arrival.filled = arrival.total
+            self.arrived(arrival)
+        elif posted is not None:
+            posted.view[:] = message
+            arrival.filled = arrival.total
+            self.arrived(arrival)
+
+    def has_room(self, arrival: Arrival | None, peer: int, count: int) -> bool:
+        """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
+        if arrival is not None and not arrival.kept:
+            return True
+        return self.early_bytes[peer] + count <= EARLY_LIMIT
+
+    def is_wanted(self, channel: Channel, peer: int) -> bool:
+        """Whether a receive waits for a message on this channel, or it would be dropped."""
+        return (
+            (channel, peer) in self._posted
+            or (channel, ANY) in self._posted
+            or channel.group in self._over
+        )
+
+    def unasked(self, channel: Channel) -> int | None:
+        """Who has sent a message on this channel that nobody has asked for, if anyone."""
+        if not self._early:
+            return None
+        return next((peer for known, peer in self._early if known == channel), None)
+
+    def borrow_block(self) -> memoryview:
+        """A block to collect bytes in before they are combined."""
+        return self._blocks.pop() if self._blocks else memoryview(bytearray(BLOCK))
+
+    def borrow_chunk(self, left: int) -> memoryview:
+        """Memory for a message that nobody has asked for, of which `left` bytes are to come."""
+        return self.borrow_block() if left >= BLOCK else memoryview(bytearray(left))
+
+    def return_block(self, block: memoryview) -> None:
+        """The block, or chunk, is free again: new memory costs more than to fill it."""
+        if len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
+            self._blocks.append(block)
+
+    def withdraw(self, posted: PostedReceive) -> None:
+        """A receive was given up. The rest of its message, if any, does not touch its memory."""
+        operation = posted.ticket.operation
+        channel = operation.channel
+        arrival = self._arriving.pop(posted, None)
+        if arrival is None:
+            self._leave_line((channel, posted.peer), posted)
+        elif operation.is_collective:
+            arrival.forget()
+        else:
+            arrival.take_back()
+            self._early[channel, posted.peer].appendleft(arrival)
+            self._serve_again(channel, posted.peer)
+
+    def _serve_again(self, channel: Channel, peer: int) -> None:
+        """A message is to be had again: for other threads' receives, in their order."""
+        waiting = [
+            p for key in ((channel, peer), (channel, ANY)) for p in self._posted.get(key, ())
+        ]
+        for posted in sorted(waiting, key=lambda posted: posted.order):
+            self._leave_line((channel, posted.peer), posted)
+            self._expect_again(channel, posted)
+
+    def _expect_again(self, channel: Channel, posted: PostedReceive) -> None:
+        """A receive lost its message; one that does not fit it is its error, nobody else's."""
+        operation = posted.ticket.operation
+        try:
+            self.expect(channel, posted)
+        except DistributedError as error:
+            operation.group.operation_failed(operation, error)
+
+    def cancelled(self, arrival: Arrival) -> None:
+        """The sender gave up in the middle of this message: its receive waits for the next one."""
+        key = (arrival.channel, arrival.peer)
+        posted = arrival.posted
+        if posted is not None:
+            del self._arriving[posted]
+        elif arrival in self._early.get(key, ()):
+            self._early[key].remove(arrival)
+            if not self._early[key]:
+                del self._early[key]
+        arrival.forget()
+        if posted is not None:
+            self._expect_again(arrival.channel, posted)
+
+    def is_over(self, group: int) -> bool:
+        """Whether a group is broken or closed."""
+        return group in self._over
+
+    def forget_group(self, group: int) -> None:
+        """A group is broken or closed: drop what was kept for it, and what is still to come."""
+        self._over.add(group)
+        for key in [key for key in self._early if key[0].group == group]:
+            for arrival in self._early.pop(key):
+                arrival.forget()
+
+
+def _dispute(posted: PostedReceive, peer: int) -> None:
+    """What came is another operation's. The receive stays open until the two have talked."""
+    operation = posted.ticket.operation
+    operation.group.agreement.met_another(operation, peer)
+
+
+def _misfit(arrival: Arrival, posted: PostedReceive) -> DistributedError | None:
+    """Why this message is not what this receive expects, or None."""
+    operation = posted.ticket.operation
+    group = operation.group
+    expected = posted.stop - posted.start
+    if arrival.fingerprint == operation.fingerprint and arrival.total == expected:
+        return None
+    peer = group.to_local[arrival.peer]
+    known = {
+        "rank": group.rank,
+        "peer": peer,
+        "op": operation.name,
+        "sequence": operation.sequence,
+    }
+    if arrival.fingerprint != operation.fingerprint:
+        return DesyncError(
+            f"rank {group.rank}: {operation.describe()} met another operation, or other "
+            f"arguments, from rank {group.name_of(peer)}",
+            **known,  # type: ignore[arg-type]
+        )
+    return SizeMismatchError(
+        f"rank {group.rank}: {operation.describe()} expected {expected} bytes from rank "
+        f"{group.name_of(peer)}, which sent {arrival.total} bytes",
+        **known,  # type: ignore[arg-type]
+    )
+
+
+# ------------------------------------------------------------------------------
+# A message on its way in: where its bytes go, as they come.
+
+BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
+
+
+class Arrival:
+    """A message that is arriving, and where its bytes go.
+
+    wanted, not combined    straight into the receiver's memory
+    wanted, combined        into a block; when that is full, it is reduced into the memory
+    not wanted yet          into chunks, taken as the bytes come
+    not wanted any more     nowhere
+    """
+
+    __slots__ = (
+        "_block",
+        "_chunk_left",
+        "_chunks",
+        "_staged",
+        "channel",
+        "filled",
+        "fingerprint",
+        "kept",
+        "mailbox",
+        "order",
+        "peer",
+        "posted",
+        "total",
+    )
+
+    def __init__(
+        self, mailbox: Mailbox, channel: Channel, peer: int, total: int, fingerprint: int
+    ) -> None:
+        self.mailbox = mailbox
+        self.channel = channel
+        self.peer = peer
+        self.total = total
+        self.fingerprint = fingerprint
+        self.filled = 0
+        self.posted: PostedReceive | None = None
+        self.kept = False  # nobody has asked for it yet
+        self.order = 0  # among the messages that are kept
+        self._chunks: list[memoryview] = []
+        self._chunk_left = 0  # free bytes at the end of the last chunk
+        self._block: memoryview | None = None  # where bytes wait to be combined,
+        self._staged = 0  # and how many do
+
+    # As a sink of the frame decoder -------------------------------------------------------
+
+    def space(self) -> memoryview:
+        """Room for the bytes that come next."""
+        posted = self.posted
+        left = self.total - self.filled
+        if self.kept:
+            if not self._chunk_left:
+                self._add_chunk(self.mailbox.borrow_chunk(left))
+                self._chunk_left = len(self._chunks[-1])
+            return self._chunks[-1][-self._chunk_left :]
+        if posted is None:
+            return self.mailbox.waste[:left]
+        if posted.combine:
+            if self._block is None:
+                self._block = self.mailbox.borrow_block()
+            return self._block[self._staged : self._staged + left]
+        return posted.view[self.filled :]
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes are in `space()`."""
+        self.filled += count
+        posted = self.posted
+        if self.kept:
+            self._chunk_left -= count
+        elif posted is not None and posted.combine:
+            assert self._block is not None
+            self._staged += count
+            if self._staged == BLOCK or self.filled == self.total:
+                start = posted.start + self.filled - self._staged
+                combine_into(posted, start, self._block[: self._staged])
+                self._staged = 0
+        if self.filled == self.total:
+            self.mailbox.arrived(self)
+
+    def take(self, piece: memoryview) -> None:
+        """More bytes are here, in memory that may be read now but not later."""
+        posted = self.posted
+        if posted is not None and posted.combine and not self._staged:
+            self.filled += len(piece)
+            combine_into(posted, posted.start + self.filled - len(piece), piece)
+            if self.filled == self.total:
+                self.mailbox.arrived(self)
+            return
+        while piece:
+            space = self.space()[: len(piece)]
+            space[:] = piece[: len(space)]
+            piece = piece[len(space) :]
+            self.advance(len(space))
+
+    # For the mailbox ----------------------------------------------------------------------
+
+    def keep_whole(self, message: memoryview) -> None:
+        """Copy a message that is here, but for which nobody has asked."""
+        self._add_chunk(memoryview(bytearray(message)))
+        self.filled = self.total
+
+    def hand_over(self, posted: PostedReceive) -> None:
+        """A receive was posted for a message that is here, or partly here, already."""
+        self.posted = posted
+        self.kept = False
+        if posted.combine and self._chunk_left:
+            # Half an element cannot be combined: what is in the last chunk waits for its rest.
+            self._block = self._chunks.pop()
+            self._staged = len(self._block) - self._chunk_left
+            self.mailbox.early_bytes[self.peer] -= len(self._block)
+        self._empty_chunks(posted)
+
+    def whole(self) -> None:
+        """The last byte is here."""
+        if self.posted is not None:
+            self.posted.complete()
+        self._return_block()
+
+    def forget(self) -> None:
+        """The receive was given up: what is still to come of the message is dropped."""
+        self.posted = None
+        self.kept = False
+        self._drop_chunks()
+        self._return_block()
+
+    def take_back(self) -> None:
+        """The receive was given up, but the message is not lost: keep it for the next one."""
+        posted = self.posted
+        assert posted is not None
+        assert not posted.combine
+        self.posted = None
+        self.kept = True
+        if self.filled:
+            self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
+
+    def _empty_chunks(self, posted: PostedReceive) -> None:
+        """Put what is in the chunks where it belongs."""
+        start = 0
+        for chunk in self._chunks:
+            part = chunk[: self.filled - self._staged - start]
+            if posted.combine:
+                combine_into(posted, posted.start + start, part)
+            else:
+                posted.view[start : start + len(part)] = part
+            start += len(part)
+        self._drop_chunks()
+
+    def _add_chunk(self, chunk: memoryview) -> None:
+        self._chunks.append(chunk)
+        self.mailbox.early_bytes[self.peer] += len(chunk)
+
+    def _drop_chunks(self) -> None:
+        for chunk in self._chunks:
+            self.mailbox.early_bytes[self.peer] -= len(chunk)
+            self.mailbox.return_block(chunk)
+        self._chunks.clear()
+        self._chunk_left = 0
+
+    def _return_block(self) -> None:
+        self._staged = 0
+        if self._block is not None:
+            self.mailbox.return_block(self._block)
+            self._block = None
+
+
+def combine_into(posted: PostedReceive, start: int, block: memoryview) -> None:
+    """Reduce bytes that came into the receiver's memory, from byte `start` of its buffer on."""
+    operation = posted.ticket.operation
+    if len(block) and not operation.done:
+        assert operation.combine is not None
+        try:
+            operation.combine(posted.buffer, start, block)
+        except Exception as error:
+            operation.group.operation_failed(operation, error)

@@ -1,0 +1,251 @@
+"""What a rank has done last: for errors, for comparison with other ranks, and for traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, time
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from phalanx.errors import BackendUnavailableError
+from phalanx.wire.frame import Kind
+
+if TYPE_CHECKING:
+    from phalanx.core.work import Operation
+SHOWN = 8  # operations in an error's note
+
+
+class Record(NamedTuple):
+    """An operation that has ended. It keeps no tensor alive."""
+
+    name: str
+    sequence: int
+    signature: str
+    suffix: str
+    site: Site
+    fingerprint: int
+    started: float
+    ended: float
+    failed: bool
+
+    @classmethod
+    def of(cls, operation: Operation, now: float) -> Record:
+        """What is to be kept of an operation that has just ended."""
+        return cls(
+            operation.name,
+            operation.sequence,
+            operation.signature,
+            operation.group.suffix,
+            operation.site,
+            operation.fingerprint,
+            operation.started,
+            now,
+            operation.error is not None,
+        )
+
+    def describe(self) -> str:
+        """As `Operation.describe`."""
+        return describe(self.name, self.sequence, self.signature, self.suffix, self.site)
+
+
+class History:
+    """The last operations of one rank, of all its groups, in the order in which they ended."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._records: deque[Record] = deque(maxlen=SHOWN)
+
+    def add(self, record: Record) -> None:
+        """An operation has ended."""
+        self._records.append(record)
+
+    def note_on(self, error: BaseException) -> None:
+        """Add a note to an error, once, that lists the last operations (Python 3.11 shows it)."""
+        if self._records and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+            error.add_note("\n".join(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        yield f"the last operations of rank {self._rank}, which ended in this order:"
+        for record in self._records:
+            how = "failed after" if record.failed else "took"
+            yield f"  {record.describe()} {how} {_duration(record.ended - record.started)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# ------------------------------------------------------------------------------
+# Traces: what a rank's operations did and when, for Perfetto or chrome://tracing.
+#
+# With PHALANX_TRACE=folder in the environment each backend writes `rank-<rank>-<process>-<n>.json`
+# there, as it goes: the array form of Chrome's trace events, one event a line, which readers accept
+# without its end. So the trace of a process that was killed is whole up to then. `phalanx trace`
+# merges the files of all ranks.
+
+log = logging.getLogger("phalanx")
+
+VARIABLE = "PHALANX_TRACE"
+
+
+class Trace:
+    """One backend's file. Times are microseconds of this host's clock, since 1970."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._groups: dict[int, int] = {}
+        self._since = time() - monotonic()
+        self._file = _create(folder, rank)
+        self._size = 0  # bytes, all of whole lines
+        weakref.finalize(self, _close, self._file)
+        self._write(b"[\n")
+        self._name("process_name", 0, name=f"rank {rank}")
+        self._name(
+            "phalanx",
+            0,
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            started=time(),
+        )
+
+    @classmethod
+    def wanted(cls, rank: int, world_size: int) -> Trace | None:
+        """A trace, if the environment asks for one. Raises `BackendUnavailableError`."""
+        folder = os.environ.get(VARIABLE, "")
+        if not folder:
+            return None
+        try:
+            return cls(Path(folder), rank, world_size)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
+            ) from error
+
+    def ended(self, operation: Operation, record: Record) -> None:
+        """Write down an operation that is over."""
+        seconds = record.ended - record.started
+        collective = operation.channel.kind is Kind.COLLECTIVE
+        arguments: dict[str, Any] = {
+            "sequence": record.sequence,
+            "bytes": len(operation.buffers[0]) if operation.buffers else 0,
+            "sent": operation.sent,
+            "received": operation.received,
+            "group": record.suffix.removeprefix(" in the group of ") or "world",
+            "waiting_us": round(operation.waited * 1e6, 1),
+            "moving_us": round((seconds - operation.waited) * 1e6, 1),
+            "signature": record.signature,
+            "where": str(record.site),
+        }
+        if operation.error is not None:
+            arguments["error"] = str(operation.error)
+        event = {
+            "ph": "X",
+            "name": record.name,
+            "cat": "collective" if collective else "message",
+            "pid": self._rank,
+            "tid": self._thread(operation.group.id, arguments["group"], collective),
+            "ts": round((record.started + self._since) * 1e6, 1),
+            "dur": round(seconds * 1e6, 1),
+            "args": arguments,
+        }
+        self._write_event(event)
+
+    def _thread(self, group: int, name: str, collective: bool) -> int:
+        """The line of the picture for a group's collectives, or for its messages."""
+        key = group if collective else ~group
+        if key not in self._groups:
+            self._groups[key] = len(self._groups)
+            what = name if collective else f"{name}: messages"
+            self._name("thread_name", self._groups[key], name=what)
+        return self._groups[key]
+
+    def _name(self, what: str, thread: int, **arguments: Any) -> None:
+        self._write_event(
+            {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "args": arguments}
+        )
+
+    def _write_event(self, event: dict[str, Any]) -> None:
+        self._write(json.dumps(event).encode() + b",\n")
+
+    def _write(self, line: bytes) -> None:
+        if self._file < 0:
+            return
+        rest = memoryview(line)
+        try:
+            while rest:  # when the disk is nearly full, only a part is written
+                rest = rest[os.write(self._file, rest) :]
+            self._size += len(line)
+        except OSError as error:  # a full disk ends the trace, not the training
+            log.warning("rank %d: the trace ends here: %s", self._rank, error)
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)  # nor is the last line torn
+            self._file = -1
+
+
+def _create(folder: Path, rank: int) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        path = folder / f"rank-{rank}-{os.getpid()}-{number}.json"
+        with suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        number += 1
+
+
+def _close(file: int) -> None:
+    with suppress(OSError):
+        os.close(file)
+
+
+# ------------------------------------------------------------------------------
+# The caller's line: where in the user's program an operation was asked for.
+
+_INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
+
+
+class Site(NamedTuple):
+    """A line of a program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
+
+
+NOWHERE = Site("", 0)
+
+
+def caller() -> Site:
+    """The innermost line on the stack that is neither of Phalanx nor of torch.
+
+    For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
+            return Site(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return NOWHERE
+
+
+# ------------------------------------------------------------------------------
+# How operations are named in messages.
+
+
+def describe(name: str, sequence: int, signature: str, suffix: str, site: Site) -> str:
+    """`all_reduce #41 (float32 [32], sum, ring) in the group of ranks [0, 2] at train.py:57`."""
+    details = f" ({signature})" if signature else ""
+    where = f" at {site}" if site.line else ""
+    return f"{name} #{sequence}{details}{suffix}{where}"

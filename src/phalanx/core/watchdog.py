@@ -1,0 +1,152 @@
+"""Overdue: whose fault it is that a deadline passes.
+
+Shortly before, the rank asks those it waits for what they wait for, and then those, and so on. The
+chain ends with whoever waits for nobody, or does not answer because it is in no call at all:
+
+    rank 0  waits for  rank 1  waits for  rank 2  ... which has not called: it is named
+
+Where it ends nowhere, they wait for each other in a circle, or the bytes are slow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from phalanx.core.matching import is_full
+from phalanx.errors import CollectiveTimeoutError
+from phalanx.wire.control import Answer, Ask
+
+if TYPE_CHECKING:
+    from phalanx.core.work import Waited
+LONGEST_INQUIRY = 0.4  # seconds before the deadline at which it begins
+
+
+def inquiry_time(timeout: float) -> float:
+    """How long before the deadline an inquiry begins, for such a timeout."""
+    return min(LONGEST_INQUIRY, timeout / 4)
+
+
+def chain_of_waits(
+    first: Iterable[int], answers: Mapping[int, Answer | None]
+) -> tuple[list[int], bool]:
+    """The shortest chain of ranks that wait for each other, and whether it ends.
+
+    `answers` holds what the ranks that were asked have said: None for nothing. A chain ends with a
+    rank that waits for nobody. If none does, it is the first steps of a circle.
+    """
+    chains = [[rank] for rank in first]
+    seen: set[int] = set()
+    for chain in chains:  # grows while it is walked: breadth first
+        last = chain[-1]
+        if last in seen:
+            continue
+        seen.add(last)
+        answer = answers.get(last)
+        if answer is None or not answer.waits_for:
+            return chain, True
+        chains.extend([*chain, rank] for rank in answer.waits_for)
+    return (chains[0] if chains else []), False
+
+
+class Inquiry:
+    """The questions of one operation, or wait, and what came back. Ranks are those of the job."""
+
+    def __init__(self, operation: Waited) -> None:
+        self._operation = operation
+        self._engine = operation.group.engine
+        self._first = operation.waiting_for_whole()
+        self.number = next(self._engine.inquiries)
+        sequence = operation.sequence if operation.is_collective else -1
+        mine = Answer(list(self._first), "", group=operation.group.id, sequence=sequence)
+        self._answers: dict[int, Answer | None] = {self._engine.rank: mine}
+        self._to_follow: deque[Answer] = deque([mine])
+        self._following = False
+
+    def begin(self) -> None:
+        """Ask those that the operation waits for."""
+        self._follow()
+
+    def answered(self, peer: int, answer: Answer) -> None:
+        """A rank says what it waits for."""
+        if peer in self._answers:
+            self._answers[peer] = answer
+            self._to_follow.append(answer)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Ask those whom the ranks that answered wait for. Some answer before this returns."""
+        if self._following:
+            return
+        self._following = True
+        while self._to_follow:
+            answer = self._to_follow.popleft()
+            for rank in answer.waits_for:
+                if rank not in self._answers and 0 <= rank < self._engine.world_size:
+                    # A peer that takes no more cannot read the question: what it said last counts.
+                    self._answers[rank] = self._engine.full.get(rank)
+                    question = Ask(answer.sequence, 0, "", self.number)
+                    self._engine.ask(rank, answer.group, question)
+        self._following = False
+
+    def verdict(self) -> CollectiveTimeoutError:
+        """The error for the deadline that has passed."""
+        operation = self._operation
+        group = operation.group
+        chain, ends = chain_of_waits(self._first, self._answers)
+        # The end of the chain may be no member: then the last one that is, in this group's numbers.
+        members = [rank for rank in chain if rank in group.to_local]
+        culprit = group.to_local[members[-1]] if members else None
+        head = group.head_of_queue(operation)
+        behind = f" (it is queued behind {head.describe()})" if head is not operation else ""
+        return CollectiveTimeoutError(
+            f"rank {group.rank}: {operation.describe()} waited {operation.timeout:g} s for "
+            f"{self._whom(chain)}{behind}{''.join(self._story(chain, ends))}",
+            rank=group.rank,
+            peer=culprit,
+            op=operation.name,
+            sequence=operation.sequence,
+            seconds=operation.timeout,
+        )
+
+    def _whom(self, chain: list[int]) -> str:
+        # The chain goes on from its first rank: which comes last, so that "which" is its.
+        ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
+        names = ", ".join(self._operation.group.name_of_whole(rank) for rank in ranks) or "nobody"
+        return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+    def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
+        name = self._operation.group.name_of_whole
+        kept = self._engine.mailbox.early_bytes[chain[-1]] if chain else 0
+        if chain and self._answers.get(chain[-1]) is None and is_full(kept):
+            # It may have answered: nothing is read from it.
+            yield f", of whose messages this rank keeps {kept >> 20} MiB that nobody has received, "
+            yield "and takes no more: receive those first"
+            return
+        it = ", which"
+        for rank, next_rank in pairwise([*chain, *self._beyond(chain)]):
+            answer = self._answers[rank]
+            assert answer is not None
+            if rank == chain[0] and is_full(answer.kept):
+                yield f", which keeps {answer.kept >> 20} MiB of this rank's messages that nobody "
+                yield "there has received, and takes no more"
+                it = "; it"
+            yield f"{it} waits in {answer.what} for rank {name(next_rank)}"
+            it = ", which"
+        if not chain:
+            return
+        if not ends:
+            yield ": either they wait for each other, or moving the bytes takes longer than "
+            yield "timeout= allows"
+        elif self._answers.get(chain[-1]) is None:
+            yield f"{it} does not answer: it has made no matching call, and is in none; or it is "
+            yield "slower than timeout= allows"
+        else:
+            yield f"{it} has made no matching call, or is slower than timeout= allows"
+
+    def _beyond(self, chain: list[int]) -> list[int]:
+        """In a circle, whom the last rank of its first steps waits for."""
+        answer = self._answers.get(chain[-1]) if chain else None
+        return answer.waits_for[:1] if answer is not None else []

@@ -1,0 +1,264 @@
+"""FSDP: every rank keeps a shard of the parameters, and has the whole of a unit while it computes.
+
+    rank 0    | a a a . . .  b b . .  c c c . |         parameters() and optimizer state: shards
+    rank 1    | . . . a a a  . . b b  . . . c |
+                 gather a -> compute a -> free a         forward
+                 gather a -> compute a -> free a, reduce gradients of a        backward
+
+(Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.core.backend import Backend
+from phalanx.errors import UnsupportedOperationError
+from phalanx.fsdp.build import Initialize, build
+from phalanx.fsdp.state import Sharded
+from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of
+from phalanx.parallel.grad_scaler import clip_, norm_of
+from phalanx.parallel.optimizer_hooks import NOT_ELEMENTWISE, claim, log, owner_of
+
+if TYPE_CHECKING:
+    from phalanx.fsdp.parameter_group import UnitRule
+
+
+class FSDP(Sharded):
+    """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
+
+    module       the model; the same on every rank, in structure. Rank 0's values count. It may be
+                 on the meta device: then it is given values unit by unit (`reset_parameters` of
+                 its modules), and no rank ever holds all of it
+    backend      the ranks that train together
+    strategy     what is cut, and when full parameters are there: see `ShardingStrategy`
+    unit         what is gathered together: a class of modules, several, or a function of a module.
+                 By default every direct child that has parameters (of a list of modules, its
+                 members). What is in none of these is a unit, too, while the model computes
+    mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
+    prefetch     how many units are gathered ahead, in forward and in backward
+    initialize   for a model on the meta device: called with each module that has parameters or
+                 buffers of its own there, in the place of its `reset_parameters`
+    compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
+
+    `fsdp(x)` computes as the module does; when `loss.backward()` returns, each parameter's `.grad`
+    is this rank's part of the mean over all ranks. `parameters()` yields one `Parameter` for each
+    of the module's, under its name: a 1-D slice of it, possibly empty (NO_SHARD: the whole), the
+    same object for the whole run. So any torch optimizer works; one that is not elementwise sees
+    other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
+    nothing; without it each backward pass adds to the shards' `.grad`.
+
+    A backward pass is noticed where it comes to an output of a unit, or to what was computed from
+    a full parameter in it (a loss kept as an attribute); not to what was computed from a view of
+    one (`x @ weight.t()`), if that leaves the unit by another way than its outputs. Which units a
+    pass uses has to be the same on all ranks, or `DesyncError` names them; inside a unit ranks may
+    use other parameters, and what a rank did not use counts as zeros.
+
+    On one host with shared memory (`backend.common`) the full parameters exist once, and a gather
+    moves nothing: it waits until all ranks have written. Who writes parameters, other than through
+    a torch optimizer or the methods of this class, does so inside `writing()`.
+
+    Moves, per step and rank, with n bytes of parameters and p ranks: FULL_SHARD 3(p-1)/p n,
+    SHARD_GRAD_OP 2(p-1)/p n, NO_SHARD an all-reduce of n. Keeps n/p of parameters, gradients and
+    optimizer state each, and the units in flight: one that computes, with its gradients, `prefetch`
+    that come, and the gradients of one in a reduce-scatter.
+
+    With `compression` gradients are reduced by a copy of that compressor, `.compression`: those of
+    a unit together. With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what
+    it is to have of it; with `hybrid` gradients are reduced as they are inside of a group, and
+    compressed between groups, where links are slow; with NO_SHARD as in DDP. What it remembers
+    (what error feedback has left over) stays as it was if a pass fails, or if a mean is not finite
+    on any rank. Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as
+    many more while a backward pass runs: as much as a rank without FSDP has for gradients, so shard
+    with it what is large for its optimizer state, or use `hybrid`, which keeps a shard's. With a
+    scaled loss call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too
+    (`own_state`), as DDP's has; `full_state_dict` has not.
+
+    Raises `InvalidWorldSizeError` if the strategy does not fit the number of ranks, `DesyncError`,
+    on every rank, if their models or options differ, and `MisuseError` for a module that is
+    wrapped already.
+    """
+
+    averages = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        *,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        unit: UnitRule | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | None = None,
+        prefetch: int = 1,
+        initialize: Initialize | None = None,
+        compression: Compressor | None = None,
+    ) -> None:
+        super().__init__(module, backend)
+        if prefetch < 0:
+            raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
+        if compression is not None:
+            check_compressor(compression, "FSDP(compression=)")
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    check_floating(parameter, compression)
+        self.strategy = strategy
+        self.compression = deepcopy(compression)
+        self.mixed_precision = precision_of(mixed_precision)
+        self._warned = self._checked = False
+        for name, parameter in module.named_parameters():
+            if owner_of(parameter) is not None:
+                self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
+        self._take(
+            build(
+                module,
+                backend,
+                strategy=strategy,
+                rule=unit,
+                precision=self.mixed_precision,
+                prefetch=prefetch,
+                initialize=initialize,
+                compressor=self.compression,
+            )
+        )
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                claim(parameter, self)
+        weakref.finalize(self, self._detach)
+
+    # As a module ----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Blocks while units are gathered."""
+        if self._summoned:
+            self._refuse("forward inside summon_full_params(): leave it first")
+        if self._unwrapped:
+            self._refuse("forward after unwrap(): call the module itself, or wrap it again")
+        if not self._checked:
+            self._sites.check_complete(self.module)
+            self._checked = True
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._conductor.abandon_forward()
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the next one outside reduces the sum.
+
+        Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
+        of this class drops them, and an optimizer's does not.
+        """
+        reduction = self._conductor.reduction
+        before, reduction.synchronize = reduction.synchronize, False
+        try:
+            yield
+        finally:
+            reduction.synchronize = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those that were accumulated under `no_sync`, too."""
+        super().zero_grad(set_to_none)
+        self._conductor.reduction.drop_accumulated()
+
+    def sync_gradients(self) -> None:
+        """Reduce gradients that were accumulated under `no_sync` and not reduced since.
+
+        Blocks until they are; every rank has to call it. Does nothing where there are none: after
+        an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
+        """
+        if not self._conductor.forwards:
+            self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
+        self._conductor.reduction.finish_accumulated()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent so far, as rings and direct messages send
+        them. In shared memory ranks read them instead.
+        """
+        compressed = self._compression.bytes_sent if self._compression is not None else 0
+        return compressed + sum(unit.bytes_sent for unit in self._units)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns what it was.
+
+        The norm is that of the whole gradients, the same on every rank. Changes `.grad` in place.
+        Blocks for one message of 8 bytes; every rank calls it.
+        """
+        parameters = list(self.parameters())
+        total = norm_of(parameters, self._ranks.shards, float(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"rank {self.backend.rank}: FSDP: the norm of the gradients is {total.item()}"
+            )
+        clip_(parameters, total, max_norm)
+        return total
+
+    # By hand --------------------------------------------------------------------------------
+
+    def prefetch_forward_params(self) -> None:
+        """Begin to gather what the next forward pass begins with. Returns at once.
+
+        Every rank calls it. `UnsupportedOperationError` with a strategy that keeps full parameters;
+        `MisuseError` if what was prefetched before was not used.
+        """
+        if self.strategy.keeps_whole:
+            rank = self.backend.rank
+            raise UnsupportedOperationError(
+                f"rank {rank}: FSDP: prefetch_forward_params() with {self.strategy}, which keeps "
+                "full parameters: there is nothing to gather",
+                rank=rank,
+                op="FSDP",
+            )
+        if self.has_pending_prefetch():
+            self._refuse(
+                "prefetch_forward_params() twice in a row: the first one has not been used by a "
+                "forward pass yet"
+            )
+        self._conductor.look_at_first()
+
+    def has_pending_prefetch(self) -> bool:
+        """Whether `prefetch_forward_params()` was called and no forward pass has come since."""
+        return self._conductor.looked_ahead
+
+    def broadcast_updated_params(self) -> None:
+        """Exchange the shards that an optimizer has written; else the next forward pass does.
+
+        With SHARD_GRAD_OP. Blocks; every rank calls it. Does nothing with the other strategies, nor
+        if nothing was written since.
+        """
+        if self.strategy.keeps_whole:
+            self._conductor.bring_up_to_date()
+
+    # What optimizers tell -------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to write some of the parameters."""
+        kind = type(optimizer).__name__
+        if kind in NOT_ELEMENTWISE and not self._warned and self.strategy.name != "no_shard":
+            self._warned = True
+            log.warning(
+                "rank %d: FSDP: %s is not elementwise: on flat shards its steps are not those that "
+                "it takes with the plain module. Use an elementwise optimizer (SGD, Adam, AdamW), "
+                "or ShardingStrategy.NO_SHARD",
+                self.backend.rank,
+                kind,
+            )
+        self._writing.begin("step")
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has."""
+        self._writing.end("step")

@@ -1,0 +1,114 @@
+"""Strategies: what of a model each rank keeps, and when. Rows of one table.
+
+                    shards are cut over    full parameters            as in
+    FULL_SHARD      all ranks              while a unit needs them    ZeRO-3
+    hybrid(k)       k consecutive ranks    while a unit needs them    ZeRO-3, and replicas
+    SHARD_GRAD_OP   all ranks              always                     ZeRO-2
+    NO_SHARD        one rank               always                     data parallel
+
+Gradients and optimizer state are cut like the shards. Between the groups of a strategy that cuts
+over fewer than all ranks, gradients are averaged (Rajbhandari et al. 2020, "ZeRO"; Zhao et al.
+2023, "PyTorch FSDP").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from phalanx.errors import InvalidWorldSizeError
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """A row: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, or `hybrid(intra_node_size=k)`.
+
+    name          as it is written on a command line
+    group_size    over how many consecutive ranks shards are cut; None: over all
+    keeps_whole   whether full parameters stay between the uses of a unit
+    """
+
+    name: str
+    group_size: int | None
+    keeps_whole: bool
+
+    FULL_SHARD: ClassVar[ShardingStrategy]
+    SHARD_GRAD_OP: ClassVar[ShardingStrategy]
+    NO_SHARD: ClassVar[ShardingStrategy]
+
+    @staticmethod
+    def hybrid(intra_node_size: int) -> ShardingStrategy:
+        """Shards over each `intra_node_size` consecutive ranks, averages between these groups."""
+        if intra_node_size < 1:
+            raise InvalidWorldSizeError(
+                f"hybrid(intra_node_size={intra_node_size}): shards are cut over at least one rank"
+            )
+        return ShardingStrategy("hybrid", intra_node_size, keeps_whole=False)
+
+    def ranks_per_copy(self, world_size: int) -> int:
+        """Over how many of so many ranks shards are cut; `InvalidWorldSizeError` if none fits."""
+        size = self.group_size if self.group_size is not None else world_size
+        if world_size % size:
+            raise InvalidWorldSizeError(
+                f"FSDP: {self} needs a world size that is a multiple of {size}, and there are "
+                f"{world_size} ranks"
+            )
+        return size
+
+    def __str__(self) -> str:
+        if self.name == "hybrid":
+            return f"hybrid(intra_node_size={self.group_size})"
+        return self.name.upper()
+
+    __repr__ = __str__
+
+
+ShardingStrategy.FULL_SHARD = ShardingStrategy("full_shard", None, keeps_whole=False)
+ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("shard_grad_op", None, keeps_whole=True)
+ShardingStrategy.NO_SHARD = ShardingStrategy("no_shard", 1, keeps_whole=True)
+
+
+# ------------------------------------------------------------------------------
+# Mixed precision: one dtype to compute in, one to add gradients in, float32 in the shards.
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In what dtypes a model computes and reduces, whose shards and optimizer state are wider.
+
+    compute_dtype   of the full parameters that a forward and a backward pass use, and so of what
+                    a gather moves
+    reduce_dtype    in which gradients are added over the ranks, and moved
+    cast_inputs     whether floating-point inputs of the model are converted to `compute_dtype`
+
+    Shards keep the dtype in which the model was built. Only floating-point parameters are
+    converted; buffers are not. Outputs are in `compute_dtype`.
+    """
+
+    compute_dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    cast_inputs: bool = True
+
+    def cast(self, inputs: Any) -> Any:
+        """The inputs of the model, converted if that was asked for."""
+        if not self.cast_inputs:
+            return inputs
+        return pytree.tree_map(self._cast, inputs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self.compute_dtype)
+        return value
+
+
+def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
+    """What was asked for; a dtype is that to compute in."""
+    if given is None or isinstance(given, MixedPrecision):
+        return given
+    if isinstance(given, torch.dtype) and given.is_floating_point:
+        return MixedPrecision(compute_dtype=given)
+    raise TypeError(f"mixed_precision is a MixedPrecision or a floating-point dtype, not {given!r}")

@@ -1,0 +1,1 @@
+"""Other libraries' groups of ranks: torch's process groups, MPI."""

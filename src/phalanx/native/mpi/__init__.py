@@ -1,0 +1,1 @@
+"""Ranks that MPI has started, connected by its library."""

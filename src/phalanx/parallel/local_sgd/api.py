@@ -1,0 +1,200 @@
+"""LocalSGD: each rank trains by itself, and parameters are averaged every so many steps.
+
+    t_i  <-  mean of all t_j,  after every H steps                      on every rank i
+
+(Stich 2019, "Local SGD Converges Fast and Communicates Little"; McMahan et al. 2017, "FedAvg".)
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.core.backend import Backend
+from phalanx.parallel.local_sgd.outer import MakeOptimizer, OuterStep
+from phalanx.parallel.local_sgd.periodic import Periodic
+from phalanx.parallel.local_sgd.sync import MeanOfParameters, Meeting, Unsent, without_memory
+
+
+class LocalSGD(Periodic):
+    """A module of which the ranks of `backend` average their parameters after every H-th step.
+
+        model = LocalSGD(model, backend, every=8)
+        optimizer = torch.optim.AdamW(model.parameters())       # the script goes on unchanged
+        ...
+        model.sync()                                            # at the end of training
+
+    module       the model; the same on every rank, in structure. Its parameters and buffers are
+                 overwritten with rank 0's here, in place, so an optimizer may exist already
+    every        optimizer steps between two averages
+    start_after  in the first so many steps parameters are averaged after each, and whole: while
+                 they change fast (Lin et al. 2020, "post-local SGD")
+    compression  send less in each average: `TopK(0.01)`, `PowerSGD(4)`, ...; a copy is made,
+                 `.compression`
+
+    The average is part of `optimizer.step()`, which blocks then; all other steps send nothing. It
+    sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what DDP
+    sends. Right after it parameters are the same bits on all ranks; in between each rank has its
+    own: `sync()` averages now, `averaged()` only to look. With `every=1` and SGD, with momentum
+    too, it is DDP, to rounding.
+
+    With `compression` a rank sends the compressor's message for how far it is from a copy of the
+    parameters that all ranks have alike, and the mean of messages moves the copy. What a message
+    leaves out stays in that rank's parameters, ahead of the copy, and so in what it is to send next
+    time: that is error feedback, without a residual, and `ErrorFeedback` around the compressor is
+    taken off. So a rank computes with all that it has learnt itself, while others hear of it bit by
+    bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
+    "Qsparse-local-SGD"). Parameters are then the same on all ranks only after `sync()`, which sends
+    what is left whole. The copy takes the parameters' memory once, an average twice more while it
+    lasts; 16 more bytes compare the copies. An average that is not finite is not taken: parameters
+    are those of the copy, and a warning names the rank.
+
+    Averaged are parameters that are trained when the module is wrapped, and floating buffers of the
+    state dict; other buffers are rank 0's. Optimizers keep what they have on each rank (momentum,
+    Adam's averages). Gradients are each rank's own: clip them as in one process. What is not finite
+    on one rank is not finite on any after the average: a warning in the log names it.
+
+    Every rank takes as many steps, or calls `sync()` when it is through: who waits for a rank
+    that takes fewer is told so. A step that only one rank's gradient scaler skips puts that rank
+    one behind; it is waited for.
+
+    `state_dict` has this rank's parameters, and where ranks have different ones says so in keys of
+    its own (`own_state`). A checkpoint (`save_checkpoint`) keeps what each rank has, and what its
+    optimizer keeps for it: as many ranks go on bit for bit. Who else loads it, on any number of
+    ranks, gets the means, and of the optimizer's state rank 0's.
+
+    Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
+    parameter or option that does; `MisuseError` for a module that is wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        *,
+        every: int,
+        start_after: int = 0,
+        compression: Compressor | None = None,
+    ) -> None:
+        super().__init__(module, backend, every=every)
+        if start_after < 0:
+            raise ValueError(f"start_after must be a number of steps, 0 or more, not {start_after}")
+        self.start_after = start_after
+        self.compression: Compressor | None = None
+        meeting: Meeting = MeanOfParameters(self._trained, backend)
+        if compression is not None:
+            check_compressor(compression, "LocalSGD(compression=)")
+            for parameter in self._trained.values():
+                check_floating(parameter, compression)
+            self.compression = deepcopy(without_memory(compression))
+            meeting = OuterStep(
+                *(self._trained, backend, _mean, self.compression),
+                who="LocalSGD",
+                unsent=Unsent(),
+            )
+        options = {"start_after": start_after, "compression": self.compression}
+        self._begin_with(meeting, options)
+
+    def _period(self) -> int:
+        return 1 if self.steps <= self.start_after else self.every
+
+    def _whole(self) -> bool:
+        return self.compression is None or self.steps <= self.start_after
+
+
+def _mean(copies: list[nn.Parameter]) -> Optimizer:
+    """An outer optimizer that goes all the way."""
+    return SGD(copies, lr=1.0)
+
+
+# ------------------------------------------------------------------------------
+# DiLoCo: each rank trains by itself; an outer optimizer steps along the way they have come.
+#
+# (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; 2025,
+# "Streaming DiLoCo": outer gradients in 4 bits.)
+
+
+class DiLoCo(Periodic):
+    """A module of which the ranks of `backend` take an outer step after every H-th step.
+
+        model = DiLoCo(
+            model, backend, every=100,
+            outer=lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+            compression=ErrorFeedback(Quantized(bits=4)),
+        )
+        optimizer = torch.optim.AdamW(model.parameters())       # the script goes on unchanged
+        ...
+        model.sync()                                            # at the end of training
+
+    module       the model; the same on every rank, in structure. Its parameters and buffers are
+                 overwritten with rank 0's here, in place, so an optimizer may exist already
+    every        optimizer steps between two outer steps; the paper's 500, its rate 0.7 and momentum
+                 0.9 are for long runs
+    outer        makes the outer optimizer of a list of parameters: any of torch, with the same
+                 options on every rank. `.outer_optimizer` is what it has made
+    compression  send outer gradients in another form; a copy is made, `.compression`
+
+    An outer gradient is how far a rank has come: parameters when the ranks last met, minus those it
+    has now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
+    that are the same bits on every rank; the module's parameters become those. With
+    `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
+    step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
+    makes of them, and 16 bytes, by which the copies are compared. Copies take the parameters'
+    memory once, the outer optimizer what it keeps.
+
+    What `LocalSGD` says of counting, buffers, optimizers, checkpoints and ranks out of step is so
+    here, too. `sync()` takes an outer step with what there is. A checkpoint has the copies, the
+    outer optimizer's state, and what each rank's compressor has left over; on another number of
+    ranks, the mean of how far they have come stays the same.
+
+    An outer gradient that is not finite on one rank makes the mean not finite: then no rank takes
+    the step, parameters are those of the last one, the compressor's state stays as it was, and a
+    warning in the log names the rank; `skipped_steps` counts.
+
+    Raises `DesyncError`, on every rank, if the ranks' models or options differ, or later their
+    copies, naming the first parameter or option that does; `UnsupportedOperationError` if a
+    parameter's dtype cannot be compressed; `MisuseError` for a module that is wrapped already, or
+    an outer optimizer that leaves out a parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        *,
+        every: int,
+        outer: MakeOptimizer,
+        compression: Compressor | None = None,
+    ) -> None:
+        super().__init__(module, backend, every=every)
+        if compression is not None:
+            check_compressor(compression, "DiLoCo(compression=)")
+            for parameter in self._trained.values():
+                check_floating(parameter, compression)
+        self.compression = deepcopy(compression)
+        self._outer = OuterStep(self._trained, backend, outer, self.compression, who="DiLoCo")
+        options = {"outer": _described(self.outer_optimizer), "compression": compression}
+        self._begin_with(self._outer, options)
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """The outer optimizer, for its learning rate; the same on every rank."""
+        return self._outer.optimizer
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many outer steps were not taken, since their gradient was not finite."""
+        return self._outer.skipped
+
+
+def _described(optimizer: Optimizer) -> str:
+    """Its name and options."""
+    groups = [
+        ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"

@@ -1,0 +1,364 @@
+"""Pipeline: every rank has some of the layers, and the parts of a batch go through all of them.
+
+    rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+The schedule that is drawn is 1F1B; all are in schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.collectives import chunk_ranges
+from phalanx.core.backend import Backend
+from phalanx.core.work import check_timeout
+from phalanx.errors import (
+    DistributedError,
+    MisuseError,
+    PeerLostError,
+    RankStopped,
+    SizeMismatchError,
+)
+from phalanx.parallel.wrapper import Wrapper
+from phalanx.pipeline.agreement import NO_BATCH, Turn, begin, check_same_plan
+from phalanx.pipeline.plan import PipelineParallelConfig, Plan, make_plan, named_layers
+from phalanx.pipeline.schedules import SCHEDULES, Action, Kind, PipelineBubble, measure_bubble
+from phalanx.pipeline.split import PipelineStage
+from phalanx.pipeline.stage_p2p import KnownLayouts, Tree, Wires, map_tensors
+from phalanx.pipeline.step import Batch, Step, circumstances
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Pipeline(Wrapper):
+    """Layers one after the other, cut into stages, one on each rank of `backend`.
+
+    layers    all layers, on every rank: an nn.Sequential, or a list of modules. Only this rank's
+              are kept, as `module`, and nothing is done to the others, which may be on the meta
+              device
+    backend   the ranks; as many as the configuration has stages
+    config    how the layers are cut, and who does what when
+    stages    which layers are which stage, if not equally many: see `balance_stages`. Stage s is on
+              rank s % p
+
+        pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = pipeline.train_step(inputs, targets, loss_function)
+            optimizer.step()
+
+    Losses and gradients are those of the plain model up to rounding, with two exceptions, which
+    every pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout
+    draws on each rank from that rank's random state.
+
+    `parameters()` are this rank's, under the names that they have in the whole: the `state_dict`s
+    of all ranks together are the plain model's, which each rank can load. What layers pass on is a
+    tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
+    each kind of batch, and not again.
+
+    What a loop needs besides: `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's takes each for itself); `GradScaler(backend)`; an optimizer for each stage's
+    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
+    the whole model's state, which any number of stages load, and a plain model.
+
+    On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
+    `mesh["data"]`, and after a step the mean of their gradients,
+
+        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
+
+    or layers that do it in each backward pass, in DDP or FSDP over `mesh["data"]`; and layers that
+    `parallelize` cut over `mesh["tensor"]`. Checkpoints are then of all ranks with the same part,
+    `backend=mesh["data", "stage"]`.
+
+    Raises on every rank `DesyncError` if the ranks are given different pipelines,
+    `UnsupportedOperationError` if layers on different ranks share a parameter,
+    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for what cannot be a pipeline,
+    with nothing sent but that.
+    """
+
+    spreads = True
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module],
+        backend: Backend,
+        config: PipelineParallelConfig,
+        *,
+        stages: Sequence[PipelineStage] | None = None,
+    ) -> None:
+        plan, problem = Plan((), (), []), None
+        named: dict[str, nn.Module] = {}
+        try:
+            if not isinstance(config, PipelineParallelConfig):
+                raise TypeError(f"config has to be a PipelineParallelConfig, not {config!r}")
+            named = named_layers(layers)
+            plan = make_plan(named, config, stages, backend.rank, backend.world_size)
+        except Exception as error:
+            problem = error
+        check_same_plan(plan.lines, problem, backend)
+        mine = [name for number in plan.of_rank(backend.rank) for name in plan.names_in(number)]
+        own = nn.Sequential(OrderedDict((name, named[name]) for name in mine))
+        super().__init__(own, backend)
+        self.config = config
+        self._plan = plan
+        self._known = KnownLayouts()
+        self._measured: tuple[float, float] | None = None
+        self._peak = 0
+
+    @property
+    def stages(self) -> list[PipelineStage]:
+        """All stages, p * v of them: which layers, and on which rank."""
+        return list(self._plan.stages)
+
+    @property
+    def peak_activations(self) -> int:
+        """For how many micro-batches this rank held the activations of a chunk in the last step.
+
+        At one time, at most; 1F1B: the number of stages from this one on.
+        """
+        return self._peak
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy on the same ranks, on which every rank makes one: there is one connection."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
+        rest = {name: value for name, value in self.__dict__.items() if name not in shared}
+        copy.__dict__ = deepcopy(rest, memo) | shared
+        return copy
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's layers; `state_dict` may be the whole model's."""
+        others = [f"{name}." for name in self._plan.names if name not in self.module._modules]
+        own = {key: value for key, value in state_dict.items() if not key.startswith(tuple(others))}
+        return super().load_state_dict(own, *args, **kwargs)
+
+    def train_step(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss: LossFunction,
+        *,
+        timeout: float | None = None,
+    ) -> Tensor:
+        """Forward and backward of one batch; the mean loss, the same bits on every rank.
+
+        inputs    the batch, a tensor, or tuples, lists and dicts of tensors, with samples along dim
+                  0. Used on rank 0; others may give None
+        targets   the same; used on the last rank
+        loss      loss(outputs, targets) -> the mean over the samples of a micro-batch; called on
+                  the last rank. Micro-batches, whose sizes differ by one at most, count by their
+                  samples
+        timeout   seconds that this rank waits for a message at most; by default the backend's
+
+        Gradients are added to `.grad` of this rank's parameters: zero them between steps, and step
+        the optimizer, yourself. Blocks until this rank's part is done; that of the last rank is
+        done before that of the first. Sends run while the rank computes. For each micro-batch, what
+        a stage gives moves once to the next, and its gradient once back; beside that 40 bytes to
+        agree and 16 for the loss.
+
+        Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
+        than micro-batches, and for batches that differ in size; `MisuseError`,
+        `UnsupportedObjectError`, `DesyncError`. An error in a layer, or in the loss, is raised on
+        its rank as it is; the others learn of it at once, as a `PeerLostError`, and the group is
+        broken, since nobody knows what is still under way.
+        """
+        began, step, result = self._run(Turn.TRAIN, inputs, targets, loss, timeout)
+        self._measured = step.busy, perf_counter() - began
+        self._peak = step.most_alive
+        return result
+
+    def evaluate(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss: LossFunction,
+        *,
+        timeout: float | None = None,
+    ) -> Tensor:
+        """The mean loss of one batch, as `train_step`, without gradients and in eval mode.
+
+        Modes are as before afterwards. Fewer samples than micro-batches are as many micro-batches.
+        """
+        with _eval_mode(self.module):
+            return self._run(Turn.EVALUATE, inputs, targets, loss, timeout)[2]
+
+    def pipeline_bubble(self) -> PipelineBubble:
+        """The share of the last train_step in which ranks waited, measured, beside the theory.
+
+        Every rank calls it. Costs a message of 16 bytes. It says something about ranks that compute
+        at the same time: not about more of them than processors, nor about `simulate`, where they
+        take turns. Raises `MisuseError` before the first step.
+        """
+        if self._measured is None:
+            raise MisuseError(
+                f"rank {self.backend.rank}: there is no train_step yet to measure the bubble of",
+                rank=self.backend.rank,
+                op="pipeline_bubble",
+            )
+        return measure_bubble(*self._measured, self.config.bubble, self.backend)
+
+    def forward(self, *_: object) -> None:
+        """A pipeline is not called: a rank has only some of the layers. `MisuseError`."""
+        raise MisuseError(
+            f"rank {self.backend.rank}: a Pipeline cannot be called, since this rank has only some "
+            "of the layers: use train_step or evaluate",
+            rank=self.backend.rank,
+            op="Pipeline",
+        )
+
+    # One step -------------------------------------------------------------------------------
+
+    def _run(
+        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
+    ) -> tuple[float, Step, Tensor]:
+        """When it began, what was done, and the loss."""
+        config, backend = self.config, self.backend
+        rank, size = backend.rank, backend.world_size
+        samples, problem = (NO_BATCH, NO_BATCH), None
+        try:
+            if timeout is not None:
+                check_timeout(timeout)
+            samples = self._samples(turn, inputs, targets, loss)
+        except Exception as error:
+            problem = error
+        mine = circumstances(self.module, inputs if rank == 0 and problem is None else None)
+        seconds = timeout if problem is None else None
+        agreed = begin(turn, samples, mine, problem, backend, timeout=seconds)
+        began = perf_counter()
+        m = min(config.num_micro_batches, agreed.samples)
+        ranges = chunk_ranges(agreed.samples, m)
+        sizes = [end - start for start, end in ranges]
+        step = Step(
+            self._plan,
+            self.module,
+            Wires(
+                *(backend, self._known, agreed.circumstances, sizes, len(self._plan.stages)),
+                timeout=timeout,
+            ),
+            Batch(
+                cut(inputs, ranges, "inputs") if rank == 0 else [],
+                cut(targets, ranges, "targets") if rank == size - 1 else [],
+                [count / agreed.samples for count in sizes],
+            ),
+            loss,
+            rank,
+            size,
+            train=turn is Turn.TRAIN,
+        )
+        with self._telling_the_others(step):
+            return began, step, step.run(self._actions(turn, m))
+
+    def _samples(
+        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction
+    ) -> tuple[int, int]:
+        """The samples of the inputs and of the targets, if they are there and can be used."""
+        rank, last = self.backend.rank, self.backend.world_size - 1
+        for name, tree, user in (("inputs", inputs, 0), ("targets", targets, last)):
+            if tree is None and rank == user:
+                raise MisuseError(f"there are no {name}, and this is the rank that uses them")
+        if rank == last and not callable(loss):
+            raise MisuseError(f"the loss has to be a function of outputs and targets, not {loss!r}")
+        counts = [
+            NO_BATCH if tree is None else samples_in(tree, name)
+            for name, tree in (("inputs", inputs), ("targets", targets))
+        ]
+        needed = self.config.num_micro_batches if turn is Turn.TRAIN else 1
+        for count in counts:
+            if NO_BATCH < count < needed:
+                raise SizeMismatchError(
+                    f"a batch of {count} samples cannot be {needed} micro-batches: each needs a "
+                    "sample. Give a larger batch, or leave the last one out (drop_last)"
+                )
+        return counts[0], counts[1]
+
+    def _actions(self, turn: Turn, m: int) -> list[Action]:
+        p, v = self.config.num_stages, self.config.chunks
+        actions = SCHEDULES[self.config.schedule].generator(self.backend.rank, p, m, v)
+        return [a for a in actions if turn is Turn.TRAIN or a.kind is Kind.F]
+
+    @contextmanager
+    def _telling_the_others(self, step: Step) -> Iterator[None]:
+        """They wait for this rank: whatever ends its step ends theirs, with its reason."""
+        rank = self.backend.rank
+        try:
+            yield
+        except RankStopped:
+            raise
+        except DistributedError as error:
+            if not error.message.startswith("rank "):
+                error.message = f"rank {rank}: {error.message}"
+            error.message = (
+                f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {step.doing}"
+            )
+            error.rank = rank
+            self.backend.fail(error)
+            raise
+        except BaseException as error:
+            reason = f"Pipeline: {step.doing} failed: {error!r}"
+            self.backend.fail(PeerLostError(f"rank {rank}: {reason}", rank=rank, op="Pipeline"))
+            if hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(f"rank {rank}: {reason}")
+            raise
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+# ------------------------------------------------------------------------------
+# A batch becomes micro-batches: whatever it consists of is cut along dim 0.
+
+
+def samples_in(tree: Tree, name: str) -> int:
+    """How many samples a batch has: the length of its tensors' first dim.
+
+    Raises `SizeMismatchError` if they differ, and for a batch without tensors;
+    `UnsupportedObjectError` for what is no tensor; `MisuseError` for the result of a computation
+    that autograd has recorded, through which each micro-batch would go back once more.
+    """
+    lengths: dict[str, int] = {}
+
+    def note(path: str, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            raise MisuseError(
+                f"{path} comes from a computation that autograd has recorded: detach() it, or put "
+                "what computes it into the pipeline"
+            )
+        if tensor.ndim == 0:
+            raise SizeMismatchError(f"{path} has no dim 0 to cut into micro-batches")
+        lengths[path] = len(tensor)
+
+    map_tensors(note, tree, name)
+    if not lengths:
+        raise SizeMismatchError(f"{name} has no tensor in it")
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise SizeMismatchError(f"the tensors of a batch have one number of samples, but {each}")
+    return next(iter(lengths.values()))
+
+
+def cut(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
+    """The micro-batches: for each range these rows of every tensor, as views."""
+
+    def rows(start: int, end: int) -> Tree:
+        return map_tensors(lambda _, tensor: tensor[start:end], tree, name)
+
+    return [rows(start, end) for start, end in ranges]

@@ -1,0 +1,284 @@
+"""The plan of a pipeline: which layers are which stage, and whether they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import chain
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
+from phalanx.pipeline.schedules import SCHEDULES
+from phalanx.pipeline.split import PipelineStage, split_into_stages
+from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
+
+
+class Plan(NamedTuple):
+    """The same on every rank.
+
+    names    of all layers, in their order
+    stages   p * v of them, each with its layers and its rank
+    lines    what it is, for comparison with other ranks
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[PipelineStage, ...]
+    lines: list[str]
+
+    def names_in(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's layers."""
+        start, end, _ = self.stages[stage]
+        return self.names[start:end]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The numbers of a rank's stages: its chunks."""
+        return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
+
+    def words_for(self, stage: int) -> str:
+        """A stage for a message: `stage 1 (layers 4 to 7)`."""
+        names = self.names_in(stage)
+        which = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+        return f"stage {stage} ({which})"
+
+
+def named_layers(layers: nn.Sequential | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The layers by their names: a container's own, or else their numbers."""
+    if isinstance(layers, (nn.Sequential, nn.ModuleList)):
+        pairs = [(name, layer) for name, layer in layers._modules.items()]  # repeated ones, too
+    elif isinstance(layers, nn.Module) or not isinstance(layers, Sequence):
+        raise TypeError(
+            f"layers have to be an nn.Sequential or a list of modules, not a "
+            f"{type(layers).__qualname__}: a pipeline runs them one after the other"
+        )
+    else:
+        pairs = [(str(number), layer) for number, layer in enumerate(layers)]
+    for name, layer in pairs:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {name} is a {type(layer).__qualname__}, not an nn.Module")
+    return {name: layer for name, layer in pairs if layer is not None}
+
+
+def make_plan(
+    layers: dict[str, nn.Module],
+    config: PipelineParallelConfig,
+    stages: Sequence[PipelineStage] | None,
+    rank: int,
+    world_size: int,
+) -> Plan:
+    """Decide which layers are which stage.
+
+    Raises `InvalidWorldSizeError` for another number of ranks than the configuration's stages,
+    ValueError for layers that cannot be cut up so, `UnsupportedOperationError` for parameters that
+    ranks would share, `MisuseError` for layers of this rank on the meta device.
+    """
+    p, count = config.num_stages, config.num_stages * config.chunks
+    if p != world_size:
+        raise InvalidWorldSizeError(
+            f"rank {rank}: the configuration has {p} stages, the backend {world_size} ranks: each "
+            "rank is one. For more ranks give each pipeline a subgroup of them",
+            rank=rank,
+        )
+    cuts = (
+        split_into_stages(len(layers), count)
+        if stages is None
+        else _checked(stages, len(layers), count)
+    )
+    plan = Plan(
+        tuple(layers),
+        tuple(cut._replace(rank=number % p) for number, cut in enumerate(cuts)),
+        [
+            *(_description(name, layer) for name, layer in layers.items()),
+            f"num_micro_batches={config.num_micro_batches}",
+            f"schedule={config.schedule!r}",
+            f"num_chunks={config.chunks}",
+            f"stages {[tuple(cut[:2]) for cut in cuts]}",
+        ],
+    )
+    _check_not_shared(plan, layers)
+    _check_is_real(plan, layers, rank)
+    return plan
+
+
+def _checked(
+    stages: Sequence[PipelineStage], num_layers: int, count: int
+) -> Sequence[PipelineStage]:
+    if not isinstance(stages, Sequence) or not all(isinstance(s, PipelineStage) for s in stages):
+        raise TypeError(
+            "stages have to be a list of PipelineStage(start_layer, end_layer, rank), such as "
+            f"balance_stages gives, not {stages!r}"
+        )
+    if len(stages) != count:
+        raise ValueError(f"{count} stages are needed (ranks x chunks), {len(stages)} were given")
+    start = 0
+    for number, stage in enumerate(stages):
+        if stage.start_layer != start or stage.end_layer <= start:
+            raise ValueError(
+                f"stage {number} has to begin with layer {start} and have a layer or more, not to "
+                f"be [{stage.start_layer}, {stage.end_layer})"
+            )
+        start = stage.end_layer
+    if start != num_layers:
+        raise ValueError(f"the stages end with layer {start} of {num_layers}")
+    return stages
+
+
+def _description(name: str, layer: nn.Module) -> str:
+    """A layer for a comparison. Whether it is frozen, and where it lies, each rank may decide."""
+    shapes = [
+        f"{key} {str(p.dtype).removeprefix('torch.')} "
+        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
+        for key, p in layer.named_parameters()
+    ]
+    return f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})"
+
+
+def _check_not_shared(plan: Plan, layers: dict[str, nn.Module]) -> None:
+    """A parameter in layers of two ranks would be two, which drift apart."""
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for number, stage in enumerate(plan.stages):
+        for name in plan.names_in(number):
+            for key, parameter in layers[name].named_parameters(remove_duplicate=False):
+                rank, first = seen.setdefault(parameter, (stage.rank, f"{name}.{key}"))
+                if rank != stage.rank:
+                    raise UnsupportedOperationError(
+                        f"{first} on rank {rank} and {name}.{key} on rank {stage.rank} are one "
+                        "parameter, and a pipeline would train two: put both layers on one rank "
+                        "(`stages=`), or give each its own",
+                        rank=rank,
+                        peer=stage.rank,
+                        op="Pipeline",
+                    )
+
+
+def _check_is_real(plan: Plan, layers: dict[str, nn.Module], rank: int) -> None:
+    for number in plan.of_rank(rank):
+        for name in plan.names_in(number):
+            layer = layers[name]
+            for key, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+                if tensor.is_meta:
+                    raise MisuseError(
+                        f"rank {rank}: {name}.{key} is on the meta device, and this rank trains "
+                        f"{plan.words_for(number)}: build those layers for real here",
+                        rank=rank,
+                        op="Pipeline",
+                    )
+
+
+# ------------------------------------------------------------------------------
+# What each layer costs, measured: seconds of a forward and a backward pass.
+
+
+def measure_layer_costs(
+    layers: nn.Sequential | Sequence[nn.Module], inputs: Tree, *, repeats: int = 3
+) -> list[float]:
+    """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
+
+    inputs    those of the first layer: a micro-batch, say
+    repeats   how often each is measured; the median counts, after one that does not
+
+    Layers are copied, one at a time: nothing of them changes, no gradient, buffer or random state.
+    Two ranks measure two things, and have to cut alike: let one of them measure, and
+    `broadcast_object` what it found.
+    """
+    costs = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for layer in named_layers(layers).values():
+            copied = deepcopy(layer)
+            times = []
+            for _ in range(repeats + 1):
+                given = map_tensors(_as_leaf, inputs, "inputs")
+                began = perf_counter()
+                outputs = copied(given)
+                results = [t for t in flatten(outputs, "outputs")[1] if t.requires_grad]
+                torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+                times.append(perf_counter() - began)
+            costs.append(median(times[1:]))
+            inputs = map_tensors(lambda _, tensor: tensor.detach(), outputs, "outputs")
+    return costs
+
+
+def _as_leaf(_: str, tensor: Tensor) -> Tensor:
+    """A tensor through which a gradient goes back, and that may be changed in place."""
+    copy = tensor.detach().clone()
+    if copy.is_floating_point() or copy.is_complex():
+        return copy.requires_grad_().clone()
+    return copy
+
+
+# ------------------------------------------------------------------------------
+# `PipelineParallelConfig`: how a model is cut into a pipeline, and what its ranks do when.
+
+MOST_PASSES = 2**29  # for each there is a tag
+
+
+class PipelineParallelConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """How a model is cut into a pipeline, and what its ranks do when. The same on every rank.
+
+    num_stages         p, how many ranks share the layers: the world size of the pipeline's backend
+    num_micro_batches  m, how many parts a batch is cut into. The bubble's share shrinks with it;
+                       4 * num_stages is a good start
+    schedule           `gpipe`, `1f1b` or `interleaved_1f1b`; `schedules.py` compares them
+    num_chunks         v, how many runs of layers each rank has: for `interleaved_1f1b` 2 or more,
+                       by default 2; for the others 1
+
+    Raises ValueError, or TypeError for a number that is none.
+    """
+
+    num_stages: int
+    num_micro_batches: int
+    schedule: str = "1f1b"
+    num_chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_micro_batches", "num_chunks"):
+            value = getattr(self, name)
+            if value is None and name == "num_chunks":
+                continue
+            if type(value) is not int:
+                raise TypeError(f"{name} has to be a whole number, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} has to be 1 or more, not {value}")
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"there is no schedule {self.schedule!r}; there are {known}")
+        interleaved = SCHEDULES[self.schedule].interleaved
+        if interleaved and self.num_chunks == 1:
+            raise ValueError("interleaved_1f1b needs 2 chunks or more; with 1 it is 1f1b")
+        if not interleaved and self.num_chunks not in (None, 1):
+            raise ValueError(
+                f"{self.schedule} has 1 chunk on each rank, not {self.num_chunks}; "
+                "interleaved_1f1b has more"
+            )
+        if self.chunks * self.num_stages * self.num_micro_batches > MOST_PASSES:
+            raise ValueError(f"stages x chunks x micro-batches may be {MOST_PASSES:,} at most")
+
+    @property
+    def chunks(self) -> int:
+        """How many runs of layers each rank has: `num_chunks`, or what the schedule makes of it."""
+        return self.num_chunks or (2 if SCHEDULES[self.schedule].interleaved else 1)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which ranks wait, in theory: (p-1) / (v m + p-1).
+
+        For m >= p, with stages that take equally long and messages that take no time.
+        """
+        row = SCHEDULES[self.schedule]
+        return row.bubble(self.num_stages, self.num_micro_batches, self.chunks)
+
+    def to_json(self) -> str:
+        """As JSON; what has its default is left out."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PipelineParallelConfig:
+        """From JSON. Raises ValueError for text that is none, and for what a config cannot be."""
+        return msgspec.json.decode(text, type=cls)

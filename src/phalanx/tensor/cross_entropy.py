@@ -1,0 +1,212 @@
+"""Cross-entropy of logits whose classes lie on different ranks, which are never gathered.
+
+    rank 0   z_0 [n, V_0] -> max, then sum of exp(z_0 - m), z_y if it has y --\
+                                                                              3 numbers a row
+    rank 1   z_1 [n, V_1] -> max, then sum of exp(z_1 - m), z_y if it has y --/
+
+    loss = log(sum of exp(z - m)) + m - z_y
+
+(Shoeybi et al. 2019, "Megatron-LM", section 3: b x s numbers are sent instead of b x s x V.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.collectives import ReduceOp
+from phalanx.core.backend import Backend
+from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.tensor.functions import Ranks, all_reduce, copy_to_ranks, reduce_from_ranks
+from phalanx.tensor.layer import check_units
+from phalanx.tensor.shards import Cut
+
+NAME = "parallel_cross_entropy"
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    backend: Backend,
+    *,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The cross-entropy that `F.cross_entropy` gives for the joined logits, on every rank.
+
+    logits           [..., V_r]: this rank's classes, as a `ColumnParallelLinear` of V outputs gives
+    targets          [...], int64: classes from 0 to V - 1, the same on every rank
+    num_classes      V; needed only if it does not divide by the ranks
+    ignore_index     rows with this target count for nothing
+    reduction        `mean` over the rows that count, `sum`, or `none`: a loss for each row
+    label_smoothing  the share of the target that goes to all classes alike
+
+    Classes that weigh differently: `weight[targets]` times the losses that `none` gives. The
+    classes are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same.
+    The result is float32 (float64 for such logits), and the same bits on every rank. Large logits
+    do no harm: the largest of all ranks is taken off before `exp`.
+
+    Blocks for two all_reduces, of n and 2n float32 numbers for n rows (3n with label smoothing),
+    whatever V is. Backward sends nothing (n numbers where it is differentiated again). Raises,
+    before anything is sent, `ValueError` for shapes and options that do not fit, `IndexError` for a
+    target that is no class; `SizeMismatchError`, on every rank, if the ranks' classes are no even
+    cut of V.
+    """
+    _check(logits, targets, reduction, label_smoothing)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    ranks = Ranks(backend, NAME)
+    if num_classes is not None:
+        check_units(num_classes, 1, backend.world_size, "num_classes")
+    total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes
+    classes = Cut.of(total, backend.world_size)
+    if num_classes is not None and classes.sizes()[backend.rank] != logits.shape[-1]:
+        raise SizeMismatchError(
+            f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has "
+            f"{classes.sizes()[backend.rank]}, and its logits are of shape {list(logits.shape)}",
+            rank=backend.rank,
+            op=NAME,
+        )
+    counts = flat != ignore_index
+    if num_classes is not None:  # else it is known once the ranks have compared
+        _check_classes(flat, counts, total)
+    ((first, _),) = classes.runs[backend.rank]
+    piece = _Piece(ranks, total, first, label_smoothing, known=num_classes is not None)
+    losses = cast(Tensor, _CrossEntropy.apply(rows, flat, counts, piece))  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.view(targets.shape)
+    total_loss = losses.sum()
+    return total_loss if reduction == "sum" else total_loss / counts.sum()
+
+
+class _Piece(NamedTuple):
+    """What this rank has of the classes, and how it is computed.
+
+    total      V
+    first      this rank's first class
+    smoothing  the share of the target that goes to all classes alike
+    known      V was given; else the ranks have to find that all have as many classes
+    """
+
+    ranks: Ranks
+    total: int
+    first: int
+    smoothing: float
+    known: bool
+
+
+class _CrossEntropy(Function):
+    """Losses of rows, from this rank's classes.
+
+    z [n, V_r] logits; y [n] targets; m [n] the largest logit; e its smoothing:
+
+    loss = lse - (1 - e) z_y - e mean(z)        lse = m + log(sum exp(z - m)), sums over all ranks
+    dz   = softmax(z) - (1 - e) [class is y] - e / V
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor, counts: Tensor, piece: _Piece) -> Tensor:
+        wide = z if z.dtype is torch.float64 else z.float()
+        m = _largest(wide, piece)
+        if not piece.known:
+            _check_classes(y, counts, piece.total)
+        own, place = _place(y, counts, piece, z.shape[1])
+        parts = [
+            (wide - m.unsqueeze(1)).exp_().sum(1),
+            torch.where(own, wide.gather(1, place).squeeze(1), 0),
+        ]
+        if piece.smoothing:
+            parts.append(wide.sum(1))
+        exps, z_y, *all_z = _sum(torch.stack(parts), piece.ranks).unbind()
+        lse = m + exps.log()
+        ctx.save_for_backward(z, y, counts, lse)
+        ctx.piece = piece
+        e = piece.smoothing
+        losses = lse - z_y
+        if e:
+            losses = (1 - e) * losses + e * (lse - all_z[0] / piece.total)
+        return torch.where(counts, losses, 0)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        z, y, counts, lse = ctx.saved_tensors
+        piece: _Piece = ctx.piece
+        e = piece.smoothing
+        wide = z if z.dtype is torch.float64 else z.float()
+        dz = (wide - lse.unsqueeze(1)).exp()
+        if torch.is_grad_enabled():  # differentiated again: softmax depends on all ranks' logits
+            backend, label = piece.ranks
+            one = reduce_from_ranks(dz.sum(1), backend, label=label)
+            dz = dz / copy_to_ranks(one, backend, label=label).unsqueeze(1)
+            dloss = copy_to_ranks(dloss, backend, label=label)
+        own, place = _place(y, counts, piece, z.shape[1])
+        if e:
+            dz -= e / piece.total
+        dz.scatter_add_(1, place, own.to(dz.dtype).mul_(e - 1).unsqueeze(1))
+        # Not by multiplying with zero: what does not count may be infinite.
+        dz = dz.mul_(dloss.unsqueeze(1)).masked_fill_(~counts.unsqueeze(1), 0)
+        return dz.to(z.dtype), None, None, None
+
+
+def _largest(z: Tensor, piece: _Piece) -> Tensor:
+    """The largest logit of each row, of all ranks."""
+    ranks = piece.ranks
+    m = z.amax(1)
+    if ranks.backend.world_size == 1:
+        return m
+    if piece.known:
+        return all_reduce(m, ranks, ReduceOp.MAX)
+    mine = z.shape[1]
+    found = all_reduce(torch.cat([m, m.new_tensor([mine, -mine])]), ranks, ReduceOp.MAX)
+    most, least = found[-2:].tolist()
+    if most != -least:
+        rank = ranks.backend.rank
+        raise SizeMismatchError(
+            f"rank {rank}: {NAME}: the ranks have from {-least:.0f} to {most:.0f} classes each, "
+            f"and {mine} here: say how many there are together with num_classes=",
+            rank=rank,
+            op=NAME,
+        )
+    return found[:-2]
+
+
+def _sum(values: Tensor, ranks: Ranks) -> Tensor:
+    return values if ranks.backend.world_size == 1 else all_reduce(values, ranks)
+
+
+def _place(y: Tensor, counts: Tensor, piece: _Piece, size: int) -> tuple[Tensor, Tensor]:
+    """Which rows' targets this rank has, [n], and at which place, [n, 1]: 0 where it has none."""
+    own = counts & (y >= piece.first) & (y < piece.first + size)
+    return own, torch.where(own, y - piece.first, 0).unsqueeze(1)
+
+
+def _check(logits: Tensor, targets: Tensor, reduction: str, label_smoothing: float) -> None:
+    if not logits.is_floating_point():
+        raise UnsupportedOperationError(f"{NAME} of logits of {logits.dtype} has no meaning")
+    if targets.is_floating_point() or targets.dtype is torch.bool:
+        raise UnsupportedOperationError(
+            f"{NAME} takes classes, of int64, as targets, not probabilities ({targets.dtype})"
+        )
+    if logits.dim() == 0 or logits.shape[:-1] != targets.shape or not logits.shape[-1]:
+        raise ValueError(
+            f"{NAME}: targets of shape {list(targets.shape)} do not fit to logits of shape "
+            f"{list(logits.shape)}: their shape is that of the logits without the last dim, which "
+            "is that of this rank's classes, of which there has to be one"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{NAME}: reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{NAME}: label_smoothing is from 0 to 1, not {label_smoothing}")
+
+
+def _check_classes(y: Tensor, counts: Tensor, total: int) -> None:
+    wrong = counts & ((y < 0) | (y >= total))
+    if bool(wrong.any()):
+        raise IndexError(
+            f"{NAME}: target {int(y[wrong][0])} is no class: there are {total}, from 0"
+        )

@@ -1,0 +1,241 @@
+"""ParallelEmbedding: each rank has the vectors of some of the words.
+
+    vocabulary     | 0 1 2 3 | 4 5 6 7 |          tokens        5  1  7
+    rank 0            E_0                   ->                  0  e1 0  --\
+                                                                            sum --> e5 e1 e7
+    rank 1                       E_1        ->                  e5 0  e7 --/
+
+(Shoeybi et al. 2019, "Megatron-LM", section 3: the input embedding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from phalanx.core.backend import Backend
+from phalanx.errors import UnsupportedOperationError
+from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks, scatter_sum
+from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
+from phalanx.tensor.shards import Cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingStyle(Style):
+    """The options of a `ParallelEmbedding`, which explains them."""
+
+    sequence_dim: int | None = None
+
+    takes = (nn.Embedding,)
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """The vocabulary."""
+        embedding = cast(nn.Embedding, plain)
+        given = {
+            "max_norm": embedding.max_norm is not None,
+            "scale_grad_by_freq": embedding.scale_grad_by_freq,
+            "sparse": embedding.sparse,
+        }
+        if any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise UnsupportedOperationError(
+                f"a ParallelEmbedding has no {names}: leave it out of the embedding"
+            )
+        check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
+        return {"weight": Split(0, Cut.of(embedding.num_embeddings, ranks))}
+
+    def layer(self) -> ParallelLayer:
+        """An empty one."""
+        return ParallelEmbedding.empty(self)
+
+
+class ParallelEmbedding(ParallelLayer):
+    """An embedding of which each rank has the vectors of some of the words.
+
+    num_embeddings, embedding_dim, padding_idx, device, dtype   as `nn.Embedding` has them
+    backend        the ranks that share it
+    sequence_dim   give every rank its part of the sequence, which is cut along this dimension
+        (sequence parallelism); else every rank gets the whole
+
+    Tokens, of any shape [...], are the same on every rank; the result, [..., embedding_dim], is the
+    plain embedding's, bit for bit, on every rank. Forward sums it, an all_reduce of its bytes, and
+    backward sends nothing; with `sequence_dim` they are a reduce_scatter and an all_gather.
+
+    Initial values and the names of parameters are as for `ColumnParallelLinear`; `from_embedding`
+    takes a plain one. `max_norm`, `scale_grad_by_freq` and `sparse` are refused. Raises
+    `IndexError`, on every rank, for a token that is not in the vocabulary: which nobody would have.
+    """
+
+    style: EmbeddingStyle
+    weight: nn.Parameter
+    padding_idx: int | None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        backend: Backend,
+        *,
+        padding_idx: int | None = None,
+        sequence_dim: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.style = EmbeddingStyle(sequence_dim=sequence_dim)
+        plain = nn.Embedding(
+            num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
+        )
+        self.hold_alike(plain, backend)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, backend: Backend, **options: Any
+    ) -> ParallelEmbedding:
+        """This rank's part of a plain embedding, which is not changed.
+
+        options   sequence_dim
+
+        Raises `UnsupportedOperationError` for subclasses, and for one with hooks.
+        """
+        layer = cls.empty(EmbeddingStyle(**options))
+        layer.hold_alike(embedding, backend)
+        return layer
+
+    def hold(self, plain: nn.Module, *args: Any, **options: Any) -> None:
+        """With the word that is not trained."""
+        super().hold(plain, *args, **options)
+        self.padding_idx = cast(nn.Embedding, plain).padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Their vectors, or this rank's part of the sequence of them. Blocks for all ranks."""
+        self._check_tokens(tokens)
+        ((start, end),) = self.splits["weight"].cut.runs[self.backend.rank]
+        elsewhere = (tokens < start) | (tokens >= end)
+        own = (tokens - start).masked_fill(elsewhere, 0)
+        padding = self.padding_idx
+        vectors = F.embedding(
+            own,
+            self.weight,
+            padding - start if padding is not None and start <= padding < end else None,
+        ).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.style.sequence_dim is None:
+            return reduce_from_ranks(vectors, self.backend, label=self.label)
+        self.check_sequence_dim(vectors, self.style.sequence_dim)
+        return scatter_sum(vectors, self.backend, self.style.sequence_dim, label=self.label)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{self.label} takes tokens of int64 or int32, not {tokens.dtype}")
+        if not tokens.numel():
+            return
+        lowest, highest = (int(bound) for bound in torch.aminmax(tokens))
+        if lowest < 0 or highest >= self.num_embeddings:
+            wrong = lowest if lowest < 0 else highest
+            raise IndexError(
+                f"rank {self.backend.rank}: {self.label}: token {wrong} is not in the vocabulary "
+                f"of {self.num_embeddings}"
+            )
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many words all ranks have together."""
+        return self.splits["weight"].cut.total
+
+    @property
+    def embedding_dim(self) -> int:
+        """How long a vector is."""
+        return self.weight.shape[1]
+
+    def extra_repr(self) -> str:
+        """The whole embedding's sizes, and this rank's part."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.part_of('weight')}"
+
+
+# ------------------------------------------------------------------------------
+# SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or the heads.
+#
+#   rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
+#   rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
+#
+# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
+
+Compute = Callable[
+    ["tuple[int, ...]", Tensor, "Tensor | None", "Tensor | None", "float | None"], Tensor
+]
+_NORMS: MappingProxyType[type[nn.Module], Compute] = MappingProxyType(
+    {
+        nn.LayerNorm: lambda shape, x, weight, bias, eps: F.layer_norm(
+            x, shape, weight, bias, cast(float, eps)
+        ),
+        nn.RMSNorm: lambda shape, x, weight, _, eps: F.rms_norm(x, shape, weight, eps),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceNormStyle(Style):
+    """A `SequenceParallelNorm` has no options."""
+
+    takes = tuple(_NORMS)
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """Nothing is cut."""
+        return {}
+
+    def layer(self) -> ParallelLayer:
+        """An empty one."""
+        return SequenceParallelNorm.empty(self)
+
+
+class SequenceParallelNorm(ParallelLayer):
+    """A `LayerNorm` or `RMSNorm` of inputs of which each rank has a part.
+
+    Of the sequence, between layers with `sequence_dim`; or of the heads, as norms of queries and
+    keys have. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every rank,
+    and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm there
+    would learn on each rank from its own rows only, and the ranks would drift apart.
+    """
+
+    style: SequenceNormStyle
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @classmethod
+    def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
+        """A plain norm's parameters, copied. Blocks for a message of 16 bytes."""
+        layer = cls.empty(SequenceNormStyle())
+        layer.hold_alike(norm, backend)
+        return layer
+
+    def hold(self, plain: nn.Module, *args: object, **options: object) -> None:
+        """With what kind of norm it is."""
+        super().hold(plain, *args, **options)  # type: ignore[arg-type]
+        norm = cast("nn.LayerNorm | nn.RMSNorm", plain)
+        self.kind = type(norm)
+        self.normalized_shape = tuple(norm.normalized_shape)
+        self.eps = norm.eps
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, normalized. Sends nothing; backward does."""
+        weight, bias = self.weight, self.bias
+        if weight is not None and bias is not None:  # one message for both
+            weight_, bias_ = self._copied(torch.stack([weight, bias])).unbind()
+            return _NORMS[self.kind](self.normalized_shape, x, weight_, bias_, self.eps)
+        whole = None if weight is None else self._copied(weight)
+        return _NORMS[self.kind](self.normalized_shape, x, whole, None, self.eps)
+
+    def _copied(self, values: Tensor) -> Tensor:
+        return copy_to_ranks(values, self.backend, label=self.label)
+
+    def extra_repr(self) -> str:
+        """As of the plain norm."""
+        return f"{self.kind.__name__}, {self.normalized_shape}, eps={self.eps}"

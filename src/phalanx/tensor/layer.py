@@ -1,0 +1,216 @@
+"""What the parallel layers have in common: a plain layer of which each rank holds a part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from copy import deepcopy
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from phalanx.core.backend import Backend
+from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.parallel.guards import check_agreement, describe_with_values
+from phalanx.tensor.functions import Ranks
+from phalanx.tensor.shards import Cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+SAME_MODEL = (
+    "Build the same model, with the same values, on every rank: call torch.manual_seed(seed) "
+    "before it is built, or load one state into it"
+)
+
+
+class Split(NamedTuple):
+    """Along which dimension a parameter is cut, and how."""
+
+    dim: int
+    cut: Cut
+
+
+class Style(ABC):
+    """How a plain layer becomes a parallel one: the options of the latter, as `parallelize` takes.
+
+    takes   the kinds of plain layers that it knows; exactly these, since it cannot know what else
+            a subclass does
+    """
+
+    takes: ClassVar[tuple[type[nn.Module], ...]]
+
+    @abstractmethod
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """How the parameters are cut; those that are not named are whole on every rank.
+
+        Raises `ValueError` if there is nothing to be cut for some rank, or the options do not fit.
+        """
+
+    @abstractmethod
+    def layer(self) -> ParallelLayer:
+        """A parallel layer with these options, which holds nothing yet."""
+
+
+class ParallelLayer(nn.Module):
+    """A layer of which each rank of `backend` holds a part, under the plain layer's names.
+
+    backend   the ranks that have the other parts; not copied by `deepcopy`
+    splits    how the parameters are cut; one that is not in here is whole, and equal, on every rank
+    label     which layer it is, in errors
+    """
+
+    style: Style
+    backend: Backend
+    splits: Mapping[str, Split]
+    label: str
+
+    @classmethod
+    def empty(cls, style: Style) -> Self:
+        """A layer that holds nothing yet: `hold` comes next."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.style = style
+        return layer
+
+    def hold(
+        self,
+        plain: nn.Module,
+        splits: Mapping[str, Split],
+        backend: Backend,
+        *,
+        label: str,
+        tied: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        """Take this rank's part of a plain layer. Nothing is sent.
+
+        tied   this rank's parts of parameters that other layers have, too
+        """
+        self.backend, self.splits, self.label = backend, dict(splits), label
+        for name, parameter in plain._parameters.items():
+            own = None
+            if parameter is not None:
+                own = tied.get(parameter)
+                own = part(parameter, splits.get(name), backend.rank) if own is None else own
+            self.register_parameter(name, own)
+        self.train(plain.training)
+
+    def hold_alike(self, plain: nn.Module, backend: Backend) -> None:
+        """`hold`, once all ranks were found to mean the same. Blocks for a message of 16 bytes."""
+        style, label = self.style, type(self).__name__
+        splits = checked_splits(plain, style, backend.world_size, label)
+        lines = [f"{label} of {plain} with {style}", *described(plain)]
+        check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
+        self.hold(plain, splits, backend, label=label)
+
+    def part_of(self, name: str) -> str:
+        """Which part of a parameter this rank has, for `extra_repr`."""
+        cut = self.splits[name].cut
+        rank = self.backend.rank
+        return f"rank {rank} of {self.backend.world_size}: {cut.sizes()[rank]} of {cut.total}"
+
+    def check_width(self, x: Tensor, width: int, remedy: str) -> None:
+        """Raise `SizeMismatchError` unless the last dimension of an input is as long as it must."""
+        if x.dim() == 0 or x.shape[-1] != width:
+            rank = self.backend.rank
+            raise SizeMismatchError(
+                f"rank {rank}: {self.label} takes {width} features here, in the last dim, and got "
+                f"an input of shape {list(x.shape)}. {remedy}",
+                rank=rank,
+                op=self.label,
+            )
+
+    def check_sequence_dim(self, x: Tensor, sequence_dim: int) -> None:
+        """Raise `ValueError` unless it is a dimension, and not that of the features."""
+        if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
+            raise ValueError(
+                f"rank {self.backend.rank}: {self.label}: the sequence cannot lie along "
+                f"sequence_dim={sequence_dim} of a tensor of shape {list(x.shape)}, whose last dim "
+                "is that of the features"
+            )
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who takes part in its messages, and what they are called."""
+        return Ranks(self.backend, self.label)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
+        """A copy for the same ranks: there is one connection to them."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
+        copy.__dict__ = deepcopy(rest, memo)
+        copy.__dict__["backend"] = self.backend
+        return copy
+
+
+def described(plain: nn.Module, prefix: str = "") -> list[str]:
+    """A module's parameters and buffers, with hashes of their values, for `check_agreement`."""
+    return [
+        *(describe_with_values(prefix + name, value) for name, value in plain.named_parameters()),
+        *(
+            f"buffer {describe_with_values(prefix + name, value)}"
+            for name, value in plain.named_buffers()
+        ),
+    ]
+
+
+def checked_splits(plain: nn.Module, style: Style, ranks: int, label: str) -> dict[str, Split]:
+    """How a layer's parameters are cut. Raises, naming `label`, if it is none that can be."""
+    _check_plain(plain, style, label)
+    try:
+        return style.splits(plain, ranks)
+    except (ValueError, UnsupportedOperationError) as error:
+        raise type(error)(f"{label}: {error}") from None
+
+
+def _check_plain(plain: nn.Module, style: Style, label: str) -> None:
+    """Raise unless `plain` is a layer that the style knows, and nothing else is attached to it."""
+    kinds = " or ".join(f"nn.{kind.__name__}" for kind in style.takes)
+    if isinstance(plain, ParallelLayer):
+        raise UnsupportedOperationError(f"{label}: it is a {type(plain).__name__} already")
+    if type(plain) not in style.takes:
+        raise UnsupportedOperationError(
+            f"{label}: {type(style).__name__} makes a parallel layer of {kinds}, not of "
+            f"{type(plain).__module__}.{type(plain).__qualname__}: what else a layer of another "
+            "kind does would be lost"
+        )
+    kinds_of_hooks = ("forward_pre", "forward", "backward_pre", "backward")
+    attached = [f"{kind} hooks" for kind in kinds_of_hooks if getattr(plain, f"_{kind}_hooks")]
+    if attached or plain._modules or plain._buffers:
+        what = " and ".join(attached) or "more than a plain one"
+        raise UnsupportedOperationError(
+            f"{label}: this {kinds} has {what} (weight_norm and parametrizations are such), which "
+            "would be lost. Take it off, and put it on the parallel layer"
+        )
+
+
+def check_units(total: int, unit: int, ranks: int, what: str) -> None:
+    """Raise `ValueError` unless `total` is whole units, and there is one for every rank."""
+    if unit < 1:
+        raise ValueError(f"unit={unit}: what stays together is 1 element or more")
+    if total % unit:
+        raise ValueError(f"{what} {total} is not a multiple of unit={unit}")
+    if total // unit < ranks:
+        units = f"units of {unit}" if unit > 1 else "elements"
+        raise ValueError(
+            f"{what} {total} is {total // unit} {units}, and cannot be cut over {ranks} ranks: "
+            "every rank needs one"
+        )
+
+
+def part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
+    """This rank's part, in memory of its own: that of the whole can be freed."""
+    whole = parameter.detach()
+    part = whole if split is None else split.cut.shard(whole, split.dim, rank)
+    return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+
+
+def owners(module: nn.Module) -> dict[nn.Parameter, Backend]:
+    """For each parameter that is cut, the ranks that have the other parts."""
+    return {
+        layer._parameters[name]: layer.backend  # type: ignore[misc]
+        for layer in module.modules()
+        if isinstance(layer, ParallelLayer)
+        for name in layer.splits
+        if layer._parameters[name] is not None
+    }

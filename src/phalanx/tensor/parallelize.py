@@ -1,0 +1,214 @@
+"""parallelize: put parallel layers into an existing model, by name.
+
+plan = {
+    "blocks.*.attention.qkv": ColumnStyle(parts=(width,) * 3, unit=head_width),
+    "blocks.*.attention.out": RowStyle(unit=head_width),
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+}
+parallelize(model, plan, backend)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import cast
+
+from torch import nn
+
+from phalanx.core.backend import Backend
+from phalanx.errors import MisuseError, UnsupportedOperationError
+from phalanx.parallel.guards import check_agreement
+from phalanx.parallel.wrapper import Wrapper
+from phalanx.tensor.embedding import EmbeddingStyle, SequenceNormStyle
+from phalanx.tensor.layer import (
+    SAME_MODEL,
+    ParallelLayer,
+    Split,
+    Style,
+    checked_splits,
+    described,
+    part,
+)
+from phalanx.tensor.linear import ColumnStyle, RowStyle
+
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "column": ColumnStyle(),
+        "row": RowStyle(),
+        "embedding": EmbeddingStyle(),
+        "sequence_norm": SequenceNormStyle(),
+    }
+)
+Plan = Mapping[str, "str | Style"]
+SHOWN = 12  # names, in an error
+
+# What computes with the weights of its layers, without calling these.
+_PAST_ITS_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
+    """Replace layers of a model by parallel ones, in place, and return the model.
+
+    plan   patterns of the names of submodules, as `named_modules()` has them, where `*` is anything
+        (dots, too), and for each what becomes of the layers: "column" (`ColumnParallelLinear`),
+        "row" (`RowParallelLinear`), "embedding" (`ParallelEmbedding`), "sequence_norm"
+        (`SequenceParallelNorm`), each as it is by default, or a `ColumnStyle`, `RowStyle`,
+        `EmbeddingStyle` or `SequenceNormStyle` with options. A model that is itself a layer has the
+        name ""; its replacement is returned
+
+    Every rank calls it with the same model and plan, before the optimizer is made and before the
+    model is wrapped (in DDP, over the ranks that have the same parts: `mesh["data"]`). Each rank
+    keeps its part of what is cut, under the same names; all else is whole, and stays equal, since
+    its gradients are equal. Code between the layers has to go by the sizes of what it gets: heads
+    by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to drop the same
+    on every rank: seed the ranks alike, and let what is random between the layers draw equally
+    many numbers on each (as it does if heads and features divide by the ranks).
+
+    Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
+    layers are in the plan and cut them alike ("embedding" and "column").
+
+    What lies between a "column" and a "row" sees this rank's part of the features, and what lies
+    between two layers with `sequence_dim` its part of the sequence. Layers there that have
+    parameters learn from that part only, which nobody can see here: norms have to be
+    "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
+    `check_whole_parameters` finds what was forgotten.
+
+    Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
+    values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
+    matches nothing, two that disagree about a layer, a layer that cannot be cut over so many ranks;
+    `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights
+    are used without calling it; `MisuseError` for tied weights of which only some are in the plan.
+    """
+    _check_kinds(module, plan)
+    if any(isinstance(part, Wrapper) for part in module.modules()):
+        raise MisuseError(
+            f"rank {backend.rank}: parallelize: the model is wrapped already: call it first, and "
+            "wrap what it returns"
+        )
+    styles = _matched(module, plan)
+    splits = _checked(module, styles, backend.world_size)
+    tied = _tied(module, splits, backend.rank)
+    check_agreement(
+        [*(f"{name} as {style}" for name, style in styles.items()), *described(module)],
+        backend,
+        op="parallelize",
+        remedy=SAME_MODEL + ". Give all ranks the same plan",
+    )
+    places = _places(module, [module.get_submodule(name) for name in styles])
+    for name, style in styles.items():
+        plain = module.get_submodule(name)
+        if isinstance(plain, ParallelLayer):
+            continue  # a layer in two places, which has been replaced in both
+        layer = style.layer()
+        layer.hold(plain, splits[name], backend, label=name, tied=tied)
+        for parent, child in places[plain]:
+            parent._modules[child] = layer
+        module = layer if plain is module else module
+    return module
+
+
+def _check_kinds(module: nn.Module, plan: Plan) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: the model has to be an nn.Module, not {module!r}")
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
+        raise TypeError(
+            "parallelize: a plan is a dict from patterns of names to styles, such as "
+            f'{{"blocks.*.up": "column"}}, not {plan!r}'
+        )
+
+
+def _matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
+    """The style for each layer that the plan names, in the model's order. Changes nothing."""
+    styles: dict[str, Style] = {}
+    by: dict[nn.Module, tuple[str, Style]] = {}
+    known = {pattern: _style(pattern, style) for pattern, style in plan.items()}
+    unmatched = dict.fromkeys(known)
+    for name, layer in module.named_modules(remove_duplicate=False):
+        for pattern, style in known.items():
+            if not fnmatchcase(name, pattern):
+                continue
+            unmatched.pop(pattern, None)
+            other_name, other = by.setdefault(layer, (name, style))
+            if other != style:
+                also = f", which is {other_name}, too," if other_name != name else ""
+                raise ValueError(
+                    f"parallelize: the plan has two styles for {name}{also}: {other} and {style}"
+                )
+            styles[name] = style
+    if unmatched:
+        names = [name or "''" for name, _ in module.named_modules()]
+        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        raise ValueError(
+            f"parallelize: nothing in the model matches {', '.join(map(repr, unmatched))}. "
+            f"Its modules are {shown}"
+        )
+    return styles
+
+
+def _style(pattern: str, style: str | Style) -> Style:
+    if isinstance(style, Style):
+        return style
+    if not isinstance(style, str) or style not in STYLES:
+        raise ValueError(
+            f"parallelize: {style!r}, for {pattern!r}, is no style: there are "
+            f"{', '.join(map(repr, STYLES))}, and ColumnStyle(...) and the like, with options"
+        )
+    return STYLES[style]
+
+
+def _checked(
+    module: nn.Module, styles: Mapping[str, Style], ranks: int
+) -> dict[str, dict[str, Split]]:
+    """How each layer's parameters will be cut. Raises if one cannot be."""
+    splits = {}
+    for name, style in styles.items():
+        parent = module.get_submodule(name.rpartition(".")[0])
+        if name and isinstance(parent, _PAST_ITS_LAYERS):
+            raise UnsupportedOperationError(
+                f"parallelize: {name} is part of a {type(parent).__name__}, which computes with "
+                "its layers' weights without calling them: write it with layers of your own"
+            )
+        splits[name] = checked_splits(
+            module.get_submodule(name), style, ranks, f"parallelize: {name or 'the model'}"
+        )
+    return splits
+
+
+def _tied(
+    module: nn.Module, splits: Mapping[str, Mapping[str, Split]], rank: int
+) -> dict[nn.Parameter, nn.Parameter]:
+    """This rank's parts of those parameters that several layers have. Raises `MisuseError`."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    parts = {}
+    for parameter, names in users.items():
+        cuts = []
+        for name in names:
+            layer, _, own = name.rpartition(".")
+            cuts.append(splits[layer].get(own) if layer in splits else "not in the plan")
+        if len(names) == 1 or set(cuts) == {"not in the plan"}:
+            continue
+        if len(set(cuts)) > 1:
+            raise MisuseError(
+                f"parallelize: {' and '.join(names)} are one parameter, and the plan does not cut "
+                "it the same way in each place. Name all of its layers in the plan, with styles "
+                "that cut it alike (an embedding, and a column of the same size), or untie them"
+            )
+        parts[parameter] = part(parameter, cast("Split | None", cuts[0]), rank)
+    return parts
+
+
+def _places(
+    module: nn.Module, layers: Collection[nn.Module]
+) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Where each of some layers is: its parents, and its name in each."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {layer: [] for layer in layers}
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if child in places:
+                places[child].append((parent, name))
+    return places

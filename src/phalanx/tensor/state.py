@@ -1,0 +1,240 @@
+"""The state of a model with parallel layers: whole, as the plain model has it, and back.
+
+    full_state_dict        parts of all ranks   ->  {"mlp.up.weight": the whole, ...}
+    load_full_state_dict   the whole            ->  this rank's part of it
+
+`module.state_dict()` itself is this rank's part, under the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.collectives import ReduceOp
+from phalanx.core.backend import Backend
+from phalanx.errors import MisuseError, SizeMismatchError
+from phalanx.parallel.grad_scaler import clip_, norm_here
+from phalanx.parallel.guards import check_agreement, describe_with_values
+from phalanx.parallel.wrapper import Slice, Wrapper, walk
+from phalanx.tensor.functions import Ranks, all_gather, all_reduce
+from phalanx.tensor.layer import ParallelLayer, Split, owners
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict that the plain model would have: same keys, whole tensors.
+
+    rank0_only   only rank 0 of each layer's group keeps it; the others get {}
+
+    Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut;
+    what is gathered is a copy, all else the module's own. For a model in DDP, too, or in FSDP,
+    whose shards are gathered first, and one that has such in it; of a pipeline, this rank's layers.
+    """
+    places = _cut_places(module)
+    state: dict[str, Any] = {}
+    empty = False
+    own = dict(module.state_dict())
+    for prefix, gather in _sharded(module).items():
+        gathered = {prefix + key: value for key, value in gather().items()}
+        own = {
+            key: gathered.get(key, value)
+            for key, value in own.items()
+            if key in gathered or not key.startswith(prefix)
+        }
+    for key, value in own.items():
+        place = places.get(key)
+        if place is None:
+            state[key] = value
+            continue
+        whole = all_gather(value, place.split.cut, place.split.dim, place.ranks)
+        empty = empty or (rank0_only and place.ranks.backend.rank != 0)
+        if not empty:
+            state[key] = whole
+    return {} if empty else state
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Load the plain model's state: each rank takes its own part of it. Nothing is sent.
+
+    state    as `full_state_dict` or the plain model's `state_dict()` gives it, from any number of
+        ranks; the same on every rank
+    strict   the keys have to be exactly the model's, as in `Module.load_state_dict`
+
+    Raises `SizeMismatchError`, naming the first, for a tensor that is not as large as the whole;
+    nothing is changed then. For a model in DDP or FSDP, too, or with such in it, and a pipeline.
+    Every rank that shards parameters with others (FSDP) calls it.
+    """
+    places, slices = _cut_places(module), _slices(module)
+    own = module.state_dict(keep_vars=True)
+    parts = dict(state)
+    for key, value in state.items():
+        mine, place = own.get(key), places.get(key)
+        if not isinstance(value, Tensor) or not isinstance(mine, Tensor):
+            continue
+        piece = slices.get(mine, Slice.whole(tuple(mine.shape)))
+        shape = list(piece.shape)
+        if place is not None:
+            shape[place.split.dim] = place.split.cut.total
+        if list(value.shape) != shape:
+            raise SizeMismatchError(
+                f"{key} is of shape {shape} in the whole model, and of shape {list(value.shape)} "
+                "in this state: nothing was loaded. A rank's own state_dict() goes into "
+                "load_state_dict() of the same rank"
+            )
+        part = value
+        if place is not None:
+            part = place.split.cut.shard(part, place.split.dim, place.ranks.backend.rank)
+        if part.shape != mine.shape:  # a shard, of one dimension
+            part = part.reshape(-1)[piece.start : piece.stop].view(mine.shape)
+        parts[key] = part
+    with ExitStack() as writing:
+        for _, inner in walk(module):
+            if isinstance(inner, Wrapper) and inner is not module:  # which sees to it by itself
+                writing.enter_context(inner.writing())
+        module.load_state_dict(parts, strict=strict)
+
+
+class _Place(NamedTuple):
+    """Where the other parts of a parameter are, and how it is cut."""
+
+    split: Split
+    ranks: Ranks
+
+
+def _cut_places(module: nn.Module) -> dict[str, _Place]:
+    """By the key in the state dict."""
+    places = {}
+    for prefix, layer in walk(module):
+        if isinstance(layer, ParallelLayer):
+            for own, split in layer.splits.items():
+                key = prefix + own
+                places[key] = _Place(split, Ranks(layer.backend, f"full_state_dict of {key}"))
+    return places
+
+
+def _sharded(module: nn.Module) -> dict[str, Callable[[], dict[str, Any]]]:
+    """How the wrappers that shard their parameters gather them, by the prefix of their keys."""
+    found = ((prefix, getattr(part, "full_state_dict", None)) for prefix, part in walk(module))
+    return {prefix: gather for prefix, gather in found if gather is not None}
+
+
+def _slices(module: nn.Module) -> dict[Tensor, Slice]:
+    """What part of a parameter there is here, for those in wrappers."""
+    wrappers = (part for _, part in walk(module) if isinstance(part, Wrapper) and not part.spreads)
+    return {
+        parameter: slices[name]
+        for wrapper in wrappers
+        for slices in [wrapper.slices()]
+        for name, parameter in wrapper.named_parameters()
+    }
+
+
+# ------------------------------------------------------------------------------
+# The norm of all gradients, of which a rank has some, of others a part, and of others the whole.
+#
+# cut over ranks: parallel layers, FSDP      every rank's part counts
+# on one of the ranks: a pipeline's stages   every rank's count
+# whole, and the same on every rank          counts once
+
+NAME = "clip_grad_norm_"
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, *, norm_type: float = 2.0, shards: Backend | None = None
+) -> Tensor:
+    """Scale the gradients of a model that ranks share, in place, so that their norm is bounded.
+
+    module      a `Pipeline`, a model with parallel layers, or both; in DDP or FSDP, maybe
+    max_norm    of all gradients together, as the plain model has them
+    norm_type   a number above 0, or `inf` for the largest
+    shards      for a model in FSDP, the ranks that it shards over, such as `mesh["data"]`
+
+    Returns the norm before, float64, the same on every rank. What is cut counts on each rank for
+    its part, a stage's layers on their rank, and what is whole counts once. (torch's function of
+    this name would find another norm on each rank, and what is whole would drift apart.) Every rank
+    calls it when gradients are final: after `backward()` or `train_step()`, with DDP too. Blocks
+    for a message of one number to those with the other parts, for one to the other stages, and with
+    `shards` for one to these. Raises `MisuseError` for shards if nobody says over which ranks.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")
+    wrappers = [part for part in module.modules() if isinstance(part, Wrapper)]
+    if shards is None and not all(map(_is_whole, wrappers)):
+        raise MisuseError(
+            "clip_grad_norm_: this model's parameters are shards: say over which ranks, such as "
+            'shards=mesh["data"]'
+        )
+    largest = norm_type == math.inf
+    op, add = (ReduceOp.MAX, torch.maximum) if largest else (ReduceOp.SUM, torch.add)
+    pipelines = [wrapper for wrapper in wrappers if wrapper.spreads]
+    cut = owners(module)
+    staged = {p: pipeline.backend for pipeline in pipelines for p in pipeline.parameters()}
+    nothing = torch.zeros((), dtype=torch.float64)
+    # By the ranks with the other parts, and those with the other stages; there are messages for
+    # all of these, since others wait for them, whether there are gradients here or not.
+    powers = {(cut.get(p), staged.get(p)): nothing for p in module.parameters()}
+    trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    for parameter in trained:
+        assert parameter.grad is not None
+        norm = norm_here(parameter.grad, norm_type)
+        place = cut.get(parameter), staged.get(parameter)
+        powers[place] = add(powers[place], norm if largest else norm**norm_type)
+    if shards is not None and powers:
+        together = all_reduce(torch.stack(list(powers.values())), Ranks(shards, NAME), op)
+        powers = dict(zip(powers, together, strict=True))
+    totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
+    for (parts, stages), power in powers.items():
+        whole = power if parts is None else all_reduce(power, Ranks(parts, NAME), op)
+        totals[stages] = add(totals[stages], whole)
+    for stages, power in totals.items():
+        if stages is not None:
+            totals[stages] = all_reduce(power, Ranks(stages, NAME), op)
+    total = reduce(add, totals.values())
+    total = total if largest else total ** (1 / norm_type)
+    clip_(trained, total, max_norm)
+    return total
+
+
+def _is_whole(wrapper: Wrapper) -> bool:
+    """Whether this rank has all of each parameter in it, but for what layers in it cut."""
+    return wrapper.spreads or all(piece.is_whole for piece in wrapper.slices().values())
+
+
+# ------------------------------------------------------------------------------
+# Whether what is whole on every rank is still the same there, and what is not.
+
+REMEDY = (
+    "It is whole on every rank, and stays equal only if its gradients are. A norm that sees a part "
+    'of the features, the heads or the sequence has to be a "sequence_norm"; another parameter '
+    "there goes through copy_to_ranks before it is used; dropout where activations are whole "
+    "has to drop the same on every rank"
+)
+
+
+def check_whole_parameters(module: nn.Module) -> None:
+    """Raise `DesyncError`, on every rank, unless the parameters that are not cut are the same bits.
+
+    They are at first, and stay so if the plan is right. A plan that leaves out a norm in a region
+    where ranks have parts is not wrong in its shapes, so nothing else tells: call this after the
+    first step of a new model, and as often as you like. Names the first parameter that differs, and
+    the ranks in the minority. Every rank that shares layers calls it. Blocks for a message of 8
+    bytes; costs reading the parameters once.
+    """
+    cut = owners(module)
+    whole = [
+        describe_with_values(name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter not in cut
+    ]
+    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLayer)]
+    for backend in dict.fromkeys(layer.backend for layer in layers):
+        check_agreement(whole, backend, op="check_whole_parameters", remedy=REMEDY)

@@ -1,0 +1,227 @@
+"""`MeshBackend`: what all backends have in common whose ranks are processes of ours."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import weakref
+from functools import partial
+
+from phalanx.core.backend import DEFAULT_TIMEOUT, Backend, CloseAtExit
+from phalanx.core.group import WORLD_ID, Group
+from phalanx.core.work import check_timeout
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError
+from phalanx.transport.shm.domain import Sharing, check
+from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
+from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.transport.tcp.heartbeat import check_heartbeat
+from phalanx.transport.tcp.rendezvous import Rendezvous
+from phalanx.wire.control import Address, parse_address
+from phalanx.wire.handshake import Identity
+
+FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
+
+
+class MeshBackend(Backend):
+    """One rank of a group whose ranks are processes, connected over TCP: what such backends share.
+
+    sharing   which ranks are to have memory in common, once they have met
+    """
+
+    sharing = Sharing.NOTHING
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        *,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        job: str = "",
+        generation: int = 0,
+        listener: socket.socket | None = None,
+        heartbeat: float | None = None,
+        host: str = "",
+        fall_back: bool = False,
+    ) -> None:
+        if world_size < 1:
+            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
+        if not 0 <= rank < world_size:
+            raise InvalidRankError(
+                f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
+            )
+        check_timeout(timeout)
+        endpoint = parse_address(master_addr)
+        seconds = check_heartbeat(heartbeat)
+        secret = find_token() if token is None else token and check_token(token, "token=")
+        engine = TcpEngine(
+            Identity(job, generation, rank, world_size),
+            secret.encode(),
+            loopback_only=not secret,
+            heartbeat=seconds,
+        )
+        super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
+        self._engine = engine
+        self.topology = (0,) * world_size
+        self.links = self.links._replace(processors=os.cpu_count() or math.inf)
+        mesh = engine.mesh
+        mesh.host = host
+        try:
+            if world_size > 1:
+                sharing = self.sharing.relaxed() if fall_back else self.sharing
+                commons, why_not = sharing.offer(rank, world_size)
+                mesh.commons = commons
+                attach = partial(sharing.attach, commons, why_not, rank) if sharing.shares else None
+                if rank == 0:
+                    mesh.open_door(listener or listen_as_master(endpoint))
+                with engine.lock:
+                    rendezvous = Rendezvous(mesh, endpoint, attach)
+                    addresses = rendezvous.run(self.timeout, engine.drive)
+                    engine.pulse.begin(_processes_on_host(rank, addresses))
+                hosts = [address.host_id for address in addresses]
+                self.topology = tuple(hosts.index(host) for host in hosts)
+                if check(rank, rendezvous.problems, fall_back=fall_back) and commons is not None:
+                    with engine.lock:
+                        engine.share(commons)
+                        self.group.window = engine.window(self.group)
+        except BaseException:
+            with engine.lock:
+                engine.shut()
+            raise
+        finally:
+            if listener is not None and (rank != 0 or world_size == 1):
+                listener.close()
+            if mesh.commons is not None and engine.commons is None:  # it came to nothing
+                mesh.commons.close()
+        # A process that ends without close() says goodbye all the same, so that what it has sent
+        # last is not lost with it.
+        self._at_exit = CloseAtExit(self)
+        os.register_at_fork(after_in_child=_CloseInChild(self))
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
+
+        Waits until the bytes of completed sends have reached the peers' hosts, 5 seconds at most.
+        If the ranks disagreed and no call of this rank has raised it, the log says so.
+        """
+        self._leave(farewell=FAREWELL)
+
+    def abort(self) -> None:
+        """Leave as if this rank had died: the groups that it is in are broken."""
+        self._leave(farewell=0.0)
+
+    def _leave(self, *, farewell: float) -> None:
+        engine = self._engine
+        with engine.lock:
+            if engine.closed:
+                return
+            if farewell:
+                engine.poll()  # word of a failure may be waiting
+            for group in list(engine.groups.values()):
+                group.close()
+            engine.run_ready()
+            if farewell:
+                engine.say_goodbye(farewell)
+            engine.shut()
+        self._at_exit.cancel()
+
+
+def _processes_on_host(rank: int, addresses: list[Address]) -> dict[int, int]:
+    """The processes of the other ranks of this host, where they can be looked at."""
+    here = addresses[rank].host_id
+    return {
+        peer: address.process
+        for peer, address in enumerate(addresses)
+        if peer != rank and address.host_id == here and address.process
+    }
+
+
+class _CloseInChild:
+    """Ends a backend in a child process that was forked, such as a data loader's worker."""
+
+    def __init__(self, backend: MeshBackend) -> None:
+        self._backend = weakref.ref(backend)
+
+    def __call__(self) -> None:
+        backend = self._backend()
+        if backend is not None:
+            engine = backend.engine
+            assert isinstance(engine, TcpEngine)
+            backend.group.closed = engine.closed = True
+            engine.mesh.close_in_child()
+
+
+# ------------------------------------------------------------------------------
+# `TcpBackend`: ranks are processes, on any hosts.
+
+
+class TcpBackend(MeshBackend):
+    """One rank of a group whose ranks talk over TCP, IPv4 or IPv6.
+
+    rank, world_size  which one this is, of how many
+    master_addr       `"host:port"` (`"[::1]:29500"` for IPv6) where rank 0 listens; the host is one
+                      of its own addresses, and it listens there only
+    token             the job's secret, the same on every rank, of 16 bytes at least; by default
+                      that of PHALANX_TOKEN, or of the file PHALANX_TOKEN_FILE, which only its owner
+                      may read. Without one (or with ""), only ranks on this host are let in
+    timeout           seconds that a call waits at most, the meeting of the ranks included
+    job, generation   ranks of another job, or of an earlier start of it, are turned away
+    listener          for rank 0: a socket that listens at `master_addr` already
+    heartbeat         seconds within which a call that waits knows of a peer that is stopped or
+                      cannot be reached: 3, or PHALANX_HEARTBEAT. `math.inf`: never, but for the
+                      timeout. One that holds Python's interpreter for longer than 2/3 of that, on
+                      another host, is taken for stopped
+
+    Blocks until all ranks have met and are connected, each with each; those that start early try
+    again until the others are there. Then nobody listens any more. A message is sent when the
+    kernel has taken it; up to 256 MiB of each peer's that nobody has asked for are kept by this
+    process, whenever it is in a call of this backend, those of collectives that the peer has issued
+    ahead among them. Beyond that the peer waits, and so does what it sends behind.
+
+    Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
+    use, the address is not this host's), `AuthenticationError` (another token, job or world size;
+    a token of less than 128 bits, or in a file that others can read),
+    `CollectiveTimeoutError` (naming the ranks that did not come).
+    """
+
+
+# ------------------------------------------------------------------------------
+# `SharedMemoryBackend` and `HybridBackend`: ranks that have memory in common.
+
+
+class SharedMemoryBackend(MeshBackend):
+    """One rank of a group whose ranks are processes of one host, and share memory.
+
+    Collectives are done in it: each rank reads what it needs straight from its peers' memory, after
+    a look at a flag, and writes in its own only. Tensors from `empty` are in that memory and are
+    read where they are; others are staged, in pieces of bounded size. Messages, words of failure
+    and signs of life go over TCP, as with `TcpBackend`, whose arguments these are; so a dead or
+    stopped peer is known as soon.
+
+    A rank that waits looks at the flags for a short while, in which it offers the processor to
+    others, and then sleeps until a peer wakes it. The memory has no name: when the last process
+    ends, in whatever way, it is free.
+
+    With `fall_back`, ranks that cannot share memory do all over TCP, and rank 0's log says why;
+    `init("auto")` asks for that.
+
+    Raises what `TcpBackend` does, and `BackendUnavailableError` if the ranks are not on one host,
+    are not one user's, or this is not Linux.
+    """
+
+    sharing = Sharing.ALL
+
+
+class HybridBackend(MeshBackend):
+    """One rank of a group on several hosts: shared memory inside a host, TCP between.
+
+    Collectives of ranks that are all on one host are those of `SharedMemoryBackend`. Of others, a
+    host's ranks first do in their memory what they can, so that each host sends its data once.
+
+    The arguments are `TcpBackend`'s. `host` says what this rank's host counts as, where it is not
+    the machine that decides: two names on one machine are two hosts.
+    """
+
+    sharing = Sharing.HOSTS

@@ -1,0 +1,349 @@
+"""A window: what one rank shows to the other members of a group, and what it sees of them.
+
+Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
+small tensors and staging memory for others. How that lies in memory says pane.py.
+
+A *meeting* is where ranks wait for each other: a member shows something, raises its flag, and goes
+on when all others have raised theirs as high. So after the nth meeting everyone may read what
+everyone has shown before it. Nobody is more than one meeting ahead: what was shown before the
+meeting before last has been read, and its memory may be written again. Hence two of everything.
+
+Memory order: the data is written, then the flag; the other side reads the flag, then the data.
+x86-64 keeps the order of stores, and that of loads; elsewhere a fence stands between the two on
+both sides. Flags are words of 64 bits, aligned, which no processor writes in parts, each in a cache
+line of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import sched_yield
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.transport.shm.segments import Block, Segment
+
+if TYPE_CHECKING:
+    from phalanx.transport.shm.domain import Commons
+STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
+QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
+PATIENCE = 200e-6  # seconds that a rank looks before it lies down to sleep
+
+
+class Window:
+    """One rank's, for one group, or for those of its members that share this rank's host.
+
+    ranks    those members, as ranks of the whole job; a member's place here is its number in it
+    place    this rank's
+    panes    what each of them shows, this rank among them; None: it has not made the group yet
+    turn     0 or 1: which entry and slot this collective uses
+    phase    0 or 1: which half of the stage comes next
+    """
+
+    def __init__(self, commons: Commons, group: int, ranks: tuple[int, ...], rank: int) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.place = ranks.index(rank)
+        self.size = len(ranks)
+        self.turn = 0
+        self.phase = 0
+        self._commons = commons
+        self._block = commons.arena.take(SIZE)
+        self._stage: Block | None = None
+        segment = commons.arena.segments[self._block.segment]
+        offset = self._block.offset
+        own = Pane(rank, segment, offset, commons.arena.segments.__getitem__)
+        own.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
+        self.words = own.words
+        self.panes: list[Pane | None] = [None] * self.size
+        self.panes[self.place] = own
+        self._others = [commons.neighbours[peer] for peer in ranks if peer != rank]
+        self._flags: list[memoryview] = []  # the others' words, once all are known
+        self._patience = 0.0 if any(other.is_here for other in self._others) else PATIENCE
+        self._fence = commons.fence
+        commons.ledger.add_window(group, self._block.segment, offset)
+
+    @property
+    def mine(self) -> Pane:
+        """This rank's own pane."""
+        pane = self.panes[self.place]
+        assert pane is not None
+        return pane
+
+    def pane(self, place: int) -> Pane:
+        """That of a member, which has come to a meeting of this group before."""
+        pane = self.panes[place]
+        assert pane is not None
+        return pane
+
+    def epoch(self, *, first: bool = False, last: bool = False, shown: Shown | None = None) -> Meet:
+        """The step of a collective in which this rank comes to the next epoch; see `Meet`."""
+        return Meet(self, first=first, last=last, shown=shown)
+
+    # Showing --------------------------------------------------------------------------------
+
+    def raise_flag(self) -> int:
+        """Come to the next meeting: what was written before is shown. Its number."""
+        words = self.words
+        if self._commons.weak_order:
+            self._fence()
+        value: int = words[FLAG] + 1
+        words[FLAG] = value
+        self._fence()  # between the flag and the look at who sleeps: see Commons.lie_down
+        for other in self._others:
+            other.wake()
+        return value
+
+    def enter(self, trail: int, shown: Shown | None) -> None:
+        """Begin a collective: say what it is, and where what this rank gives lies."""
+        self.turn = turn = 1 - self.turn
+        words = self.words
+        entry = ENTRIES + turn * ENTRY
+        words[entry] = trail
+        if shown is None:
+            words[entry + 1] = 0
+        else:
+            words[entry + 1] = shown.given[0] + 1
+            words[entry + 2] = shown.given[1]
+            words[entry + 3] = shown.result[0] + 1
+            words[entry + 4] = shown.result[1]
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """Segment and offset of some memory of this rank, if others can see it."""
+        return self._commons.arena.find(address, size)
+
+    def make_stage(self) -> None:
+        """See to it that this rank has staging memory."""
+        if self._stage is None:
+            self._stage = self._commons.arena.take(STAGE)
+            words = self.words
+            words[STAGED + 1] = self._stage.offset
+            words[STAGED] = self._stage.segment + 1
+
+    # Meeting --------------------------------------------------------------------------------
+
+    def absent(self, value: int) -> list[int]:
+        """The members, as ranks of the job, that have not come to a meeting yet."""
+        return [
+            rank
+            for place, rank in enumerate(self.ranks)
+            if place != self.place and not self._has_come(place, value)
+        ]
+
+    def stranger(self, value: int, trail: int) -> int | None:
+        """A member that has come by another trail, as a rank of the job, if there is one."""
+        entry = ENTRIES + self.turn * ENTRY
+        for pane in self.panes:
+            # The flag first: what is read of the entry afterwards is what was shown with it.
+            if pane is not None and pane.words[FLAG] >= value and pane.words[entry] != trail:
+                return pane.rank
+        return None
+
+    def spin(self, value: int) -> bool:
+        """Wait a short while until all have come to a meeting; False if they have not."""
+        flags = self._flags
+        if not flags and not self._find_others():
+            return False
+        flags = self._flags
+        for words in flags:
+            if words[FLAG] < value:
+                for _ in range(QUICK if self._patience else 0):
+                    if words[FLAG] >= value:
+                        break
+                else:
+                    until = perf_counter() + self._patience
+                    while words[FLAG] < value:
+                        if perf_counter() > until:
+                            return False
+                        sched_yield()
+        if self._commons.weak_order:
+            self._fence()
+        return True
+
+    def _has_come(self, place: int, value: int) -> bool:
+        pane = self.panes[place]
+        if pane is None:
+            pane = self.panes[place] = self._commons.neighbours[self.ranks[place]].pane(self.group)
+        return pane is not None and pane.words[FLAG] >= value
+
+    def _find_others(self) -> bool:
+        """Whether all members have made the group."""
+        for place in range(self.size):
+            self._has_come(place, 0)
+        panes = [pane for place, pane in enumerate(self.panes) if place != self.place]
+        if any(pane is None for pane in panes):
+            return False
+        self._flags = [pane.words for pane in panes if pane is not None]
+        return True
+
+    # The end --------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """What is under way has failed; the memory that this rank has shown may be written now."""
+        self.words[BROKEN] = max(1, self.words[FLAG])
+        self._fence()
+
+    def broken(self, value: int) -> list[int]:
+        """The members, as ranks of the job, that have given up at a meeting, or before.
+
+        Of none of them that is not among these was anything overwritten that was read before.
+        """
+        if self._commons.weak_order:
+            self._fence()
+        return [
+            pane.rank
+            for place, pane in enumerate(self.panes)
+            if place != self.place and pane is not None and 0 < pane.words[BROKEN] <= value
+        ]
+
+    def close(self) -> None:
+        """This rank takes part no more. The memory stays until the others are done, too."""
+        self.words[CLOSED] = 1
+        self._commons.retire(self)
+
+    def is_over(self) -> bool:
+        """Whether nobody looks through it any more: every member has closed the group."""
+        for other in self._others:
+            pane = other.pane(self.group)
+            if pane is not None and not pane.words[CLOSED]:
+                return False
+        return True
+
+    def give_back(self) -> None:
+        """The memory may be used for something else."""
+        self._commons.ledger.remove_window(self.group)
+        for block in (self._block, self._stage):
+            if block is not None:
+                self._commons.arena.give_back(block)
+
+
+# ------------------------------------------------------------------------------
+# A pane: one member's window, as another member sees it.
+#
+# words          of 64 bits, in cache lines of their own
+# flag           how many meetings of the group it has come to
+# entries        two, used in turn: the trail up to the collective; segment + 1 (0: it is staged)
+#                and offset of what it gives; the same of its result
+# staged         segment + 1 and offset of its staging memory, once it has some
+# closed         1 when it has closed the group
+# broken         the meeting that it had come to when it gave up what was under way; 0: it has not
+# slots          two, used in turn, for small collectives
+
+FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
+ENTRY = 8  # words of an entry
+SLOTS = 4096  # byte at which they begin
+SLOT = 64 << 10  # bytes of a slot
+SIZE = SLOTS + 2 * SLOT
+
+
+class Shown(NamedTuple):
+    """Where memory of this rank lies that others may read: segment and offset."""
+
+    given: tuple[int, int]
+    result: tuple[int, int]
+
+
+class Pane:
+    """One member's window, as this rank sees it."""
+
+    def __init__(self, rank: int, segment: Segment, offset: int, attach: Callable[[int], Segment]):
+        self.rank = rank  # of the whole job
+        self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
+        self._segment = segment
+        self._slots = offset + SLOTS
+        self._attach = attach
+        self._stage = 0
+
+    def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
+        """A small piece of memory that it shows."""
+        return self._segment.tensor(self._slots + turn * SLOT, count, dtype)
+
+    def slot_address(self, turn: int) -> int:
+        """Where that is, in this process."""
+        return self._segment.start + self._slots + turn * SLOT
+
+    @property
+    def stage_address(self) -> int:
+        """Where its staging memory is, in this process."""
+        if not self._stage:
+            words = self.words
+            self._stage = self._attach(words[STAGED] - 1).start + words[STAGED + 1]
+        return self._stage
+
+    def shown(self, turn: int) -> bool:
+        """Whether what it gives lies in shared memory."""
+        return self.words[ENTRIES + turn * ENTRY + 1] != 0
+
+    def given_address(self, turn: int) -> int:
+        """Where that is, in this process."""
+        entry = ENTRIES + turn * ENTRY
+        return self._attach(self.words[entry + 1] - 1).start + self.words[entry + 2]
+
+    def result_address(self, turn: int) -> int:
+        """Where its result is, in this process."""
+        entry = ENTRIES + turn * ENTRY
+        return self._attach(self.words[entry + 3] - 1).start + self.words[entry + 4]
+
+
+# ------------------------------------------------------------------------------
+# A meeting, as a step of an operation.
+
+
+class Meet:
+    """A step: come to a meeting of a window, and wait for the others.
+
+    first    whether a collective begins with it
+    last     whether it ends one in which members' own tensors were read: one that has given up
+             here, and may have written them meanwhile, has not come, though its flag says so
+    shown    for the first: where what this rank gives and gets lies, if others can see it there
+    """
+
+    __slots__ = ("_first", "_last", "_shown", "_trail", "value", "window")
+
+    def __init__(
+        self,
+        window: Window,
+        *,
+        first: bool = False,
+        last: bool = False,
+        shown: Shown | None = None,
+    ) -> None:
+        self.window = window
+        self.value = 0
+        self._first = first
+        self._last = last
+        self._shown = shown
+        self._trail = 0
+
+    def begin(self, trail: int) -> None:
+        """Show what was written, and come. Again: nothing.
+
+        trail   all that the group was asked to do up to now (`engine/trail.py`), not only this
+                collective's fingerprint: ranks that have parted may do the same thing now, and a
+                flag comes before a message from which they would have learned it
+        """
+        if not self.value:
+            if self._first:
+                self._trail = trail
+                self.window.enter(trail, self._shown)
+            self.value = self.window.raise_flag()
+
+    def spin(self) -> bool:
+        """Wait a short while; True if all have come, by the same trail."""
+        if not self.window.spin(self.value):
+            return False
+        if self._last and self.window.broken(self.value):
+            return False
+        return not self._first or self.window.stranger(self.value, self._trail) is None
+
+    def absent(self) -> list[int]:
+        """The ranks of the job that have not come."""
+        absent = self.window.absent(self.value)
+        return sorted({*absent, *self.window.broken(self.value)}) if self._last else absent
+
+    def stranger(self) -> int | None:
+        """A rank of the job that has come to do something else, or after something else."""
+        return self.window.stranger(self.value, self._trail) if self._first else None

@@ -1,0 +1,418 @@
+"""The commons: what the ranks of one host share, as one of them has it.
+
+    ledger        where this rank says what memory it shows
+    arena         that memory
+    neighbours    the other ranks of the host: their ledgers, and the bells that wake them
+    lanes         for each of them, what large messages go through
+    windows       for each group, what its members show each other
+
+A rank that waits for a flag looks at it for a short while, and then sleeps until a neighbour rings
+its bell, a pipe: whoever raises a flag rings for those who say in their ledgers that they sleep.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from phalanx.core.steps import Ticket
+from phalanx.errors import BackendUnavailableError
+from phalanx.transport.shm import queue as lane
+from phalanx.transport.shm.control import Meet, Pane, Window
+from phalanx.transport.shm.queue import Lane
+from phalanx.transport.shm.segments import (
+    Arena,
+    Segment,
+    keeps_order,
+    make_fence,
+    make_order,
+    open_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.core.group import Group
+    from phalanx.core.work import Operation
+    from phalanx.wire.control import Address
+
+
+class Neighbour:
+    """Another rank of this host."""
+
+    def __init__(self, rank: int, process: int, memory: int, bell: int) -> None:
+        self.rank = rank
+        self.is_here = process == os.getpid()  # a thread of this process
+        self.ledger = LedgerOfPeer(process, memory)
+        self._bell = open_of(process, bell, os.O_WRONLY | os.O_NONBLOCK)
+
+    def wake(self) -> None:
+        """Ring, if it sleeps."""
+        if self.ledger.words[ASLEEP]:
+            self.ring()
+
+    def ring(self) -> None:
+        """Wake it."""
+        with suppress(BlockingIOError, BrokenPipeError):  # it rings already; it is gone
+            os.write(self._bell, b"!")
+
+    def pane(self, group: int) -> Pane | None:
+        """What it shows to the members of a group, once it has made that."""
+        found = self.ledger.window(group)
+        if found is None:
+            return None
+        try:
+            segment = self.ledger.segment(found[0])
+        except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
+            return None
+        return Pane(self.rank, segment, found[1], self.ledger.segment)
+
+    def close(self) -> None:
+        """Ring no more."""
+        os.close(self._bell)
+
+
+class Commons:
+    """One rank's. All methods are called with the engine's lock held."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.weak_order = not keeps_order()
+        self.fence = make_fence()
+        lanes = world_size * lane.SIZE
+        self.ledger = Ledger(lanes)
+        self.arena = Arena(self.ledger.segment, SIZE + lanes, self.ledger.add_segment)
+        self.neighbours: dict[int, Neighbour] = {}
+        self.lanes: dict[int, Lane] = {}
+        self.stalled: dict[Lane, Callable[[], None]] = {}  # full lanes, and what to do when not
+        self.watched: dict[Ticket, Meet] = {}
+        self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
+        self._rank = rank
+        self._retired: list[Window] = []
+        self._disputed: set[Ticket] = set()
+
+    @property
+    def memory(self) -> int:
+        """For the others: the number of the ledger's file in this process."""
+        return self.ledger.segment.fd
+
+    @property
+    def rope(self) -> int:
+        """For the others: the number of the file that rings this rank's bell."""
+        return self._rope
+
+    def meet(self, rank: int, process: int, memory: int, bell: int) -> None:
+        """Another rank of this host. Raises OSError if its memory cannot be had."""
+        neighbour = Neighbour(rank, process, memory, bell)
+        self.neighbours[rank] = neighbour
+        self.lanes[rank] = Lane(self, self._rank, neighbour, SIZE)
+
+    def window(self, group: Group) -> Window | None:
+        """A window for those members of a group that are on this host, if there are others."""
+        me = group.engine.rank
+        ranks = tuple(rank for rank in group.ranks if rank == me or rank in self.neighbours)
+        if len(ranks) == 1:
+            return None
+        self._clear_away()
+        return Window(self, group.id, ranks, me)
+
+    def retire(self, window: Window) -> None:
+        """A group was closed."""
+        self._retired.append(window)
+
+    def _clear_away(self) -> None:
+        """Take back the memory of windows through which nobody looks any more."""
+        for window in [window for window in self._retired if window.is_over()]:
+            self._retired.remove(window)
+            window.give_back()
+
+    # Waiting --------------------------------------------------------------------------------
+
+    def post(self, operation: Operation, meet: Meet) -> Ticket:
+        """Come to a meeting."""
+        ticket = Ticket(operation, meet)
+        operation.ticket = ticket
+        meet.begin(operation.trail)
+        if self._is_complete(ticket, meet):
+            ticket.arm()
+        else:
+            ticket.arm(meeting=True)
+            self.watched[ticket] = meet
+        return ticket
+
+    def stall(self, lane: Lane, go_on: Callable[[], None]) -> None:
+        """A lane is full: when it is not, go on."""
+        self.stalled[lane] = go_on
+        self.begins_to_wait()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is to come of which only memory tells."""
+        return bool(self.watched or self.stalled)
+
+    def look(self) -> None:
+        """See which meetings everybody has come to, so that their operations are ready to go on;
+        and which lanes have room again.
+        """
+        for lane_, go_on in list(self.stalled.items()):
+            if not lane_.is_full:
+                del self.stalled[lane_]
+                go_on()
+        for ticket, meet in list(self.watched.items()):
+            if self._is_complete(ticket, meet):
+                self.forget(ticket)
+                ticket.part_done()
+
+    def _is_complete(self, ticket: Ticket, meet: Meet) -> bool:
+        absent = meet.absent()  # first: who comes between the two looks is still to be checked
+        stranger = meet.stranger()
+        if stranger is None:
+            return not absent
+        if ticket not in self._disputed:
+            self._disputed.add(ticket)
+            ticket.operation.group.agreement.has_parted(ticket.operation, stranger)
+        return False
+
+    def forget(self, ticket: Ticket) -> None:
+        """An operation was given up."""
+        self.watched.pop(ticket, None)
+        self._disputed.discard(ticket)
+
+    def lie_down(self) -> None:
+        """Say that this rank sleeps; then look again, for flags that were raised meanwhile.
+
+        Who raises a flag looks here afterwards. With a fence on both sides, at least one of the two
+        sees what the other has written.
+        """
+        self.ledger.words[ASLEEP] = 1
+        self.fence()
+        self.look()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether this rank has said that it sleeps."""
+        return self.ledger.words[ASLEEP] != 0
+
+    def get_up(self) -> None:
+        """This rank is awake: it looks for itself."""
+        self.ledger.words[ASLEEP] = 0
+
+    def heard_bell(self, readable: bool, writable: bool) -> None:
+        """The bell was rung (from the reactor)."""
+        with suppress(BlockingIOError):
+            while os.read(self.bell, 4096):
+                pass
+
+    def close(self) -> None:
+        """Nobody can share anything with this rank any more."""
+        for neighbour in self.neighbours.values():
+            neighbour.close()
+        self.lanes.clear()  # they and this know each other: the memory would stay mapped
+        self.stalled.clear()
+        self.arena.close()
+        os.close(self.bell)
+        os.close(self._rope)
+
+
+def _nothing() -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------
+# The ledger: where one rank writes down, for the others of its host, what memory it shows them.
+#
+# It lies at the beginning of a rank's first segment, which all neighbours attach when they meet,
+# and has a fixed form; only its owner writes in it:
+#
+#     word    0          1 while this rank sleeps, and wants its bell rung when something has come
+#             1          how often a window was entered, or taken out
+#             2          how many entries for windows have been used
+#             8 ...      segments: number of the file, size
+#             ...        windows: group, segment + 1 (0: nothing here), offset
+#
+# What is published is written before what says that it is there (fence.py).
+
+ASLEEP, EDITION, USED = 0, 1, 2
+SEGMENTS, WINDOWS = 1024, 4096  # entries at most; a ledger has room for them
+_SEGMENT, _WINDOW = 2, 3  # words an entry
+_FIRST_SEGMENT = 8
+_FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
+SIZE = 128 << 10  # bytes of a ledger
+# Bytes behind it and the lanes, which cost nothing until they are written: windows of a hundred
+# groups and their staging memory, so that they are found when this rank has ended.
+ROOM = 1 << 30
+
+
+class Ledger:
+    """This rank's own, at the beginning of a segment; behind it come `lanes` bytes for these."""
+
+    def __init__(self, lanes: int = 0) -> None:
+        self.segment = Segment.create(SIZE + lanes + ROOM)
+        self.words = self.segment.words
+        self._entries: dict[int, int] = {}  # group -> its entry's first word
+        self._order = make_order()
+
+    def add_segment(self, number: int, segment: Segment) -> None:
+        """Others may attach it from now on."""
+        if number >= SEGMENTS:
+            raise BackendUnavailableError(
+                f"this rank has {SEGMENTS} pieces of shared memory, and cannot have more: free "
+                "tensors of backend.empty(), or make fewer, larger ones"
+            )
+        entry = _FIRST_SEGMENT + number * _SEGMENT
+        self.words[entry], self.words[entry + 1] = segment.fd, segment.size
+        self._order()  # before a tensor in it is shown
+
+    def add_window(self, group: int, segment: int, offset: int) -> None:
+        """Others may look through it from now on."""
+        words = self.words
+        taken = set(self._entries.values())
+        places = range(_FIRST_WINDOW, _FIRST_WINDOW + WINDOWS * _WINDOW, _WINDOW)
+        entry = next((place for place in places if place not in taken), None)
+        if entry is None:
+            raise BackendUnavailableError(
+                f"this rank has {WINDOWS} groups with shared memory: close() those that are not "
+                "needed any more"
+            )
+        self._entries[group] = entry
+        words[entry], words[entry + 2] = group, offset
+        words[entry + 1] = segment + 1
+        words[USED] = max(words[USED], (entry - _FIRST_WINDOW) // _WINDOW + 1)
+        self._order()
+        words[EDITION] += 1
+
+    def remove_window(self, group: int) -> None:
+        """Nobody looks through it any more."""
+        self.words[self._entries.pop(group) + 1] = 0
+        self._order()
+        self.words[EDITION] += 1
+
+
+class LedgerOfPeer:
+    """Another rank's, to be read."""
+
+    def __init__(self, process: int, fd: int) -> None:
+        self._process = process
+        first = Segment.attach(process, fd)
+        self.words = first.words
+        self._segments = {0: first}
+        self._windows: dict[int, tuple[int, int]] = {}
+        self._edition = 0
+        self._order = make_order()
+
+    def segment(self, number: int) -> Segment:
+        """One of its segments. Raises OSError if it cannot be attached."""
+        segment = self._segments.get(number)
+        if segment is None:
+            entry = _FIRST_SEGMENT + number * _SEGMENT
+            segment = Segment.attach(self._process, self.words[entry])
+            if segment.size != self.words[entry + 1]:
+                raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
+            self._segments[number] = segment
+        return segment
+
+    def window(self, group: int) -> tuple[int, int] | None:
+        """Segment and offset of its window for a group, if it has one by now."""
+        while self.words[EDITION] != self._edition:
+            self._edition = self.words[EDITION]
+            self._order()
+            self._windows = dict(self._entries())
+        return self._windows.get(group)
+
+    def _entries(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        words = self.words
+        for number in range(words[USED]):
+            entry = _FIRST_WINDOW + number * _WINDOW
+            segment = words[entry + 1]  # once: its owner may take it out between two looks
+            if segment:
+                yield words[entry], (segment - 1, words[entry + 2])
+
+
+# ------------------------------------------------------------------------------
+# How ranks that have met come to share memory.
+#
+# Everyone has said in the rendezvous where its ledger is. Each rank attaches those of its host, and
+# says how that went; nobody goes on before all have said so. So either all have what they need, or
+# all know who has not, and why.
+
+log = logging.getLogger("phalanx")
+
+
+class Sharing(enum.Enum):
+    """Which ranks have memory in common."""
+
+    NOTHING = "none"
+    HOSTS = "those of each host"
+    ALL = "all, which have to be on one host"
+
+    @property
+    def shares(self) -> bool:
+        """Whether any do."""
+        return self is not Sharing.NOTHING
+
+    def relaxed(self) -> Sharing:
+        """The same, for ranks that need not be on one host."""
+        return Sharing.HOSTS if self is Sharing.ALL else self
+
+    def offer(self, rank: int, world_size: int) -> tuple[Commons | None, str]:
+        """What this rank shows to others; or None, and why it cannot.
+
+        It meets the others all the same, so that they hear of it, too.
+        """
+        if not self.shares:
+            return None, ""
+        try:
+            return Commons(rank, world_size), ""
+        except (OSError, AttributeError) as error:  # of a system that has no memfd_create
+            return None, str(error)
+
+    def attach(
+        self, commons: Commons | None, why_not: str, rank: int, addresses: list[Address]
+    ) -> str:
+        """Attach the memory of the ranks of this one's host; what keeps it from that, or ""."""
+        if commons is None:
+            return f"it has no memory to share ({why_not}): that needs Linux (memfd, /proc)"
+        here = addresses[rank].host_id
+        for peer, address in enumerate(addresses):
+            if peer == rank:
+                continue
+            if address.host_id != here:
+                if self is Sharing.ALL:
+                    return f"rank {peer} is on another host"
+                continue
+            if address.memory < 0:
+                continue  # it has none, and says so itself
+            try:
+                commons.meet(peer, address.process, address.memory, address.bell)
+            except OSError as error:
+                return (
+                    f"the memory of rank {peer} (process {address.process}) cannot be attached: "
+                    f"{error.strerror or error} (this is user {os.getuid()}; ranks of one host "
+                    "have to be processes of one user, who see each other in /proc)"
+                )
+        return ""
+
+
+def check(rank: int, problems: Mapping[int, str], *, fall_back: bool) -> bool:
+    """Whether every rank has attached what it should have.
+
+    If not, raises `BackendUnavailableError`; or, with `fall_back`, rank 0 says so in its log.
+    """
+    for blamed, problem in sorted(problems.items()):
+        if not problem:
+            continue
+        what = f"the ranks do not share memory: rank {blamed} says: {problem}"
+        if fall_back:
+            log.log(logging.WARNING if rank == 0 else logging.DEBUG, "%s; all goes over TCP", what)
+            return False
+        raise BackendUnavailableError(
+            f"rank {rank}: {what}; use backend='hybrid' for several hosts, 'tcp' where processes "
+            "may not see each other",
+            rank=rank,
+            peer=None if blamed == rank else blamed,
+        )
+    return True

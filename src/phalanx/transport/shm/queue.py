@@ -1,0 +1,106 @@
+"""A lane: memory through which the large messages of one rank go to a neighbour.
+
+    sender                                                      receiver
+    copies a piece into the lane
+    says so on the connection: PIECE   -------------------->    copies it to where it belongs,
+                                                                or combines it right from there
+    uses that part of the lane again   <- a count in memory -   counts it as taken
+
+What is said goes over the connection, in its order among all other messages, which therefore never
+overtake each other. A sender whose lane is full waits, as one does whose socket is. What is in the
+lane outlives its sender: the receiver has it mapped.
+
+Each rank has a lane to every rank of the job at a fixed place of its first segment, behind the
+ledger; memory is only taken for those that are used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.core.steps import NOTHING, PostedSend
+from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
+
+if TYPE_CHECKING:
+    from phalanx.transport.shm.domain import Commons, Neighbour
+LARGE = 64 << 10  # bytes of a message from which on it goes through a lane
+PIECE = 512 << 10  # bytes
+PIECES = 4
+_HEAD = 4096  # bytes; word 0: how many pieces of the lane back this rank has taken
+SIZE = _HEAD + PIECES * PIECE
+
+_PIECE = struct.Struct("<BQQQI")  # kind, fingerprint, total, offset, length
+Part = tuple[bytes, memoryview, int]  # header, payload, and the message's bytes that they stand for
+
+
+class Lane:
+    """One rank's, to one neighbour, and the neighbour's to it."""
+
+    def __init__(self, commons: Commons, rank: int, neighbour: Neighbour, ledger: int) -> None:
+        mine, theirs = commons.ledger.segment, neighbour.ledger.segment(0)
+        there, here = ledger + neighbour.rank * SIZE, ledger + rank * SIZE
+        self._commons = commons
+        self._neighbour = neighbour
+        self._out = memoryview(mine.map)[there + _HEAD : there + SIZE]
+        self._in = memoryview(theirs.map)[here + _HEAD : here + SIZE]
+        self._taken_here = mine.words[there // 8 : there // 8 + 1]
+        self._taken_there = theirs.words[here // 8 : here // 8 + 1]
+        self._sent = self._received = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the neighbour has to take something before more can be sent."""
+        return self._sent - self._taken_there[0] >= PIECES
+
+    def parts(self, send: PostedSend) -> Iterator[Part | None]:
+        """A message, piece by piece; None while there is no room."""
+        operation = send.ticket.operation
+        group, kind, number = operation.channel
+        view, total = send.view, len(send.view)
+        channel = Channel(group, Kind.PIECE, number)
+        for offset in range(0, total, PIECE):
+            while self.is_full:
+                yield None
+            piece = view[offset : offset + PIECE]
+            start = self._sent % PIECES * PIECE
+            self._out[start : start + len(piece)] = piece
+            self._sent += 1
+            if self._commons.weak_order:
+                self._commons.fence()
+            what = _PIECE.pack(kind, operation.fingerprint, total, offset, len(piece))
+            header = pack_header(channel, length=len(what), total=len(what))
+            yield header + what, NOTHING, len(piece)
+
+    def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
+        """The neighbour says that a piece is in its lane: of which message, and the bytes.
+
+        Raises `FrameError` for one that makes no sense.
+        """
+        try:
+            kind, fingerprint, total, offset, length = _PIECE.unpack(payload)
+            channel = Channel(header.channel.group, Kind(kind), header.channel.number)
+        except (struct.error, ValueError):
+            raise FrameError("a piece of a message that cannot be read") from None
+        if kind not in (Kind.COLLECTIVE, Kind.POINT_TO_POINT) or not (
+            0 < length <= PIECE and offset + length <= total
+        ):
+            raise FrameError(f"a piece of {length} bytes at {offset} of a message of {total}")
+        start = self._received % PIECES * PIECE
+        self._received += 1
+        return Header(channel, fingerprint, length, total, offset), self._in[start : start + length]
+
+    def taken(self, count: int) -> None:
+        """The oldest pieces have been read; the neighbour may use their memory again."""
+        self._taken_here[0] += count
+        self._commons.fence()
+        self._neighbour.wake()
+
+    def when_free(self, go_on: Callable[[], None]) -> None:
+        """It is full: go on when it is not."""
+        self._commons.stall(self, go_on)
+
+    def give_up(self) -> None:
+        """Nothing more is to be sent."""
+        self._commons.stalled.pop(self, None)

@@ -1,0 +1,341 @@
+"""A segment: memory that several processes of one host have mapped.
+
+It is a file without a name (memfd), so nothing has to be removed: when the last process that has it
+mapped is gone, however it ended, the memory is free. Others open it by way of the owner's process,
+`/proc/<process>/fd/<number>`, which the system lets only the same user do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from collections import deque
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from typing_extensions import override
+
+from phalanx.core.common import Place, Source
+
+PAGE = mmap.PAGESIZE
+
+
+class Segment:
+    """Mapped memory. It stays mapped for as long as a tensor in it is alive.
+
+    fd       the number of the file in the owner's process; -1 for those who attached it
+    map      the mapping itself
+    words    the memory as 64-bit numbers
+    start    its address in this process
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self.map = mmap.mmap(fd, size)
+        self.words = memoryview(self.map).cast("Q")
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """New memory of so many bytes, all zero. Takes pages only when they are written."""
+        fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            return cls(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, process: int, fd: int) -> Segment:
+        """Map what another process has created. Raises OSError if that cannot be, or may not."""
+        here = open_of(process, fd, os.O_RDWR)
+        try:
+            segment = cls(here, os.fstat(here).st_size)
+        finally:
+            os.close(here)
+        segment.fd = -1
+        return segment
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """A view of `count` elements from byte `offset` on."""
+        return tensor_at(self.start + offset, count, dtype, keeping=self)
+
+    def close(self) -> None:
+        """Let nobody else attach it any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def open_of(process: int, fd: int, flags: int) -> int:
+    """Open a file that another process of this host has open."""
+    return os.open(f"/proc/{process}/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) -> Tensor:
+    """A tensor of `count` elements at an address; it keeps that object alive."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    array = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    array.owner = keeping  # type: ignore[attr-defined]
+    return torch.frombuffer(array, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------
+# An arena: the memory that one rank shows to the others of its host, given out in blocks.
+#
+# It grows by segments. Blocks that are given back are joined with their free neighbours and used
+# again, first fit; so their pages need not be made, and cleared, a second time. Beyond `KEPT` bytes
+# of free memory, pages go back to the system.
+
+SMALLEST = 64 << 20  # bytes of a segment; they cost nothing until they are written
+LINE = 64  # bytes of a cache line, to which small blocks are aligned; large ones to pages
+KEPT = 1 << 30  # bytes of free memory whose pages are kept
+LARGE = 1 << 20  # bytes from which on pages are worth giving back
+
+
+class Block(NamedTuple):
+    """Some memory of an arena."""
+
+    segment: int  # its number
+    offset: int
+    size: int
+
+
+class Arena:
+    """Gives out memory of its segments. All methods but `empty`'s tensors need the engine's lock.
+
+    first     the segment that the neighbours have attached from the beginning; what lies there can
+              be read after this process has ended. Its first `used` bytes are taken
+    publish   called with the number of a new segment and the segment, before it is used
+    """
+
+    def __init__(self, first: Segment, used: int, publish: Callable[[int, Segment], None]) -> None:
+        self.segments: list[Segment] = [first]
+        self._publish = publish
+        self._free = [Block(0, used, first.size - used)]  # by segment and offset
+        self._free_bytes = 0
+        # Tensors end whenever and wherever the garbage collector says; an append is safe there.
+        self._returned: deque[Block] = deque()
+
+    def take(self, size: int, *, after: int = -1) -> Block:
+        """A block of at least `size` bytes, in a segment with a higher number than `after`.
+
+        Raises OSError if the system has no memory for it.
+        """
+        self._collect()
+        size = max(size, 1)
+        unit = PAGE if size >= PAGE else LINE
+        size = _up_to(unit, size)
+        for place, free in enumerate(self._free):
+            if free.size < size or free.segment <= after:
+                continue
+            start = _up_to(unit, free.offset)
+            rest = free.offset + free.size - start - size
+            if rest < 0:
+                continue
+            self._free_bytes = max(0, self._free_bytes - size)
+            left = [Block(free.segment, start + size, rest)] if rest else []
+            if start > free.offset:
+                left.insert(0, Block(free.segment, free.offset, start - free.offset))
+            self._free[place : place + 1] = left
+            return Block(free.segment, start, size)
+        self._grow(size)
+        return self.take(size, after=after)
+
+    def give_back(self, block: Block) -> None:
+        """The block's memory may be used for something else."""
+        self._returned.append(block)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor in a block of its own, which goes back with its memory."""
+        count = prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        block = self.take(count * dtype.itemsize, after=0)
+        segment = self.segments[block.segment]
+        lease = _Lease(self._returned, block, segment)
+        return tensor_at(segment.start + block.offset, count, dtype, keeping=lease).view(shape)
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """The segment and offset of some memory, if it lies in this arena."""
+        for number, segment in enumerate(self.segments):
+            offset = address - segment.start
+            if offset >= 0 and offset + size <= segment.size:
+                return number, offset
+        return None
+
+    def close(self) -> None:
+        """Nobody may attach the segments any more."""
+        for segment in self.segments:
+            segment.close()
+
+    def _grow(self, size: int) -> None:
+        segment = Segment.create(max(SMALLEST, -(-size // SMALLEST) * SMALLEST))
+        number = len(self.segments)
+        try:
+            self._publish(number, segment)
+        except BaseException:
+            segment.close()
+            raise
+        self.segments.append(segment)
+        self._free.append(Block(number, 0, segment.size))
+
+    def _collect(self) -> None:
+        """Take in the blocks that have come back."""
+        while self._returned:
+            block = self._returned.popleft()
+            if self._free_bytes > KEPT and block.size >= LARGE:
+                _give_pages_back(self.segments[block.segment], block)
+            else:
+                self._free_bytes += block.size
+            self._put_in(block)
+
+    def _put_in(self, block: Block) -> None:
+        free = self._free
+        place = len(free)
+        while place and free[place - 1] > block:
+            place -= 1
+        if place < len(free) and _touch(block, free[place]):
+            block = Block(block.segment, block.offset, block.size + free.pop(place).size)
+        if place and _touch(free[place - 1], block):
+            before = free[place - 1]
+            free[place - 1] = Block(before.segment, before.offset, before.size + block.size)
+        else:
+            free.insert(place, block)
+
+
+class _Lease:
+    """Held by the memory of a tensor: gives the block back when the last tensor on it is gone."""
+
+    __slots__ = ("_block", "_returned", "_segment")
+
+    def __init__(self, returned: deque[Block], block: Block, segment: Segment) -> None:
+        self._returned = returned
+        self._block = block
+        self._segment = segment
+
+    def __del__(self) -> None:
+        self._returned.append(self._block)
+
+
+def _up_to(unit: int, number: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _touch(first: Block, second: Block) -> bool:
+    return first.segment == second.segment and first.offset + first.size == second.offset
+
+
+def _give_pages_back(segment: Segment, block: Block) -> None:
+    start = _up_to(PAGE, block.offset)
+    stop = (block.offset + block.size) // PAGE * PAGE
+    if stop > start:
+        segment.map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+# ------------------------------------------------------------------------------
+# A piece of memory of its own size, which several processes of this host write as well as read.
+#
+# As a segment (segment.py) it is a file without a name. But nobody keeps that open: it is opened by
+# way of the process that has made it while all attach it, and from then on the mappings are all
+# that there is of it. So a piece costs no file descriptor; each rank's mapping ends with the last
+# tensor in it there, and the memory is free with the last mapping, however its process ended.
+
+
+class Piece(Source):
+    """One, as one rank takes or attaches it."""
+
+    def __init__(self) -> None:
+        self._fd = -1  # of who has taken it, until all others have it, too
+
+    @override
+    def take(self, size: int) -> tuple[UntypedStorage, Place]:
+        self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, _of_file(size))
+        storage = _mapped(self._fd, size)
+        return storage, (os.getpid(), self._fd, os.fstat(self._fd).st_ino)
+
+    @override
+    def attach(self, place: Place, size: int) -> UntypedStorage:
+        process, fd, number = place
+        here = open_of(process, fd, os.O_RDWR)
+        try:
+            found = os.fstat(here)
+            # Who has taken it may have given up meanwhile, and have another file of that number.
+            if (found.st_ino, found.st_size) != (number, _of_file(size)):
+                raise FileNotFoundError(f"the memory of process {process} is gone")
+            return _mapped(here, size)
+        finally:
+            os.close(here)
+
+    @override
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _of_file(size: int) -> int:
+    """Bytes of the file: nothing cannot be mapped."""
+    return size or PAGE
+
+
+def _mapped(fd: int, size: int) -> UntypedStorage:
+    """The file's memory. Unlike Python's, torch's mapping keeps no descriptor of its own."""
+    path = f"/proc/self/fd/{fd}"
+    return torch.from_file(path, True, _of_file(size), dtype=torch.uint8).untyped_storage()
+
+
+# ------------------------------------------------------------------------------
+# Memory fences: in which order one processor sees what another has written.
+
+
+def make_fence() -> Callable[[], object]:
+    """A full memory fence: what is written before it is seen before what is read after it.
+
+    Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
+    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
+    what went before in front; so it takes two locks, one after the other, as between the release of
+    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
+    reordered with an earlier store-release).
+    """
+    lock, second = threading.Lock(), threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    def fence_of_two() -> None:
+        with lock:
+            pass
+        with second:
+            pass
+
+    return fence if keeps_order() else fence_of_two
+
+
+def keeps_order() -> bool:
+    """Whether this processor shows stores to others in the order in which they were made.
+
+    x86-64 does (total store order), and does not reorder loads either: data, then a flag; the flag,
+    then data, needs nothing in between. Only a load may pass an earlier store to another place.
+    """
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def make_order() -> Callable[[], object]:
+    """What has to stand between two stores, or two loads, that others must not see reversed."""
+    return _nothing if keeps_order() else make_fence()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Ranks that are processes, connected over TCP."""

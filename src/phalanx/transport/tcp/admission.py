@@ -1,0 +1,481 @@
+"""The door: who calls this rank, before the call counts.
+
+A caller is a stranger until the handshake is complete. Until then it may cost
+
+    memory       1 KiB in this process: its socket, its place in the tables, one message of the
+                 handshake (not the kernel's own buffers, which the kernel bounds)
+    time         2 s of this rank's attention, however busily it talks
+    a place      of 128, and one for each rank; the oldest of those that have said the least gives
+                 way to the next caller, also when there is no file descriptor left
+    a log line   of ten in full, then only a count
+
+Nobody's name is looked up. An honest rank that has to give way calls again (`dial.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from phalanx.errors import AuthenticationError, BackendUnavailableError
+from phalanx.wire.control import Endpoint, is_loopback
+from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Refused
+
+if TYPE_CHECKING:
+    from phalanx.transport.tcp.mesh import Mesh
+
+
+# ------------------------------------------------------------------------------
+# Who was turned away at a door: told in full at first, then counted.
+#
+# A port scanner must not fill a disk, nor hide the rank with the wrong token between its lines. So
+# callers that said which rank they are have lines of their own.
+
+log = logging.getLogger("phalanx")
+
+TOLD_IN_FULL = 10  # lines of each kind; then one for the 10th, 100th, 1000th ...
+
+
+class Rejections:
+    """Counts, logs, and keeps what a timeout quotes in `mesh.last_rejection`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.strangers = 0
+        self.ranks = 0
+        self._last_rank = ""
+
+    def add(self, what: str, *, rank: int | None) -> None:
+        """Someone was refused who said that it is `rank` (None: said nothing of the kind)."""
+        if rank is None:
+            self.strangers += 1
+            number, kind = self.strangers, "strangers"
+            before = f"; before that {self._last_rank}" if self._last_rank else ""
+        else:
+            self.ranks += 1
+            number, kind = self.ranks, "callers that said which rank they are"
+            before, self._last_rank = "", what
+        if number <= TOLD_IN_FULL:
+            self.mesh.turned_away(what)
+        elif _is_power_of_ten(number):
+            log.warning(
+                "rank %d turned away %d %s so far, the last of them %s",
+                self.mesh.rank,
+                number,
+                kind,
+                what,
+            )
+        self.mesh.last_rejection = what + before
+
+    def total(self) -> None:
+        """The door closes: how many there were, if not each of them was told."""
+        if max(self.strangers, self.ranks) > TOLD_IN_FULL:
+            log.warning(
+                "rank %d turned away %d strangers and %d callers that said which rank they are "
+                "while its job formed",
+                self.mesh.rank,
+                self.strangers,
+                self.ranks,
+            )
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).strip("0") == "1"
+
+
+# ------------------------------------------------------------------------------
+# A connection in its handshake, on either side: what the door and a call have in common.
+
+HUNG_UP = "the connection was closed during the handshake"
+
+
+# What a short outage swallowed is sent again within a second of its end (Linux 6.15, uapi tcp.h).
+TCP_RTO_MAX_MS = 44
+LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
+
+
+class Unproved:
+    """A non-blocking socket, and the handshake that goes over it."""
+
+    __slots__ = ("handshake", "mesh", "sock")
+
+    handshake: Handshake
+
+    def __init__(self, mesh: Mesh, sock: socket.socket) -> None:
+        self.mesh = mesh
+        self.sock = sock
+        sock.setblocking(False)
+
+    def read(self, room: int) -> bytes | None:
+        """What came, `room` bytes at most; None: nothing yet. Raises `Refused` at its end."""
+        try:
+            data = self.sock.recv(room)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            log.debug("a connection broke during the handshake: %s", error)
+            raise Refused(HUNG_UP, final=False) from None
+        if not data:
+            raise Refused(HUNG_UP, final=False)
+        return data
+
+    def send(self, data: bytes) -> None:
+        """Say something. Raises `Refused` if the connection does not take it whole."""
+        # A handshake is a few hundred bytes: an empty socket buffer takes them.
+        try:
+            if data and self.sock.send(data) != len(data):
+                raise Refused("the connection does not take the handshake", final=False)
+        except OSError as error:
+            log.debug("a connection broke during the handshake: %s", error)
+            raise Refused(HUNG_UP, final=False) from None
+
+    def say_farewell(self) -> None:
+        """Tell the other side why it is turned away, if it can be told."""
+        if self.handshake.farewell:
+            try:
+                self.sock.send(self.handshake.farewell)
+            except OSError:
+                log.debug("a refused peer had gone already")
+
+    def hang_up(self) -> None:
+        """Close the connection."""
+        self.mesh.reactor.forget(self.sock)
+        self.sock.close()
+
+    def open(self) -> None:
+        """The peer has proved itself: the connection is a link now."""
+        with suppress(OSError):  # if it has broken already, the link will see
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # an older kernel
+            self.sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRANSMIT)
+        peer = self.handshake.peer
+        assert peer is not None
+        self.mesh.link_opened(peer, self.sock, self.handshake.surplus)
+
+
+# ------------------------------------------------------------------------------
+
+PATIENCE = 2.0  # seconds of attention that a caller gets to prove itself
+TICK = 0.1  # seconds between looks at who has had them
+TICKS = round(PATIENCE / TICK)
+PLACES = 128  # callers that may be in their handshake at a time, beside one for each rank
+CALLS_AT_A_TIME = 32  # a part of the places, so that who stands there is heard before it gives way
+REST = 0.1  # seconds without a look at the door when there is nothing to accept a call with
+
+_OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# Linux tells in accept() what has befallen the connection that would have been accepted.
+_OF_THE_CALLER = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.ENETDOWN,
+        errno.EPROTO,
+        errno.ENOPROTOOPT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EOPNOTSUPP,
+        errno.ENETUNREACH,
+        errno.EPERM,
+        getattr(errno, "ENONET", errno.ENETDOWN),
+    }
+)
+
+
+class Door:
+    """A listener: every caller becomes a `Knock`. Opened to form the group, then closed.
+
+    All methods are called with the engine's lock held; none blocks.
+    """
+
+    def __init__(self, mesh: Mesh, listener: socket.socket) -> None:
+        self.mesh = mesh
+        self.listener = listener
+        self.knocks: dict[Knock, None] = {}  # in the order in which they came
+        self.places = PLACES + mesh.world_size
+        self.rejections = Rejections(mesh)
+        self.admit = mesh.admit  # one bound method for all knocks
+        self.now = 0  # ticks that this rank has seen: it may be away, and they have to wait then
+        self._ticking = False
+        self._open = True
+        listener.setblocking(False)
+        with suppress(OSError):
+            listener.listen(BACKLOG)  # strangers must not keep ranks from the queue
+        mesh.reactor.watch(listener, self._on_ready)
+
+    def close(self) -> None:
+        """Listen no more, and send away whoever has not finished."""
+        self._open = False
+        self.mesh.reactor.forget(self.listener)
+        self.listener.close()
+        for knock in list(self.knocks):
+            self.drop(knock)
+        self.rejections.total()
+
+    def drop(self, knock: Knock) -> None:
+        """Hang up on a caller."""
+        self.knocks.pop(knock, None)
+        knock.hang_up()
+
+    def _on_ready(self, readable: bool, writable: bool) -> None:
+        for _ in range(CALLS_AT_A_TIME):
+            try:
+                sock, address = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _OF_THE_CALLER:
+                    continue
+                if error.errno in _OUT_OF and self.knocks:
+                    # A few more than one: this rank needs some for its own calls.
+                    self.places = 3 * len(self.knocks) // 4
+                    self._make_room(self.places)
+                    continue
+                self._rest(error)
+                return
+            self._let_knock(sock, str(address[0]))
+
+    def _let_knock(self, sock: socket.socket, host: str) -> None:
+        if self.mesh.loopback_only and not is_loopback(host):
+            sock.close()
+            reason = "without a token (PHALANX_TOKEN) only this host is let in"
+            self.rejections.add(f"{host}: {reason}", rank=None)
+            return
+        self._make_room(max(self.places - 1, 0))
+        knock = Knock(self, sock, host)
+        self.knocks[knock] = None
+        knock.hear()  # now, that it does not look silent to the one behind it
+        if not self._ticking:
+            self._ticking = True
+            self.mesh.reactor.call_later(TICK, self._tick)
+
+    def _make_room(self, most: int) -> None:
+        """Hang up on some, until there are `most`."""
+        while len(self.knocks) > most:
+            silent = (knock for knock in self.knocks if not knock.standing)
+            knock = next(silent, None) or min(self.knocks, key=lambda knock: knock.standing)
+            knock.turn_away("had to give way to other callers before it had proved itself")
+
+    def _tick(self) -> None:
+        # Those who have spoken were heard before: sockets come before timers in every turn. And
+        # a rank that was away for long finds one tick more, not many.
+        self.now += 1
+        for knock in list(self.knocks):
+            if knock.born + TICKS > self.now:
+                break
+            did = "did not prove itself" if knock.standing else "was silent"
+            knock.turn_away(f"{did} for {PATIENCE:g} s")
+        self._ticking = bool(self.knocks)
+        if self._ticking:
+            self.mesh.reactor.call_later(TICK, self._tick)
+
+    def _rest(self, error: OSError) -> None:
+        """Nobody can be let in just now, and nobody can be sent away: not a reason to spin."""
+        reason = f"{error.strerror or error}"
+        if error.errno in _OUT_OF:
+            reason += "; this process may need more (ulimit -n)"
+        self.rejections.add(f"a caller, whom it could not accept: {reason}", rank=None)
+        self.mesh.reactor.forget(self.listener)
+        self.mesh.reactor.call_later(REST, self._look_again)
+
+    def _look_again(self) -> None:
+        if self._open:
+            self.mesh.reactor.watch(self.listener, self._on_ready)
+
+
+class Knock(Unproved):
+    """A caller at the door. `standing`: 0 it is silent, 1 it speaks, 2 it was challenged."""
+
+    __slots__ = ("born", "door", "host", "standing")
+
+    def __init__(self, door: Door, sock: socket.socket, host: str) -> None:
+        super().__init__(door.mesh, sock)
+        self.door = door
+        self.host = host
+        self.born = door.now
+        self.standing = 0
+        self.mesh.reactor.watch(sock, self._on_ready)
+
+    def hear(self) -> None:
+        """Take what the caller has said, if it has, and answer."""
+        try:
+            data = self.read(self.handshake.room if self.standing else ROOM)
+            if data is None:
+                return
+            self._answer(data)
+        except Refused as refusal:
+            if refusal.reason == HUNG_UP:  # no line in the log: port scanners do it all the time
+                self.door.drop(self)
+                return
+            self.say_farewell()
+            self.turn_away(refusal.reason)
+
+    def turn_away(self, reason: str) -> None:
+        """Hang up, without a word, and log it."""
+        rank = self.handshake.peer if self.standing else None
+        who = self.host if rank is None else f"{self.host}, as rank {rank}"
+        self.door.rejections.add(f"{who}: {reason}", rank=rank)
+        self.door.drop(self)
+
+    def _on_ready(self, readable: bool, writable: bool) -> None:
+        self.hear()
+
+    def _answer(self, data: bytes) -> None:
+        mesh = self.mesh
+        if not self.standing:  # most that are silent stay so: they cost no handshake
+            self.handshake = AcceptorHandshake(mesh.identity, mesh.token, self.door.admit)
+            self.standing = 1
+        self.send(self.handshake.receive(data))
+        if self.handshake.peer is not None:
+            self.standing = 2
+        if self.handshake.complete:
+            self.door.knocks.pop(self, None)
+            self.open()
+
+
+# ------------------------------------------------------------------------------
+# The job's token: the secret by which its ranks know each other.
+#
+#     PHALANX_TOKEN        the token itself
+#     PHALANX_TOKEN_FILE   a file that holds it, which only its owner may read (chmod 600)
+#
+# Never on a command line, which everybody on the host can read, and never in a message, whoever it
+# is for: errors here say how long a token is, at most.
+
+LEAST_BYTES = 16  # 128 bits, if they are random
+MOST_BYTES = 4096
+MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
+
+
+def find_token(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the token that the environment gives, or ""; PHALANX_TOKEN goes before the file.
+
+    The file's content counts without white space at its ends. `AuthenticationError` when the file
+    cannot be read, is readable for others than its owner, or belongs to somebody else, and when
+    the token is shorter than 128 bits.
+    """
+    token = environ.get("PHALANX_TOKEN", "")
+    if token:
+        return check_token(token, "PHALANX_TOKEN")
+    path = environ.get("PHALANX_TOKEN_FILE", "")
+    if path:
+        return check_token(_read(path), f"the token in {path} (PHALANX_TOKEN_FILE)")
+    return ""
+
+
+def check_token(token: str, name: str) -> str:
+    """Return `token`. `AuthenticationError`, which calls it `name`, if it is too short to be one.
+
+    The length is all that can be checked: whether it was drawn at random, nobody can see.
+    """
+    size = len(token.encode())
+    if size < LEAST_BYTES:
+        raise AuthenticationError(
+            f"{name} has {size} bytes, and a token has {LEAST_BYTES} (128 bits) at least: who can "
+            f"call a rank can try short ones one after the other. Make one with {MAKE_ONE}"
+        )
+    return token
+
+
+def _read(path: str) -> str:
+    """The text in a file that is fit for a secret."""
+    try:
+        # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise AuthenticationError(
+            f"the token file {path} (PHALANX_TOKEN_FILE) cannot be read: {error.strerror}"
+        ) from None
+    try:
+        problem = _problem(os.fstat(descriptor))
+        if problem:
+            raise AuthenticationError(
+                f"the token file {path} {problem}; it has to be a file that only you can read: "
+                f"chmod 600 {path}"
+            )
+        content = os.read(descriptor, MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MOST_BYTES:
+        raise AuthenticationError(f"the token file {path} is longer than {MOST_BYTES} bytes")
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        raise AuthenticationError(
+            f"the token file {path} is not text: a token is; make one with {MAKE_ONE}"
+        ) from None
+
+
+def _problem(status: os.stat_result) -> str:
+    """Why a file is not fit for a secret, or ""."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is no ordinary file"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"is open to others (mode {mode:04o})" if mode & 0o077 else ""
+
+
+# ------------------------------------------------------------------------------
+# The sockets that listen at an address, and the ways to reach one.
+
+BACKLOG = 4096
+"""Calls that the kernel keeps until they are looked at; it keeps fewer where it is told to
+(net.core.somaxconn)."""
+
+
+def resolve(endpoint: Endpoint, *, numeric: bool = False) -> list[tuple[int, tuple[object, ...]]]:
+    """The (family, socket address) pairs under which a host may be reached.
+
+    A name is looked up, which may block, unless `numeric`: then it is an error, as is a name that
+    nobody knows.
+    """
+    flags = socket.AI_NUMERICHOST if numeric else 0
+    try:
+        found = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=flags
+        )
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"the host name in {endpoint} cannot be resolved: {error.strerror or error}"
+        ) from error
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
+    """A socket that listens there, and only there. Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_as_master(endpoint: Endpoint) -> socket.socket:
+    """The listener of rank 0. Says so if the port is taken, or the address is another host's."""
+    problem: OSError | None = None
+    for family, address in resolve(endpoint):
+        try:
+            return listen_at(family, address)
+        except OSError as error:
+            problem = error
+    assert problem is not None
+    if problem.errno == errno.EADDRINUSE:
+        raise BackendUnavailableError(
+            f"rank 0 cannot listen at {endpoint}: the port is in use, perhaps by another job or "
+            "one that has not ended; end it, or choose another port (MASTER_PORT)",
+            rank=0,
+        ) from problem
+    raise BackendUnavailableError(
+        f"rank 0 cannot listen at {endpoint}: {problem.strerror}; the address has to be one of the "
+        "host on which rank 0 runs (MASTER_ADDR)",
+        rank=0,
+    ) from problem

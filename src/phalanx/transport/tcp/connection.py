@@ -1,0 +1,443 @@
+"""A link: the open connection to one peer."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import socket
+import sys
+import termios
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.core.matching import Arrival
+from phalanx.core.steps import NOTHING, PostedSend
+from phalanx.transport.shm.queue import LARGE, PIECES, Lane, Part
+from phalanx.wire.frame import (
+    MAX_PAYLOAD,
+    Channel,
+    FrameDecoder,
+    FrameError,
+    Header,
+    Kind,
+    frames,
+    pack_header,
+)
+
+if TYPE_CHECKING:
+    from phalanx.transport.tcp.mesh import Mesh
+READS_AT_A_TIME = 8  # then others have their turn
+
+
+class Link:
+    """Frames to and from one peer, over a non-blocking socket.
+
+    outbox   what waits to go out
+
+    All methods are called with the engine's lock held.
+    """
+
+    def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
+        self.mesh = mesh
+        self.peer = peer
+        self.sock = sock
+        self.left = False  # the peer has said that it closes
+        self.heard = False  # whether a byte has come since this was last set to False
+        self.given_up = False  # the peer counts as lost, though the connection is there
+        self._decoder = FrameDecoder(self)
+        self._arrival: Arrival | None = None
+        self._owed = 0  # pieces of the peer's lane that it does not know to be taken
+        self._watched = (False, False)  # for reading, for writing
+        self.outbox = Outbox(peer, sock, self._wants_room)
+        self._watch(read=True)
+
+    # Out ------------------------------------------------------------------------------------
+
+    def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
+        """Put a control frame before the messages that have not begun."""
+        self.outbox.send_control(kind, payload, group)
+
+    def _wants_room(self, wanted: bool) -> None:
+        self._watch(write=wanted)
+
+    def _watch(self, *, read: bool | None = None, write: bool | None = None) -> None:
+        wanted = (
+            self._watched[0] if read is None else read,
+            self._watched[1] if write is None else write,
+        )
+        if wanted != self._watched:
+            self._watched = wanted
+            self.mesh.reactor.watch(self.sock, self.on_ready, read=wanted[0], write=wanted[1])
+
+    # In -------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is read from the peer, since there is no room for what it sends."""
+        return self._decoder.paused
+
+    def on_ready(self, readable: bool, writable: bool) -> None:
+        """The socket can be read from, or written to."""
+        if writable:
+            self.outbox.flush()
+        if readable:
+            self.read()
+
+    def read(self) -> None:
+        """Take what has come."""
+        try:
+            for _ in range(READS_AT_A_TIME):
+                space = self._decoder.space()
+                if not len(space):
+                    self._watch(read=False)
+                    self._tell_room()
+                    return
+                count = self.sock.recv_into(space)
+                if count == 0:
+                    self.mesh.link_ended(self, clean=self._decoder.at_boundary)
+                    return
+                self.heard = True
+                self._decoder.received(count)
+                if count < len(space) or not self._is_wanted:
+                    return
+        except BlockingIOError:
+            return
+        except FrameError as error:
+            self.mesh.link_broke(self, str(error))
+        except OSError as error:
+            self.mesh.link_broke(self, error.strerror or str(error))
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody has asked for what comes next.
+
+        Who has got what it waited for asks for something else first, or asks no more: so less
+        comes early, to be copied. What is in the socket is not forgotten there.
+        """
+        arrival = self._arrival
+        return arrival is not None and arrival.filled < arrival.total and not arrival.kept
+
+    def take(self, data: bytes) -> None:
+        """Bytes that came together with the end of the handshake."""
+        try:
+            while data:
+                space = self._decoder.space()
+                count = min(len(space), len(data))
+                space[:count] = data[:count]
+                self._decoder.received(count)
+                data = data[count:]
+        except FrameError as error:
+            self.mesh.link_broke(self, str(error))
+
+    def resume(self) -> None:
+        """There may be room now for the message that was refused, or taken all the same."""
+        self._pay(self._arrival)
+        if self._decoder.paused:
+            self._watch(read=True)
+            try:
+                if self._decoder.resume():
+                    self._tell_room()
+            except FrameError as error:
+                self.mesh.link_broke(self, str(error))
+
+    def _tell_room(self) -> None:
+        """There is no room for what the peer sends, or there is again: which it may wait for."""
+        engine = self.mesh.engine
+        engine.answer(self.peer, engine.state_for(self.peer))
+
+    def message(self, header: Header) -> Arrival | None:
+        """A frame of a message begins (from the decoder)."""
+        mailbox = self.mesh.engine.mailbox
+        channel = header.channel
+        if header.offset == 0:
+            if not self._may_begin(header):
+                return None
+            self._arrival = mailbox.arriving(channel, self.peer, header.total, header.fingerprint)
+            return self._arrival
+        arrival = self._continued(header)
+        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+
+    def _continued(self, header: Header) -> Arrival:
+        """The message that this frame goes on with."""
+        arrival = self._arrival
+        if (
+            arrival is None
+            or arrival.channel != header.channel
+            or arrival.filled != header.offset
+            or arrival.total != header.total
+        ):
+            raise FrameError("a frame that continues no message")
+        return arrival
+
+    def whole(self, header: Header, payload: memoryview) -> bool:
+        """A message came in one piece (from the decoder)."""
+        if not self._may_begin(header):
+            return False
+        mailbox = self.mesh.engine.mailbox
+        mailbox.deliver(header.channel, self.peer, payload, header.fingerprint)
+        return True
+
+    def _may_begin(self, header: Header) -> bool:
+        """Whether there is room for the message that begins with this frame."""
+        self._check_last_is_whole()
+        mailbox = self.mesh.engine.mailbox
+        return mailbox.is_wanted(header.channel, self.peer) or mailbox.has_room(
+            None, self.peer, header.length
+        )
+
+    def _check_last_is_whole(self) -> None:
+        arrival = self._arrival
+        if arrival is not None and arrival.filled < arrival.total:
+            raise FrameError("a message begins inside another one")
+
+    def control(self, header: Header, payload: bytes) -> None:
+        """A control frame came (from the decoder)."""
+        if header.channel.kind is Kind.CANCEL:
+            arrival, self._arrival = self._arrival, None
+            if arrival is not None and arrival.filled < arrival.total:
+                self.mesh.engine.mailbox.cancelled(arrival)
+        elif header.channel.kind is Kind.PIECE:
+            self._piece_came(header, payload)
+        else:
+            self.mesh.control_came(self, header, payload)
+
+    def _piece_came(self, header: Header, payload: bytes) -> None:
+        """A part of a message lies in the lane.
+
+        It is taken also where there is no room to keep it, a lane full at most; but then the
+        sender is not told so, and waits, until there is room again.
+        """
+        lane = self._lane_back
+        if lane is None:
+            raise FrameError("a piece in memory that was never shared")
+        whole, piece = lane.came(header, payload)
+        mailbox = self.mesh.engine.mailbox
+        if whole.offset == 0:
+            self._check_last_is_whole()
+            self._arrival = mailbox.arriving(
+                whole.channel, self.peer, whole.total, whole.fingerprint
+            )
+        arrival = self._continued(whole) if whole.offset else self._arrival
+        assert arrival is not None
+        arrival.take(piece)
+        self._owed += 1
+        self._pay(arrival)
+
+    @property
+    def _lane_back(self) -> Lane | None:
+        """The peer's. It may use it as soon as this rank has attached it, before this rank does."""
+        commons = self.mesh.commons
+        return commons.lanes.get(self.peer) if commons is not None else None
+
+    def _pay(self, arrival: Arrival | None) -> None:
+        """Tell the sender which pieces have been taken, if there is room for more."""
+        lane = self._lane_back
+        if not self._owed or lane is None:
+            return
+        if self.mesh.engine.mailbox.has_room(arrival, self.peer, MAX_PAYLOAD):
+            owed, self._owed = self._owed, 0
+            lane.taken(owed)
+            if owed == PIECES:
+                self._tell_room()
+        elif self._owed == PIECES:
+            self._tell_room()
+
+    # The end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the socket; what waited to go out is gone."""
+        self.mesh.reactor.forget(self.sock)
+        self.sock.close()
+        self.outbox.close()
+
+
+# ------------------------------------------------------------------------------
+# An outbox: what waits to go out on one connection, and how it goes.
+
+log = logging.getLogger("phalanx")
+
+END: Part = (b"", NOTHING, 0)  # there are no more parts
+SMALL = 16 << 10  # bytes of a message that is copied rather than queued
+
+
+class Outgoing:
+    """A message on its way out, cut into frames."""
+
+    __slots__ = ("begun", "frames", "last_begun", "send")
+
+    def __init__(self, send: PostedSend, lane: Lane | None) -> None:
+        self.send: PostedSend | None = send  # None once nobody waits for it
+        self.frames: Iterator[Part | None] = lane.parts(send) if lane is not None else _parts(send)
+        self.begun = 0  # bytes in the frames that have begun
+        self.last_begun = False  # whether the last one has
+
+
+def _parts(send: PostedSend) -> Iterator[Part]:
+    operation = send.ticket.operation
+    for header, payload in frames(operation.channel, send.view, operation.fingerprint):
+        yield header, payload, len(payload)
+
+
+class Outbox:
+    """Messages and control frames for one peer, on their way to a non-blocking socket.
+
+    Messages go out in the order of `send`; control frames go before them, at the next boundary of a
+    frame. All methods are called with the engine's lock held.
+
+    lane         where large messages go, on one host
+    wants_room   called with True when the socket takes no more, with False when it has taken all
+    """
+
+    def __init__(self, peer: int, sock: socket.socket, wants_room: Callable[[bool], None]) -> None:
+        self.lane: Lane | None = None
+        self._peer = peer
+        self._sock = sock
+        self._wants_room = wants_room
+        self._outbox: deque[Outgoing] = deque()
+        self._control: deque[bytes] = deque()
+        self._pieces: list[memoryview] = []  # what is left of the frame that is being written
+
+    def send(self, send: PostedSend) -> None:
+        """Put a message in the queue, and write what can be written."""
+        size = len(send.view)
+        if size > SMALL or not self.idle or not self._sent_at_once(send):
+            self._outbox.append(Outgoing(send, self.lane if size >= LARGE else None))
+            self.flush()
+
+    def _sent_at_once(self, send: PostedSend) -> bool:
+        """Whether the socket takes a small message, as it nearly always does."""
+        operation = send.ticket.operation
+        size = len(send.view)
+        header = pack_header(
+            operation.channel, fingerprint=operation.fingerprint, length=size, total=size
+        )
+        message = header + send.view
+        try:
+            written = self._sock.send(message)
+        except OSError:  # which `flush` will meet, too
+            return False
+        send.complete()
+        if written < len(message):
+            self._pieces = [memoryview(message)[written:]]
+            self.flush()
+        return True
+
+    def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
+        """Put a control frame before the messages that have not begun."""
+        size = len(payload)
+        header = pack_header(Channel(group, kind, 0), length=size, total=size)
+        self._control.append(header + payload)
+        self.flush()
+
+    def retract(self, send: PostedSend) -> None:
+        """Give up a message. If it has begun, finish its frame from a copy and say so."""
+        for place, outgoing in enumerate(self._outbox):
+            if outgoing.send is not send:
+                continue
+            del self._outbox[place]
+            if place == 0 and self._pieces:
+                self._finish_from_copy(outgoing)
+                self._outbox.appendleft(outgoing)
+            if place == 0:
+                self._cancel(send)
+            return
+
+    def settle(self, send: PostedSend) -> bool:
+        """Whether a message that would be given up counts as sent: its last frame has begun.
+
+        The peer gets it whole in any case; what is left of the frame is written from a copy.
+        """
+        if not self._outbox or self._outbox[0].send is not send or not self._outbox[0].last_begun:
+            return False
+        self._finish_from_copy(self._outbox[0])
+        send.complete()
+        return True
+
+    def _finish_from_copy(self, outgoing: Outgoing) -> None:
+        """Nobody waits for this message any more: write its frame to the end, and no other."""
+        self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
+        outgoing.send = None
+        outgoing.frames = iter(())
+
+    def _cancel(self, send: PostedSend) -> None:
+        channel = send.ticket.operation.channel
+        header = pack_header(Channel(channel.group, Kind.CANCEL, channel.number))
+        self._control.append(header)
+        self.flush()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to write."""
+        return not (self._pieces or self._outbox or self._control)
+
+    def all_sent(self) -> bool:
+        """Whether the peer's kernel has acknowledged every byte (where that can be known)."""
+        if not self.idle:
+            return False
+        try:
+            unsent = fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4)
+        except OSError:
+            return True
+        return int.from_bytes(unsent, sys.byteorder) == 0
+
+    def flush(self) -> None:
+        """Write as much as the socket takes."""
+        try:
+            while self._pieces or self._next_frame():
+                written = self._sock.sendmsg(self._pieces)
+                self._written(written)
+        except BlockingIOError:
+            self._wants_room(True)
+        except OSError as error:
+            # What the peer has sent before is still to be read; that ends the link.
+            log.debug("writing to rank %d failed: %s", self._peer, error)
+            self._outbox.clear()
+            self._control.clear()
+            self._pieces = []
+            self._wants_room(False)
+        else:
+            self._wants_room(False)
+
+    def _next_frame(self) -> bool:
+        """Take the next frame to write; False if there is none."""
+        if self._control:
+            self._pieces = [memoryview(self._control.popleft())]
+            return True
+        while self._outbox:
+            outgoing = self._outbox[0]
+            part = next(outgoing.frames, END)
+            if part is None:
+                self._stall()
+                return False
+            if part is not END:
+                header, payload, count = part
+                outgoing.begun += count
+                assert outgoing.send is not None
+                outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
+                self._pieces = [memoryview(header)]
+                if len(payload):
+                    self._pieces.append(payload)
+                return True
+            self._outbox.popleft()
+            if outgoing.send is not None:
+                outgoing.send.complete()
+        return False
+
+    def _stall(self) -> None:
+        """The lane is full: go on when it is not, unless something comes to be said first."""
+        assert self.lane is not None
+        self.lane.when_free(self.flush)
+
+    def _written(self, count: int) -> None:
+        pieces = self._pieces
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces[0])
+            del pieces[0]
+        if count:
+            pieces[0] = pieces[0][count:]
+
+    def close(self) -> None:
+        """What waited to go out is gone."""
+        if self.lane is not None:
+            self.lane.give_up()

@@ -1,0 +1,165 @@
+"""The pulse: whether peers that say nothing are still there.
+
+A rank that computes says nothing; neither does one that is stopped (SIGSTOP, a machine that sleeps)
+or cut off from the network. A dead one is another matter: its connection ends.
+
+    on this host    the process table says whether a process is stopped. Nothing is sent, there is
+                    no thread, and a rank that holds the interpreter for minutes raises no alarm
+    elsewhere       a thread says BEAT to the peer, and any byte from there is a sign of life
+
+Who waits looks, a few times a second. A peer without a sign of life for too long is given up: it is
+lost to the groups that it is in. Its connection stays, so that it learns of it if it comes back.
+Time counts only as far as this rank was there itself to listen.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from phalanx.wire.frame import Kind
+
+if TYPE_CHECKING:
+    from phalanx.transport.tcp.connection import Link
+    from phalanx.transport.tcp.mesh import Mesh
+VARIABLE = "PHALANX_HEARTBEAT"
+HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default
+
+
+def check_heartbeat(seconds: float | None) -> float:
+    """The seconds to use; None: as the environment says, or the default. Raises ValueError."""
+    if seconds is None:
+        seconds = float(os.environ.get(VARIABLE, HEARTBEAT))
+    if not seconds > 0:
+        raise ValueError(
+            f"heartbeat ({VARIABLE}) must be a positive number of seconds, or infinity for none, "
+            f"not {seconds!r}"
+        )
+    return seconds
+
+
+class Pulse:
+    """Looks after the peers of one rank.
+
+    seconds    within which a peer that has stopped, or cannot be reached, is known; a beat goes
+               out 30 times as often, and a peer may miss them for 5/6 of the time
+    poll       moves bytes without waiting; called by the thread that beats, lock held
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float, poll: Callable[[], None]) -> None:
+        self._mesh = mesh
+        self._poll = poll
+        self._beat_every = seconds / 30
+        self._look_every = seconds / 30
+        self._limit = seconds * 5 / 6
+        self._seconds = seconds
+        self._processes: Mapping[int, int] = {}  # of the peers on this host
+        self._silent: defaultdict[int, float] = defaultdict(float)
+        self._last_look = self._next_look = float("inf")
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, processes: Mapping[int, int]) -> None:
+        """All are connected; `processes` are those of the peers on this host."""
+        if self._seconds == math.inf:
+            return
+        self._processes = processes
+        self._last_look = monotonic()
+        self._next_look = self._last_look + self._look_every
+        if any(peer not in processes for peer in self._mesh.links):
+            name = f"phalanx rank {self._mesh.rank} heartbeat"
+            self._thread = threading.Thread(target=self._keep_beating, name=name, daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Beat no more. Lock not held."""
+        self._over.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def attend(self) -> float:
+        """Look, if it is time to; seconds until it is time again. Lock held."""
+        now = monotonic()
+        if now >= self._next_look:
+            # A rank that was stopped itself, or had no processor, must not blame the others for it.
+            self._look(min(now - self._last_look, self._seconds / 6))
+            self._last_look = now
+            self._next_look = now + self._look_every
+        return self._next_look - now
+
+    def _look(self, seconds: float) -> None:
+        for peer, link in list(self._mesh.links.items()):
+            if link.heard or not self._is_silent(link):
+                link.heard = False
+                self._silent[peer] = 0.0
+                continue
+            self._silent[peer] += seconds
+            if self._silent[peer] >= self._limit:
+                self._mesh.give_up(link, self._obituary(peer))
+
+    def _is_silent(self, link: Link) -> bool:
+        if link.given_up or link.left or link.paused:
+            return False
+        process = self._processes.get(link.peer)
+        return process is None or is_stopped(process)
+
+    def _obituary(self, peer: int) -> str:
+        process = self._processes.get(peer)
+        if process is not None:
+            return f"its process {process} is stopped (SIGSTOP, or a debugger holds it)"
+        return (
+            f"nothing was heard from it for {self._silent[peer]:.1f} s: it is stopped, it holds "
+            "the interpreter, or the network between the two is down"
+        )
+
+    def _keep_beating(self) -> None:
+        lock = self._mesh.engine.lock
+        while not self._over.wait(self._beat_every):
+            with lock:
+                if self._mesh.engine.closed:
+                    return
+                for link in list(self._mesh.links.values()):
+                    if link.peer not in self._processes and link.outbox.idle and not link.given_up:
+                        link.send_control(Kind.BEAT)
+                # What came is read meanwhile, also if this rank computes: so beats do not pile up,
+                # and questions are answered.
+                self._poll()
+                self.attend()
+
+
+# ------------------------------------------------------------------------------
+# Which host this is, and how its processes are.
+
+_NAMESPACES = ("net", "pid")  # containers that share neither are hosts of their own
+
+
+def host_id() -> str:
+    """The same for all processes of one host, and different between hosts."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in _NAMESPACES]
+    except OSError:
+        return socket.gethostname()
+    return " ".join([boot, *spaces])
+
+
+def process_id() -> int:
+    """This process, for others of this host to look at; 0 if they could not (`is_stopped`)."""
+    return os.getpid() if Path("/proc/self/stat").exists() else 0
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process of this host is stopped, or traced and held. False if it is gone."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    state = status[status.rindex(b")") + 2 :][:1]  # behind the name, which may hold anything
+    return state in (b"T", b"t")

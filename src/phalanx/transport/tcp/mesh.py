@@ -1,0 +1,287 @@
+"""The mesh: this rank's connections to all others.
+
+All are made when the ranks meet, before the first message. So whoever dies is missed at once by
+everyone, word of a failure reaches a rank whatever it is doing, and a message can be sent to a rank
+that is busy elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from phalanx.core.engine import Engine
+from phalanx.core.failure import Failure
+from phalanx.core.steps import PostedSend
+from phalanx.transport.tcp.admission import Door
+from phalanx.transport.tcp.connection import Link
+from phalanx.wire.control import Answer, Ask, FailureNotice, decode
+from phalanx.wire.frame import FrameError, Header, Kind
+from phalanx.wire.handshake import Identity
+
+if TYPE_CHECKING:
+    from phalanx.transport.shm.domain import Commons
+    from phalanx.transport.tcp.rendezvous import Rendezvous
+log = logging.getLogger("phalanx")
+
+
+class Mesh:
+    """Knows who is connected, who has left, and who is let in.
+
+    All methods are called with the engine's lock held.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reactor: Reactor,
+        identity: Identity,
+        token: bytes,
+        *,
+        loopback_only: bool,
+    ) -> None:
+        self.engine = engine
+        self.reactor = reactor
+        self.identity = identity
+        self.token = token
+        self.loopback_only = loopback_only
+        self.door: Door | None = None
+        self.links: dict[int, Link] = {}
+        self.left: set[int] = set()  # peers that have closed in good order
+        self.rendezvous: Rendezvous | None = None  # while the ranks are meeting
+        self.last_rejection = ""
+        self.host = ""  # what this rank's host counts as; "": what it is
+        self.commons: Commons | None = None  # what this rank shows to others of its host
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.identity.world_size
+
+    # Messages -------------------------------------------------------------------------------
+
+    def send(self, send: PostedSend) -> None:
+        """Send a message. To a peer whose loss is just being told, it goes nowhere."""
+        link = self.links.get(send.peer)
+        if link is not None:
+            link.outbox.send(send)
+
+    def retract(self, send: PostedSend) -> None:
+        """Give up a message."""
+        link = self.links.get(send.peer)
+        if link is not None:
+            link.outbox.retract(send)
+
+    def settle(self, send: PostedSend) -> bool:
+        """Whether a message that would be given up has gone already."""
+        link = self.links.get(send.peer)
+        return link is not None and link.outbox.settle(send)
+
+    def resume(self, peer: int) -> None:
+        """There may be room again for what a peer sends."""
+        link = self.links.get(peer)
+        if link is not None:
+            link.resume()
+
+    def control_came(self, link: Link, header: Header, payload: bytes) -> None:
+        """A control frame came from a peer. Raises `FrameError` for one that makes no sense."""
+        group, kind = header.channel.group, header.channel.kind
+        if kind is Kind.FAILURE:
+            notice = decode(payload, FailureNotice)
+            if not (0 <= notice.culprit < self.world_size > notice.reporter >= 0):
+                raise FrameError(
+                    f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
+                    f"there are {self.world_size} ranks"
+                )
+            failure = Failure.from_notice(notice)
+            if self.rendezvous is not None:
+                self.rendezvous.told(failure)
+            self.engine.failure_came(group, failure)
+        elif kind is Kind.LEAVE_GROUP:
+            self.engine.member_left(group, link.peer)
+        elif kind is Kind.LEAVE:
+            link.left = True
+            self.left.add(link.peer)
+            self.engine.peer_left(link.peer)
+        elif kind is Kind.ASK:
+            self.engine.asked(group, link.peer, decode(payload, Ask))
+        elif kind is Kind.ANSWER:
+            self.engine.answered(link.peer, decode(payload, Answer))
+        elif kind is Kind.BEAT:
+            pass  # that it came is all that it says
+        elif self.rendezvous is not None:
+            self.rendezvous.control_came(link, header, payload)
+        else:
+            raise FrameError(f"a {kind.name} frame after the rendezvous")
+
+    # Connections that come to be ------------------------------------------------------------
+
+    def open_door(self, listener: socket.socket) -> None:
+        """Let peers in there."""
+        self.door = Door(self, listener)
+
+    def admit(self, peer: int) -> str | None:
+        """Why a peer that has proved itself is turned away all the same, or None."""
+        if peer in self.links or peer in self.left or peer in self.engine.lost:
+            return f"rank {peer} is, or was, connected already: is a second copy of it running?"
+        if peer < self.rank:
+            return f"rank {self.rank} calls rank {peer}, not the other way round"
+        return None
+
+    def turned_away(self, what: str) -> None:
+        """Someone was refused."""
+        self.last_rejection = what
+        log.warning("rank %d turned away %s", self.rank, what)
+
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        """A peer has proved itself: messages can flow."""
+        link = Link(self, peer, sock)
+        self.links[peer] = link
+        if self.rendezvous is not None:
+            self.rendezvous.link_opened(link)
+        if surplus:
+            link.take(surplus)
+
+    # Connections that end -------------------------------------------------------------------
+
+    def link_ended(self, link: Link, *, clean: bool) -> None:
+        """The peer has closed its side."""
+        self.link_broke(link, "its connection ended" + ("" if clean else " within a message"))
+
+    def link_broke(self, link: Link, reason: str) -> None:
+        """The connection to a peer is of no use any more."""
+        if self.links.get(link.peer) is not link:
+            return
+        del self.links[link.peer]
+        link.close()
+        if link.left:
+            self.engine.peer_left(link.peer)
+        elif self.rendezvous is not None:
+            self.rendezvous.link_lost(link, reason)
+        else:
+            self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {reason}")
+
+    def give_up(self, link: Link, reason: str) -> None:
+        """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
+        link.given_up = True
+        who = f"rank {self.rank} gave rank {link.peer} up"
+        self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {who}, since {reason}")
+
+    def close_in_child(self) -> None:
+        """After a fork: this copy of the sockets would hide this rank's death from its peers."""
+        sockets = [link.sock for link in self.links.values()]
+        if self.door is not None:
+            sockets += [self.door.listener, *(knock.sock for knock in self.door.knocks)]
+        for sock in sockets:
+            sock.close()
+
+    def close(self) -> None:
+        """Close every connection, and the door."""
+        if self.door is not None:
+            self.door.close()
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+
+    def all_sent(self) -> bool:
+        """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
+        links = [link for link in self.links.values() if not link.given_up]
+        waiting = [link for link in links if not link.outbox.all_sent()]
+        if waiting and all(link.outbox.idle for link in waiting):
+            # Only the kernel is busy, which tells nobody when it is done.
+            self.reactor.call_later(0.002, lambda: None)
+        return not waiting
+
+
+# ------------------------------------------------------------------------------
+# The reactor: which sockets are ready, and what is due. One of these drives a `TcpEngine`.
+
+Callback = Callable[[bool, bool], None]  # (readable, writable)
+
+LONGEST_SLEEP = 3600.0
+
+
+class Reactor:
+    """Sockets with callbacks, and timers. `select` may be called while others change them."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+
+    def watch(
+        self,
+        sock: socket.socket | int,
+        callback: Callback,
+        *,
+        read: bool = True,
+        write: bool = False,
+    ) -> None:
+        """From now on call back when the socket, or file, is readable, writable, or either."""
+        events = selectors.EVENT_READ * read | selectors.EVENT_WRITE * write
+        if not events:
+            self.forget(sock)
+            return
+        try:
+            self._selector.modify(sock, events, callback)
+        except KeyError:
+            self._selector.register(sock, events, callback)
+
+    def forget(self, sock: socket.socket | int) -> None:
+        """Do not watch this socket any more."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back once, that many seconds from now."""
+        heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
+        self.wake()
+
+    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until a socket is ready or a timer is due, that many seconds at most."""
+        seconds = min(seconds, LONGEST_SLEEP)
+        if self._timers:
+            seconds = min(seconds, self._timers[0][0] - monotonic())
+        return self._selector.select(max(seconds, 0.0))
+
+    def dispatch(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """Call back for what `select` found, and for the timers that are due."""
+        watched = self._selector.get_map()
+        for key, mask in events:
+            now = watched.get(key.fd)
+            if now is not None and now.fileobj is key.fileobj:  # not closed by an earlier one
+                now.data(bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE))
+        while self._timers and self._timers[0][0] <= monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def wake(self) -> None:
+        """Make a `select` in another thread return."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        """Free the reactor's own resources; the sockets are their owners' business."""
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()
+
+    def _drain(self, readable: bool, writable: bool) -> None:
+        with suppress(OSError):
+            while self._woken.recv(4096):
+                pass

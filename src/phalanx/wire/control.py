@@ -1,0 +1,129 @@
+"""The small messages that ranks send about the job itself, as MessagePack (never pickle)."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from phalanx.wire.frame import FrameError
+
+
+class Address(msgspec.Struct, frozen=True):
+    """From each rank to rank 0: where it listens, and which host and process it is."""
+
+    host: str
+    port: int
+    host_id: str
+    process: int = 0  # 0: one that others of its host cannot look at
+    # Numbers of files of that process, for others of its host: its shared memory, and what wakes
+    # it. -1: it has none.
+    memory: int = -1
+    bell: int = -1
+
+
+class Table(msgspec.Struct, frozen=True):
+    """From rank 0 to each rank: every rank's address, in rank order."""
+
+    addresses: list[Address]
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """From each rank to all, when it knows the table: whether it has its neighbours' memory."""
+
+    problem: str  # "" if there is none
+
+
+class FailureNotice(msgspec.Struct, frozen=True):
+    """A group is broken. Ranks are those of the whole job."""
+
+    error: str  # name of the error's class
+    culprit: int
+    reporter: int
+    reason: str
+    # For ranks that disagree: what the reporter was doing, and under which number.
+    signature: str = ""
+    sequence: int = -1
+    met: str = ""  # what the culprit was doing, where that is known
+
+
+LONGEST_TEXT = 20_000  # characters; three of them fit into a control frame in any script
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning if it is too long for a control frame."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """To a rank that is waited for, in the group of the frame."""
+
+    sequence: int  # of the collective; -1: this is not about one
+    fingerprint: int
+    what: str  # that collective in words
+    inquiry: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a rank waits for: `what` in words, or "" if it waits in no call."""
+
+    waits_for: list[int]  # ranks of the job
+    what: str
+    kept: int = 0  # bytes of the asker's messages that nobody here has received yet
+    inquiry: int = 0  # that of the `Ask`
+    group: int = 0  # that what it waits in is of,
+    sequence: int = -1  # and its number there, if it is a collective
+
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(payload: bytes, kind: type[_T]) -> _T:
+    """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    # Text that is not UTF-8 and lists in lists in lists: msgspec has no error of its own for them.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a {kind.__name__} message that cannot be read: {error}") from None
+
+
+# ------------------------------------------------------------------------------
+# Addresses as text: `host:port`, with an IPv6 number in brackets: `[fd00::1]:29500`.
+
+
+class Endpoint(NamedTuple):
+    """A host, as a name or a number, and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Endpoint:
+    """What `text` says. Raises ValueError unless it is `host:port` or `[host]:port`."""
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    wrong_host = not bare or (":" in bare and bare == host) or bare.strip() != bare
+    wrong_port = not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536
+    if not colon or wrong_host or wrong_port:
+        raise ValueError(
+            f'"{text}" is not an address: an address is host:port, such as node1:29500, '
+            "192.0.2.7:29500 or [fd00::1]:29500"
+        )
+    return Endpoint(bare, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as one that only this machine can reach."""
+    try:
+        number = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    # How a socket of both families shows a caller over IPv4: ::ffff:127.0.0.1.
+    mapped = getattr(number, "ipv4_mapped", None)
+    return (mapped or number).is_loopback
