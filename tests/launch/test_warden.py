@@ -15,7 +15,7 @@ SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
 LAUNCHER = """
 import os, sys, time
-from phalanx.launch.warden import Warden
+from phalanx.launch.reaper import Warden
 warden = Warden(sys.argv[1])
 for pid in sys.argv[2:]:
     warden.hold(int(pid))

@@ -173,7 +173,7 @@ DOCTOR = """
 import sys
 from functools import partial
 from phalanx.cli.main import main
-from phalanx.launch.doctor import examine
+from phalanx.tools.doctor import examine
 tried = {name: examine.SUBJECTS["Backends"][name] for name in ("tcp", "nccl", "process groups")}
 examine.examine = partial(examine.examine, {**examine.SUBJECTS, "Backends": tried})
 if __name__ == "__main__":

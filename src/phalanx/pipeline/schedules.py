@@ -231,7 +231,7 @@ def timeline(
 def picture(schedule: str, p: int, m: int, v: int = 1) -> str:
     """Draw what the ranks do; a forward pass is as long as a backward pass.
 
-    >>> from phalanx.parallel.pipeline.timeline import picture
+    >>> from phalanx.pipeline.schedules import picture
     >>> print(picture("1f1b", 2, 3))
     rank 0   F0 F1 .  B0 F2 B1 .  B2
     rank 1   .  F0 B0 F1 B1 F2 B2 .
