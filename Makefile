@@ -79,7 +79,7 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/link_fuzz.py $(ARGS)
 
 flood: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/door_flood.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/acceptor_flood.py $(ARGS)
 
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)

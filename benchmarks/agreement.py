@@ -1,4 +1,4 @@
-"""What it costs that ranks which disagree are told so: `python benchmarks/agreement.py --help`.
+"""What it costs that ranks which disagree are told so: `python benchmarks/checker.py --help`.
 
 Four kinds of the same all_reduce run in interleaved rounds of the same processes, over TCP:
 
@@ -38,9 +38,9 @@ import phalanx
 from phalanx import Backend
 from phalanx.core import backend as backend_module
 from phalanx.core import matching
-from phalanx.core.checker import Agreement
+from phalanx.core.checker import Checker
 from phalanx.core.group import Group
-from phalanx.core.recorder import History, Record, Trace, caller
+from phalanx.core.recorder import History, Record, Trace, call_site
 
 KINDS = ("off", "on", "strict", "traced")
 LIMIT = 0.05  # of the time of a call at 4 KiB, for agreement
@@ -50,7 +50,7 @@ WIDTH = 100  # columns that the table needs, also when it goes to a file
 @contextmanager
 def without_agreement() -> Iterator[None]:
     """The same code, with constants where it sees to it that ranks agree."""
-    nowhere = caller()
+    nowhere = call_site()
     nothing = Record("", 0, "", "", nowhere, 0, 0.0, 0.0, failed=False)
 
     def constant(value: Any) -> Any:
@@ -61,8 +61,8 @@ def without_agreement() -> Iterator[None]:
             (backend_module, "caller", constant(nowhere)),
             (Record, "of", constant(nothing)),
             (History, "add", constant(None)),
-            (Agreement, "check", constant(None)),
-            (Agreement, "ended", constant(None)),
+            (Checker, "check", constant(None)),
+            (Checker, "ended", constant(None)),
             (Group, "may_finish", constant(True)),
             (matching, "_misfit", constant(None)),
         ):
@@ -74,11 +74,11 @@ def without_agreement() -> Iterator[None]:
 def traced(backend: Backend, trace: Trace | None) -> Iterator[None]:
     """Every operation is written down."""
     engine = backend.engine
-    engine.trace, engine.mailbox.traced = trace, True
+    engine.trace, engine.matching.traced = trace, True
     try:
         yield
     finally:
-        engine.trace, engine.mailbox.traced = None, False
+        engine.trace, engine.matching.traced = None, False
 
 
 def strict_group(backend: Backend) -> Backend:

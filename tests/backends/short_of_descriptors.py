@@ -3,7 +3,7 @@
     PHALANX_TOKEN=... python short_of_descriptors.py SPARE
 
 Prints its port, waits for a line, and meets the others with SPARE descriptors; then prints, as
-JSON, the `sum` over the ranks or the error, and how often the door `asked` for a caller.
+JSON, the `sum` over the ranks or the error, and how often the acceptor `asked` for a caller.
 """
 
 from __future__ import annotations

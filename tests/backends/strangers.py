@@ -1,4 +1,4 @@
-"""A crowd at a door: connections that say nothing, half of a hello, nonsense, or a whole hello."""
+"""Many strangers at an acceptor: silent, half of a hello, nonsense, or a whole hello."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Crowd:
                 self._trickle()
 
     def left(self) -> int:
-        """How many the door has not hung up on, and who would not be told if they spoke."""
+        """How many the acceptor has not hung up on, and who would not be told if they spoke."""
         self._insistent = False
         for key in list(self._selector.get_map().values()):
             # The kernel forgets without a word who was not in the queue yet when it was closed.

@@ -25,7 +25,7 @@ from phalanx import Backend, CollectiveTimeoutError, DesyncError, PendingCollect
 PROMPT = 20.0  # seconds after which a rank that was not told gives up, with an error that shows it
 COUNT = 840  # divides by every number of ranks here
 SIZES = {  # others: 3
-    "baton": sizes((2, 3, 4, 5, 8), (2, 3, 4, 5, 6, 7, 8)),
+    "turn": sizes((2, 3, 4, 5, 8), (2, 3, 4, 5, 6, 7, 8)),
     "simulated": sizes((2, 5), (2, 5, 8)),
     "tcp": (2, 3, 4),
 }

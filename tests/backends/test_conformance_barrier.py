@@ -17,13 +17,13 @@ from phalanx import Backend
 def test_nobody_leaves_before_everybody_has_come(cluster: Cluster, size: int) -> None:
     came: list[set[int]] = [set() for _ in range(8)]
 
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         for here in came:
             here.add(backend.rank)
             backend.barrier()
             assert here == set(range(size))
 
-    cluster.run(meet, size)
+    cluster.run(epoch, size)
 
 
 @pytest.mark.checkered
@@ -32,7 +32,7 @@ def test_whoever_comes_last_holds_up_all_the_others(cluster: Cluster, last: int)
     """The last one comes only when it has heard that each of the others is at the barrier."""
     left: list[int] = []
 
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         if backend.rank == last:
             for other in range(4):
                 if other != last:
@@ -45,11 +45,11 @@ def test_whoever_comes_last_holds_up_all_the_others(cluster: Cluster, last: int)
             pending.wait()
         left.append(backend.rank)
 
-    cluster.run(meet, 4)
+    cluster.run(epoch, 4)
 
 
 def test_barriers_and_messages_do_not_mix(cluster: Cluster) -> None:
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         other = 1 - backend.rank
         into = bytearray(1)
         backend.send(b"a", other)
@@ -62,11 +62,11 @@ def test_barriers_and_messages_do_not_mix(cluster: Cluster) -> None:
         backend.recv(into, other)
         assert into == b"b"
 
-    cluster.run(meet, 2)
+    cluster.run(epoch, 2)
 
 
 def test_an_async_barrier_is_done_only_when_all_have_come(cluster: Cluster) -> None:
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         if backend.rank == 0:
             pending = phalanx.async_barrier(backend)
             assert pending.op_name == "barrier"
@@ -79,11 +79,11 @@ def test_an_async_barrier_is_done_only_when_all_have_come(cluster: Cluster) -> N
         backend.recv(bytearray(3), 0)
         backend.barrier()
 
-    cluster.run(meet, 2)
+    cluster.run(epoch, 2)
 
 
 def test_barriers_of_overlapping_groups_hold_up_only_their_members(cluster: Cluster) -> None:
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         groups = [backend.subgroup({0, 1}), backend.subgroup({0, 2})] if backend.rank == 0 else []
         if backend.rank:
             groups = [backend.subgroup({0, backend.rank})]
@@ -91,7 +91,7 @@ def test_barriers_of_overlapping_groups_hold_up_only_their_members(cluster: Clus
             group.barrier()
         backend.barrier()
 
-    cluster.run(meet, 3)
+    cluster.run(epoch, 3)
 
 
 @pytest.mark.timeouts
@@ -124,24 +124,24 @@ def test_two_threads_of_a_rank_may_wait_at_once(cluster: Cluster) -> None:
 
 
 def test_the_time_spent_waiting_is_counted(cluster: Cluster) -> None:
-    def meet(backend: Backend) -> tuple[float, float]:
+    def epoch(backend: Backend) -> tuple[float, float]:
         before = backend.seconds_waiting
         for _ in range(3):
             phalanx.all_reduce(torch.ones(3), backend)
         return before, backend.seconds_waiting
 
-    assert all(before <= after for before, after in cluster.run(meet, 3))
-    assert any(after > 0 for _, after in cluster.run(meet, 3))
+    assert all(before <= after for before, after in cluster.run(epoch, 3))
+    assert any(after > 0 for _, after in cluster.run(epoch, 3))
 
 
 def test_what_a_group_waits_its_parents_wait(cluster: Cluster) -> None:
-    def meet(backend: Backend) -> tuple[float, float, float]:
+    def epoch(backend: Backend) -> tuple[float, float, float]:
         parent = backend.subgroup([0, 1, 2])
         group = parent.subgroup([0, 1, 2])
         for _ in range(3):
             phalanx.async_all_reduce(torch.ones(3), group).wait()
         return group.seconds_waiting, parent.seconds_waiting, backend.seconds_waiting
 
-    waited = cluster.run(meet, 3)
+    waited = cluster.run(epoch, 3)
     assert any(group > 0 for group, _, _ in waited)
     assert all(group <= parent <= backend for group, parent, backend in waited)

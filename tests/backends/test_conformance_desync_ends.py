@@ -73,7 +73,7 @@ def test_what_came_for_a_group_that_was_broken_before_it_was_made_is_dropped(
         group = backend.subgroup([0, 1])
         with pytest.raises(PeerLostError):
             group.barrier()
-        assert not sum(backend.engine.mailbox.early_bytes.values())
+        assert not sum(backend.engine.matching.unexpected_bytes.values())
 
     cluster.run(break_early, 2)
 

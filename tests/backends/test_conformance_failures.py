@@ -95,7 +95,7 @@ def test_a_collective_without_a_rank_that_is_gone_names_it_on_every_other_rank(
 def test_a_barrier_without_a_rank_that_is_gone_names_it_on_every_other_rank(
     cluster: Cluster, leave: Callable[[Backend], None], culprit: int
 ) -> None:
-    def meet(backend: Backend) -> None:
+    def epoch(backend: Backend) -> None:
         hear_from_all(backend, culprit)
         if backend.rank == culprit:
             leave(backend)
@@ -103,7 +103,7 @@ def test_a_barrier_without_a_rank_that_is_gone_names_it_on_every_other_rank(
             error = lost(backend, backend.barrier, culprit)
             assert (error.op, error.sequence) == ("barrier", 0)
 
-    cluster.run(meet, 4, timeout=PROMPT)
+    cluster.run(epoch, 4, timeout=PROMPT)
 
 
 def test_a_message_sent_before_leaving_still_arrives(cluster: Cluster) -> None:

@@ -128,7 +128,8 @@ def test_a_tensor_has_the_shape_and_dtype_that_were_asked_for(an_arena: Maker) -
             assert tensor.is_contiguous()
             assert tensor.data_ptr() % LINE == 0
             found = arena.find(tensor.data_ptr(), tensor.nbytes)
-            # Never in the first: that has to have room for windows, to the end of the process.
+            # Never in the first: that has to have room for control blocks, to the end of the
+            # process.
             assert (found is not None and found[0] == 1) == (tensor.numel() > 0)
 
 

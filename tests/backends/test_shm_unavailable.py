@@ -127,8 +127,8 @@ def test_who_may_fall_back_does_all_over_tcp_and_logs_one_line(
     def run(backend: Backend) -> list[float]:
         engine = backend.engine
         assert isinstance(engine, TcpEngine)
-        assert engine.commons is None
-        assert backend.group.window is None
+        assert engine.domain is None
+        assert backend.group.shared is None
         inside = backend.subgroup([0, 2]) if backend.rank != 1 else None
         assert inside is None or phalanx.all_reduce(backend.empty(3).fill_(1), inside).sum() == 6
         return phalanx.all_reduce(torch.ones(100_000), backend)[-2:].tolist()
@@ -147,7 +147,7 @@ def test_hosts_of_one_rank_and_of_several_may_fall_back_to_sharing_what_they_can
 
     def run(backend: Backend) -> int:
         assert phalanx.all_reduce(torch.ones(100_000), backend).sum() == 300_000
-        window = backend.group.window
-        return window.size if window is not None else 1
+        control = backend.group.shared
+        return control.size if control is not None else 1
 
     assert cluster.run(run, SIZE) == [2, 1, 2]

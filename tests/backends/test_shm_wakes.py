@@ -50,7 +50,7 @@ def sum_later(backend: Backend) -> None:
 
 
 def large_message(backend: Backend) -> None:
-    """More than a lane holds: who sends has to be woken when there is room."""
+    """More than a ring buffer holds: who sends has to be woken when there is room."""
     if backend.rank == 0:
         backend.send(torch.ones(8 << 20), 1)
     else:
@@ -65,7 +65,7 @@ def test_a_thread_that_sleeps_for_a_message_hears_of_meetings_too(
     receive: Callable[[Backend, torch.Tensor], Callable[[], None]],
     call: Callable[[Backend], None],
 ) -> None:
-    """Rank 0's reactor waits for a message when a thread of it comes to a meeting."""
+    """Rank 0's reactor waits for a message when a thread of it comes to an epoch."""
 
     def run(backend: Backend) -> float:
         engine = backend.engine

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from acceptor_step import drive_until, lonely_engine
 from clusters import PATIENCE, loopback_listener
-from doorstep import drive_until, lonely_engine
 from listening import needs_proc
 from test_tcp_rendezvous import Start, start  # noqa: F401
 

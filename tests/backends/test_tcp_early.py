@@ -13,7 +13,7 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, ReduceOp
 from phalanx.collectives.plan import Key, make_plan
-from phalanx.core.matching import BLOCK, BLOCKS_KEPT, Mailbox
+from phalanx.core.matching import BLOCK, BLOCKS_KEPT, Matching
 from phalanx.wire.frame import Channel, Kind, frames
 
 HALF = 3 * BLOCK // 8 + 1000  # elements of float64: three blocks, and a little
@@ -69,7 +69,7 @@ def test_a_long_message_survives_receives_that_give_up_before_and_in_the_middle_
         into = bytearray(len(content))
         backend.recv(into, 1)
         assert into == content
-        assert backend.engine.mailbox.early_bytes[1] == 0
+        assert backend.engine.matching.unexpected_bytes[1] == 0
 
 
 def test_what_comes_of_a_collective_that_has_failed_is_dropped_with_what_was_kept() -> None:
@@ -82,11 +82,11 @@ def test_what_comes_of_a_collective_that_has_failed_is_dropped_with_what_was_kep
         peer.sock.sendall(contribution[: BLOCK + 333])
         with pytest.raises(CollectiveTimeoutError):
             backend.recv(bytearray(1), 1, timeout=0.1)
-        assert backend.engine.mailbox.early_bytes[1] > BLOCK
+        assert backend.engine.matching.unexpected_bytes[1] > BLOCK
         with pytest.raises(CollectiveTimeoutError):
             phalanx.all_reduce_(tensor, backend, algorithm="ring", timeout=0.1)
         left = tensor.clone()
-        assert backend.engine.mailbox.early_bytes[1] == 0
+        assert backend.engine.matching.unexpected_bytes[1] == 0
         peer.sock.sendall(contribution[BLOCK + 333 :])
         with pytest.raises(CollectiveTimeoutError, match="broken"):
             phalanx.all_reduce_(tensor, backend)
@@ -126,15 +126,15 @@ def test_small_messages_to_a_peer_that_does_not_read_arrive_whole_and_in_order()
 
 
 def test_memory_for_what_comes_early_is_used_again_up_to_a_limit() -> None:
-    mailbox = Mailbox(lambda channel, peer: False)
-    blocks = [mailbox.borrow_block() for _ in range(2 * BLOCKS_KEPT)]
+    matching = Matching(lambda channel, peer: False)
+    blocks = [matching.borrow_block() for _ in range(2 * BLOCKS_KEPT)]
     assert {len(block) for block in blocks} == {BLOCK}
-    for block in [*blocks, mailbox.borrow_chunk(100)]:
-        mailbox.return_block(block)
+    for block in [*blocks, matching.borrow_chunk(100)]:
+        matching.return_block(block)
     known = {id(block.obj) for block in blocks}
-    again = [mailbox.borrow_chunk(BLOCK + 1) for _ in range(2 * BLOCKS_KEPT)]
+    again = [matching.borrow_chunk(BLOCK + 1) for _ in range(2 * BLOCKS_KEPT)]
     assert sum(id(block.obj) in known for block in again) == BLOCKS_KEPT
-    assert len(mailbox.borrow_chunk(100)) == 100
+    assert len(matching.borrow_chunk(100)) == 100
 
 
 def test_an_operation_leaves_nothing_to_the_garbage_collector() -> None:

@@ -119,7 +119,7 @@ def test_names_are_addresses_too(start: Start) -> None:
 
 def test_the_ranks_that_did_not_come_are_named(start: Start) -> None:
     listener, address = place()
-    two = start(2, 4, address)  # it is at the door, or soon will be, when rank 0 opens it
+    two = start(2, 4, address)  # it is at the acceptor, or soon will be, when rank 0 opens it
     zero = start(0, 4, address, listener=listener, timeout=1.5)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks 1, 3 of 4 did not come") as info:
         zero.result()

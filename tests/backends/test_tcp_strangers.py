@@ -108,7 +108,7 @@ def test_strangers_do_not_keep_a_job_from_forming(
     words: bytes,
     end: str,
 ) -> None:
-    """They are all at the door before rank 0 opens it: what they say and do comes at once."""
+    """They are all at the acceptor before rank 0 opens it: what they say and do comes at once."""
     listener, address = place()
     strangers = [call(address) for _ in range(3)]
     for stranger in strangers:
@@ -145,10 +145,10 @@ def test_a_stranger_in_the_place_of_rank_0_is_not_trusted(start: Start) -> None:
         with socket.create_server(("127.0.0.1", 0)) as impostor:
             address = f"127.0.0.1:{impostor.getsockname()[1]}"
             one = start(1, 2, address, timeout=0.5)
-            caller, _ = impostor.accept()
-            with caller:
+            call_site, _ = impostor.accept()
+            with call_site:
                 with suppress(ConnectionError):
-                    caller.sendall(words)
+                    call_site.sendall(words)
                 with pytest.raises(DistributedError, match="rank 1: rendezvous"):
                     one.result()
 
@@ -162,7 +162,7 @@ def test_when_the_group_has_formed_nobody_listens_any_more(start: Start) -> None
         works(zero, one, two)
         early.settimeout(20)
         with suppress(ConnectionError):
-            assert early.recv(1) == b"", "whoever stood at the door is sent away"
+            assert early.recv(1) == b"", "whoever stood at the acceptor is sent away"
     for _ in range(20):
         with pytest.raises(ConnectionRefusedError):
             call(address)

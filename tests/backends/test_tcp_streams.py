@@ -179,7 +179,7 @@ NONSENSE = {
     + b"x"
     + pack_header(P2P, length=1, total=11, offset=1)
     + b"x",
-    "an address after the meeting": pack_header(Channel(0, Kind.ADDRESS, 0), length=2, total=2)
+    "an address after the epoch": pack_header(Channel(0, Kind.ADDRESS, 0), length=2, total=2)
     + b"{}",
     "a table": pack_header(Channel(0, Kind.TABLE, 0), length=1, total=1) + b"\x90",
     "a failure that cannot be read": pack_header(Channel(0, Kind.FAILURE, 0), length=3, total=3)

@@ -242,7 +242,7 @@ def test_without_the_variable_nothing_is_written_or_measured(
         backend = SimulatedBackend.create_group(1)[0]
         backend.barrier()
         assert backend.engine.trace is None
-        assert not backend.engine.mailbox.traced
+        assert not backend.engine.matching.traced
     assert list(tmp_path.iterdir()) == []
 
 

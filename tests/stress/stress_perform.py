@@ -83,7 +83,7 @@ class Performer:
             self._carry_out(self._program.of(self._rank))
         world.barrier()  # all that was sent has been received
         with world.engine.lock:
-            left = {peer: n for peer, n in world.engine.mailbox.early_bytes.items() if n}
+            left = {peer: n for peer, n in world.engine.matching.unexpected_bytes.items() if n}
         world.barrier()  # nobody begins with another program before everybody has looked
         if left:
             raise WrongResultError(f"rank {self._rank}: bytes of messages are left: {left}")

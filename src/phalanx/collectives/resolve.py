@@ -21,13 +21,13 @@ from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_p
 from phalanx.collectives.reduce_op import reduction_for
 from phalanx.collectives.request import PendingCollective, Task
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
-from phalanx.collectives.shm_direct import FLAT, Flat
+from phalanx.collectives.shm_direct import SHM_DIRECT, Flat
 from phalanx.collectives.tuning import remembered
 from phalanx.core.backend import Backend
 from phalanx.core.steps import Call, Round, Step
 from phalanx.core.work import Combine
 from phalanx.errors import UnsupportedOperationError
-from phalanx.transport.shm.control import Window
+from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, tensor_bytes
 
 T = TypeVar("T")
@@ -56,19 +56,24 @@ def chosen(
         if collective in REDUCING:
             reduction_for(op, dtype, rank=backend.rank, collective=collective)
         name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
-        window = backend.group.window
-        together = window is not None and window.size == backend.world_size
+        control = backend.group.shared
+        together = control is not None and control.size == backend.world_size
         tuning = ""
         if name == "auto":
             picked = choose(collective, prod(shape) * dtype.itemsize, backend)
             name, tuning = picked.algorithm, picked.tuning
             if together and not tuning:
-                name = FLAT[collective]
+                name = SHM_DIRECT[collective]
         hosts = backend.topology if COLLECTIVES[collective][name].placed else None
         key = Key(collective, name, shape, dtype, op, root, hosts, tuning)
         plan = make_plan(key, backend.rank, backend.world_size)
-        if together and isinstance(window, Window) and plan.program and name == FLAT[collective]:
-            return Choice(plan, Flat(plan, window))
+        if (
+            together
+            and isinstance(control, ControlBlock)
+            and plan.program
+            and name == SHM_DIRECT[collective]
+        ):
+            return Choice(plan, Flat(plan, control))
         return Choice(plan, None)
 
     # Arguments that were right once are right again.

@@ -2,13 +2,13 @@
 
 Three ways, which all members choose alike, from sizes and from what all have shown:
 
-    small      what is given is copied to a slot, everyone reads all slots        1 meeting
+    small      what is given is copied to a slot, everyone reads all slots        1 epoch
     direct     what is given lies in shared memory: it is read where it is        2, and 1 a piece
                                                                                    to pass on
     pieces     it is staged, piece by piece, while the piece before is read       1 a piece
 
 An all-reduce in pieces, as one rank does it. Stage and results have two halves, used in turn, so
-what is written now was read before the last meeting (`backends/shm/window.py`):
+what is written now was read before the last epoch (`backends/shm/control.py`):
 
     stage 0   meet   fold 0, show it; stage 1   meet   take result 0; fold 1, show it; stage 2  ...
 
@@ -34,7 +34,7 @@ from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
 from phalanx.collectives.request import Task
-from phalanx.transport.shm.control import SLOT, STAGE, Meet, Pane, Shown, Window
+from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors, PeerSlot, ShmEpoch
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ FORMS: Mapping[str, Form] = MappingProxyType({
 
 # ------------------------------------------------------------------------------
 
-FLAT: Mapping[str, str] = MappingProxyType(
+SHM_DIRECT: Mapping[str, str] = MappingProxyType(
     {name: "star" if name in ("gather", "scatter") else "direct" for name in FORMS}
 )
 """The algorithm that this is, by the name that it has where messages are sent."""
@@ -171,12 +171,12 @@ copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a thir
 
 
 class Flat:
-    """One collective of one window, for tensors of one shape and dtype."""
+    """One collective of one control block, for tensors of one shape and dtype."""
 
-    def __init__(self, plan: Plan, window: Window) -> None:
+    def __init__(self, plan: Plan, control: ControlBlock) -> None:
         key = plan.key
-        self.window = window
-        self.size, self.me = window.size, window.place
+        self.control = control
+        self.size, self.me = control.size, control.place
         self.root = key.root
         self.form = FORMS[key.collective]
         self.dtype = key.dtype
@@ -203,7 +203,7 @@ class Flat:
         self._views: dict[tuple[int, int], Tensor] = {}
         self._turn_views: dict[int, list[Tensor]] = {}
 
-    def steps(self, task: Task[Any]) -> Iterator[Meet]:
+    def steps(self, task: Task[Any]) -> Iterator[ShmEpoch]:
         """This rank's part. The tensors of the task stay alive with it."""
         source = task.source.data_ptr() if task.source is not None else 0
         out = task.out.data_ptr() if task.out is not None else 0
@@ -223,12 +223,12 @@ class Flat:
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small_reduce(self, task: Task[Any], source: int) -> Iterator[Meet]:
+    def _small_reduce(self, task: Task[Any], source: int) -> Iterator[ShmEpoch]:
         """Everyone who gets the result folds all of it."""
-        window = self.window
-        turn = 1 - window.turn
-        copy(window.mine.slot_address(turn), source, self._given)
-        yield window.epoch(first=True)
+        control = self.control
+        turn = 1 - control.turn
+        copy(control.mine.slot_address(turn), source, self._given)
+        yield control.epoch(first=True)
         if self._gets_on:
             views = self._turn_views.get(turn)
             if views is None:
@@ -240,28 +240,28 @@ class Flat:
 
     def _slot_view(self, place: int, turn: int) -> Tensor:
         count = self._given // self.dtype.itemsize
-        return self.window.pane(place).slot(turn, count, self.dtype)
+        return self.control.slot(place).slot(turn, count, self.dtype)
 
-    def _small(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
-        window = self.window
-        turn = 1 - window.turn
+    def _small(self, task: Task[Any], source: int, out: int) -> Iterator[ShmEpoch]:
+        control = self.control
+        turn = 1 - control.turn
         if self._gives:
-            copy(window.mine.slot_address(turn), source, self._given)
-        yield window.epoch(first=True)
-        slots = [window.pane(place).slot_address(turn) for place in range(self.size)]
+            copy(control.mine.slot_address(turn), source, self._given)
+        yield control.epoch(first=True)
+        slots = [control.slot(place).slot_address(turn) for place in range(self.size)]
         self._take_whole(slots, out)
 
     # Where it is ----------------------------------------------------------------------------
 
-    def _large(self, task: Task[Any], source: int, out: int) -> Iterator[Meet]:
-        window = self.window
+    def _large(self, task: Task[Any], source: int, out: int) -> Iterator[ShmEpoch]:
+        control = self.control
         where = self._where(source, out)
         if where is None:
             self._settle(task, source)
             self._stage(source, 0)
-        yield window.epoch(first=True, shown=where)
-        turn = window.turn
-        shown = [window.pane(giver).shown(turn) for giver in self._givers]
+        yield control.epoch(first=True, shown=where)
+        turn = control.turn
+        shown = [control.slot(giver).shown(turn) for giver in self._givers]
         if all(shown):
             yield from self._direct(task, source, out, turn)
             return
@@ -269,50 +269,50 @@ class Flat:
         if any(shown):  # some have not staged anything yet
             if where is not None:
                 self._stage(source, 0)
-            yield window.epoch()
+            yield control.epoch()
         yield from self._pieces(source, out)
 
-    def _where(self, source: int, out: int) -> Shown | None:
+    def _where(self, source: int, out: int) -> Descriptors | None:
         """Where what this rank shows lies, if all of it is shared memory."""
         if not self._gives or self.form.passed_on is Who.ROOT:
             return None
-        find = self.window.find
+        find = self.control.find
         given = find(source, self._given)
         result = given
         if source != out and self.form.passed_on is not None:
             result = find(out, self._given)
-        return Shown(given, result) if given is not None and result is not None else None
+        return Descriptors(given, result) if given is not None and result is not None else None
 
-    def _direct(self, task: Task[Any], source: int, out: int, turn: int) -> Iterator[Meet]:
-        window = self.window
-        panes = [window.pane(place) for place in range(self.size)]
+    def _direct(self, task: Task[Any], source: int, out: int, turn: int) -> Iterator[ShmEpoch]:
+        control = self.control
+        slots = [control.slot(place) for place in range(self.size)]
         given = [
-            pane.given_address(turn) if place in self._givers else 0
-            for place, pane in enumerate(panes)
+            slot.given_address(turn) if place in self._givers else 0
+            for place, slot in enumerate(slots)
         ]
         given[self.me] = source
         if self._gets_on:
-            yield from self._direct_pieces(given, panes, out, turn)
+            yield from self._direct_pieces(given, slots, out, turn)
         else:
             self._take_whole(given, out, task)
-        yield window.epoch(last=True)  # or what others still read would be written
+        yield control.epoch(last=True)  # or what others still read would be written
 
     def _direct_pieces(
-        self, given: list[int], panes: list[Pane], out: int, turn: int
-    ) -> Iterator[Meet]:
+        self, given: list[int], slots: list[PeerSlot], out: int, turn: int
+    ) -> Iterator[ShmEpoch]:
         """Fold a piece of this rank's slice, and take what the others have folded of theirs.
 
         In pieces, so that these are taken while they are still in a cache. A piece that this rank
         writes has been read by the one that has folded it, before they met.
         """
         start, stop = self._slices[self.me]
-        results = [pane.result_address(turn) for pane in panes]
+        results = [slot.result_address(turn) for slot in slots]
         for first in range(0, self._longest, STEP):
             length = min(STEP, stop - start - first)
             if length > 0:
                 at = [address + start + first for address in given]
                 self._fold(at, out + start + first, length)
-            yield self.window.epoch()
+            yield self.control.epoch()
             for place, (begin, end) in enumerate(self._slices):
                 length = min(STEP, end - begin - first)
                 if place != self.me and length > 0:
@@ -355,31 +355,31 @@ class Flat:
 
     # Piece by piece -------------------------------------------------------------------------
 
-    def _pieces(self, source: int, out: int) -> Iterator[Meet]:
+    def _pieces(self, source: int, out: int) -> Iterator[ShmEpoch]:
         """The first piece is staged, and all have met."""
-        window, piece = self.window, self._piece
+        control, piece = self.control, self._piece
         count = -(-self._longest // piece)
         for number in range(count):
-            phase = window.phase
+            phase = control.phase
             if number and self._gets_on:
                 self._take_results(out, number - 1, 1 - phase)
             self._take_piece(source, out, number, phase)
-            window.phase = 1 - phase
+            control.phase = 1 - phase
             if number + 1 < count:
                 self._stage(source, number + 1)
             elif self.form.passed_on is None:
                 return
-            yield window.epoch()
+            yield control.epoch()
         if self._gets_on:
-            self._take_results(out, count - 1, 1 - window.phase)
+            self._take_results(out, count - 1, 1 - control.phase)
 
     def _stage(self, source: int, number: int) -> None:
         """Show a piece of what this rank gives."""
-        window, piece = self.window, self._piece
-        window.make_stage()
+        control, piece = self.control, self._piece
+        control.make_stage()
         if not self._gives:
             return
-        stage = window.mine.stage_address + window.phase * PIECE
+        stage = control.mine.stage_address + control.phase * PIECE
         first = number * piece
         if not self.form.sliced:
             copy(stage, source + first, min(piece, self._given - first))
@@ -401,7 +401,7 @@ class Flat:
             return
         inside = phase * PIECE + (me * piece if self.form.sliced else 0)
         at = [
-            (source + start + first if g == me else self.window.pane(g).stage_address + inside)
+            (source + start + first if g == me else self.control.slot(g).stage_address + inside)
             for g in self._givers
         ]
         if self._folding is None:
@@ -412,10 +412,10 @@ class Flat:
         elif self.form.passed_on is None:
             self._fold(at, out + first, length)
         else:
-            self._fold(at, self.window.mine.stage_address + _results(phase), length)
+            self._fold(at, self.control.mine.stage_address + _results(phase), length)
             if self._gets_on:
                 into = out + start + first
-                copy(into, self.window.mine.stage_address + _results(phase), length)
+                copy(into, self.control.mine.stage_address + _results(phase), length)
 
     def _take_results(self, out: int, number: int, phase: int) -> None:
         """What the others have folded of a piece."""
@@ -423,7 +423,7 @@ class Flat:
         for place, (start, stop) in enumerate(self._slices):
             length = min(self._piece, stop - start - first)
             if place != self.me and length > 0:
-                address = self.window.pane(place).stage_address + _results(phase)
+                address = self.control.slot(place).stage_address + _results(phase)
                 copy(out + start + first, address, length)
 
     # ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from phalanx.core.common import common
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
-from phalanx.core.recorder import Record, caller
+from phalanx.core.recorder import Record, call_site
 from phalanx.core.steps import ANY, Call, Native, ReceiveBytes, Round, SendBytes, Step, ring_barrier
 from phalanx.core.work import AnyOf, Combine, Operation, check_timeout
 from phalanx.errors import (
@@ -234,7 +234,7 @@ class Messages:
                 (round_,),
                 buffers,
                 signature=", ".join(signature),
-                site=caller(),
+                site=call_site(),
                 timeout=self._timeout(timeout),
             )
             self.engine.issue(operation)
@@ -309,7 +309,7 @@ class Calls(Messages):
         """
         group = self.group
         seconds = self._timeout(timeout)
-        site = caller()
+        site = call_site()
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with self.engine.lock:
@@ -324,7 +324,7 @@ class Calls(Messages):
                 combine=combine,
                 signature=signature,
                 fingerprint=fingerprint,
-                trail=group.trail,
+                rolling_hash=group.rolling_hash,
                 site=site,
                 timeout=seconds,
             )
@@ -350,16 +350,16 @@ class Calls(Messages):
         group, engine = self.group, self.engine
         if timeout is not None:
             check_timeout(timeout)
-        site = caller()
+        site = call_site()
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with engine.lock:
-            sequence, trail = group.next_sequence(fingerprint), group.trail
+            sequence, rolling_hash = group.next_sequence(fingerprint), group.rolling_hash
             began = monotonic()
             engine.glance(began)
             if group.is_free():
                 try:
-                    waiting = _carried_out(steps, trail)
+                    waiting = _carried_out(steps, rolling_hash)
                 except BaseException as error:
                     steps = _raising(error)
                 else:
@@ -380,7 +380,7 @@ class Calls(Messages):
                 steps,
                 signature=signature,
                 fingerprint=fingerprint,
-                trail=trail,
+                rolling_hash=rolling_hash,
                 site=site,
                 timeout=self._timeout(timeout),
             )
@@ -400,9 +400,9 @@ class Calls(Messages):
         The same as `start` and `wait`, but that no operation is made where it is over soon.
         """
         group, engine = self.group, self.engine
-        name, site, seconds = call.collective, caller(), self._timeout(timeout)
+        name, site, seconds = call.collective, call_site(), self._timeout(timeout)
         with engine.lock:
-            sequence, trail = group.next_sequence(fingerprint), group.trail
+            sequence, rolling_hash = group.next_sequence(fingerprint), group.rolling_hash
             began = monotonic()
             engine.glance(began)
             step: Step | None = call
@@ -426,7 +426,7 @@ class Calls(Messages):
                 (step,),
                 signature=signature,
                 fingerprint=fingerprint,
-                trail=trail,
+                rolling_hash=rolling_hash,
                 site=site,
                 timeout=seconds,
             )
@@ -458,12 +458,12 @@ class Calls(Messages):
             self.engine.run_ready()
 
 
-def _carried_out(steps: Iterator[Epoch], trail: int) -> Epoch | None:
+def _carried_out(steps: Iterator[Epoch], rolling_hash: int) -> Epoch | None:
     """Do one step after the other; the one to which not everybody has come soon enough, or None."""
-    for meet in steps:
-        meet.begin(trail)
-        if not meet.spin():
-            return meet
+    for epoch in steps:
+        epoch.begin(rolling_hash)
+        if not epoch.spin():
+            return epoch
     return None
 
 
@@ -525,10 +525,10 @@ class Backend(Calls):
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
-        meets = self._meets()
-        if meets is not None:
+        epochs = self._meets()
+        if epochs is not None:
             self.carry_out(
-                "barrier", meets, signature=label, fingerprint=_hash(label), timeout=timeout
+                "barrier", epochs, signature=label, fingerprint=_hash(label), timeout=timeout
             )
         else:
             self.wait(self.start_barrier(label=label, timeout=timeout))
@@ -554,8 +554,8 @@ class Backend(Calls):
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks share memory, in which collectives are done."""
-        window = self.group.window
-        return window is not None and window.size == self.world_size
+        control = self.group.shared
+        return control is not None and control.size == self.world_size
 
     @property
     def spares_a_processor(self) -> bool:
@@ -567,10 +567,10 @@ class Backend(Calls):
         return not self.shares_memory or self.links.processors > self.world_size
 
     def _meets(self) -> Iterator[Epoch] | None:
-        window = self.group.window
-        if window is None or window.size < self.world_size:
+        control = self.group.shared
+        if control is None or control.size < self.world_size:
             return None
-        return iter((window.epoch(first=True),))
+        return iter((control.epoch(first=True),))
 
     def subgroup(self, members: Iterable[int]) -> SubBackend:
         """A backend for some of this one's ranks. Each of them calls this; no bytes are sent."""
@@ -613,7 +613,7 @@ class Backend(Calls):
         with self.engine.lock:
             if not self.group.closed:
                 self.group.close()
-                self.engine.tell_leaving(self.group)
+                self.engine.announce_leaving(self.group)
                 self.engine.run_ready()
 
     def abort(self) -> None:

@@ -8,9 +8,9 @@ So if one cannot have it, all raise the same error, and none has it. 3(p-1) mess
 
 Order. A rank that is told of something, by a message or by a flag, sees all that the teller had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
-flags there are fences where they are needed (`shm/window.py`). So what was written before a barrier
-is seen by all after it. Between two such points it is the callers' business who writes what:
-backends themselves neither read nor write here.
+flags there are fences where they are needed (`shm/control.py`). So what was written before a
+barrier is seen by all after it. Between two such points it is the callers' business who writes
+what: backends themselves neither read nor write here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUMBERS = struct.Struct("<4q")
 
 Place = tuple[int, int, int]
 """Where memory is, for others to attach it: what that means is the backend's own."""
-NOWHERE: Place = (0, 0, 0)
+UNKNOWN_SITE: Place = (0, 0, 0)
 
 
 class Source(ABC):
@@ -62,7 +62,7 @@ class Own(Source):
 
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
         """Ordinary memory."""
-        return zeros(size), NOWHERE
+        return zeros(size), UNKNOWN_SITE
 
     def attach(self, place: Place, size: int) -> UntypedStorage:
         """Nobody does."""
@@ -125,7 +125,7 @@ class _Word(NamedTuple):
     """What ranks tell each other: that all is well, and where; or who cannot go on, and why."""
 
     blamed: int = NOBODY
-    place: Place = NOWHERE
+    place: Place = UNKNOWN_SITE
     problem: str = ""
 
     def written(self) -> bytes:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
-from phalanx.core.matching import Mailbox, is_full
+from phalanx.core.matching import Matching, is_full
 from phalanx.core.recorder import History, Record, Trace
 from phalanx.core.steps import (
     ANY,
@@ -47,7 +47,7 @@ from phalanx.wire.frame import Channel, Kind
 if TYPE_CHECKING:
     from phalanx.core.common import Source
     from phalanx.core.steps import SharedGroup
-    from phalanx.core.work import Waited
+    from phalanx.core.work import Wait
 NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 
@@ -63,20 +63,20 @@ class Engine(ABC):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.mailbox = Mailbox(self._came_too_late)
+        self.matching = Matching(self._came_too_late)
         self.lock = lock if lock is not None else threading.RLock()
         self.groups: dict[int, Group] = {}
         self.ready: deque[Operation] = deque()  # operations whose round is complete
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
-        self.awaited: list[Waited] = []  # what threads wait for, oldest first
+        self.awaited: list[Wait] = []  # what threads wait for, oldest first
         self.full: dict[int, Answer] = {}  # peers that take no more messages for now
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
-        self.mailbox.traced = self.trace is not None
-        self._future = FutureGroups()
+        self.matching.traced = self.trace is not None
+        self._future = EarlyControls()
         self._advancing = False
-        self.inquiries = itertools.count(1)  # their numbers
+        self.query_numbers = itertools.count(1)  # their numbers
 
     # What a backend implements ------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Engine(ABC):
         """A receive from this peer was posted: there may be room now for what it sends."""
 
     @abstractmethod
-    def progress(self, until: Waited) -> None:
+    def progress(self, until: Wait) -> None:
         """Move bytes until that is done; past its deadline it fails. Lock not held."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Engine(ABC):
         """Let the other members of a group know that it is broken."""
 
     @abstractmethod
-    def tell_leaving(self, group: Group) -> None:
+    def announce_leaving(self, group: Group) -> None:
         """Let the other members of a group know that this rank has closed it."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Engine(ABC):
         Lock held.
         """
 
-    def window(self, group: Group) -> SharedGroup | None:
+    def shared_group(self, group: Group) -> SharedGroup | None:
         """Shared memory of those members of a group that this rank shares any with."""
         return None
 
@@ -189,12 +189,12 @@ class Engine(ABC):
         for peer, start, stop, buffer in round_.sends:
             ticket.sends.append(PostedSend(ticket, ranks[peer], buffer, start, stop))
         operation.ticket = ticket
-        if self.mailbox.traced:
+        if self.matching.traced:
             ticket.posted = monotonic()
             operation.sent += sum(send.stop - send.start for send in round_.sends)
             operation.received += sum(recv.stop - recv.start for recv in round_.receives)
         for posted in ticket.receives:
-            self.mailbox.expect(operation.channel, posted)
+            self.matching.expect(operation.channel, posted)
         for send in ticket.sends:
             if operation.done:
                 break
@@ -216,7 +216,7 @@ class Engine(ABC):
         for posted in ticket.receives:
             if not posted.done:
                 posted.done = True
-                self.mailbox.withdraw(posted)
+                self.matching.withdraw(posted)
                 posted.view = NOTHING
         for send in ticket.sends:
             if not send.done:
@@ -239,24 +239,24 @@ class Engine(ABC):
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
-            foretold = self._future.take(group.id)
-            group.left |= foretold.leavers
+            early = self._future.take(group.id)
+            group.left |= early.leavers
             lost = (self.lost[rank] for rank in group.ranks if rank in self.lost)
-            failure = foretold.failure or next(lost, None)
+            failure = early.failure or next(lost, None)
             if failure is not None:
                 group.fail(failure, tell=False)
-            for peer, ask in foretold.asks.items():
-                group.agreement.asked(peer, ask)
+            for peer, ask in early.asks.items():
+                group.checker.asked(peer, ask)
 
     def failure_came(self, group_id: int, failure: Failure) -> None:
         """Another member says that a group is broken. Lock held."""
-        if self.mailbox.is_over(group_id):
+        if self.matching.is_over(group_id):
             return
         self.run_ready()  # what is complete has not failed
         group = self.groups.get(group_id)
         if group is None:
-            foretold = self._future.of(group_id)
-            foretold.failure = foretold.failure or failure
+            early = self._future.of(group_id)
+            early.failure = early.failure or failure
         else:
             # Told on: a member that is not connected to the reporter may be to this rank.
             group.fail(failure)
@@ -265,29 +265,29 @@ class Engine(ABC):
         """A peer asks about an operation of a group, or what this rank waits for. Lock held."""
         self.run_ready()
         group = self.groups.get(group_id)
-        if ask.inquiry:
+        if ask.wait_for:
             self.answer(peer, self.state_for(peer, group, ask))
         elif ask.sequence >= 0 and group is not None and peer in group.to_local:
-            group.agreement.asked(peer, ask)
-        elif ask.sequence >= 0 and group is None and not self.mailbox.is_over(group_id):
+            group.checker.asked(peer, ask)
+        elif ask.sequence >= 0 and group is None and not self.matching.is_over(group_id):
             self._future.of(group_id).asks[peer] = ask
 
     def state_for(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> Answer:
         """What keeps this rank from what a peer waits for, as an answer to it."""
-        kept = self.mailbox.early_bytes[peer]
+        kept = self.matching.unexpected_bytes[peer]
         operation = self._obstacle(group, ask.sequence)
         if operation is None:
-            return Answer([], "", kept, ask.inquiry)
+            return Answer([], "", kept, ask.wait_for)
         return Answer(
-            operation.waiting_for_whole(),
+            operation.waits_for_global(),
             shortened(operation.describe()),
             kept,
-            ask.inquiry,
+            ask.wait_for,
             operation.group.id,
             operation.sequence if operation.is_collective else -1,
         )
 
-    def _obstacle(self, group: Group | None, sequence: int) -> Waited | None:
+    def _obstacle(self, group: Group | None, sequence: int) -> Wait | None:
         """What has to end before this rank can do what it is waited for, if that is known.
 
         The collective itself, if it is under way here, or one before it; else whatever a thread of
@@ -306,10 +306,10 @@ class Engine(ABC):
         else:
             self.full.pop(peer, None)
         under_way = [group.under_way() for group in self.groups.values()]
-        inquiries = {each.inquiry for each in chain(self.awaited, *under_way)}
-        for inquiry in inquiries:
-            if inquiry is not None and inquiry.number == answer.inquiry:
-                inquiry.answered(peer, answer)
+        query_numbers = {each.wait_for for each in chain(self.awaited, *under_way)}
+        for wait_for in query_numbers:
+            if wait_for is not None and wait_for.number == answer.wait_for:
+                wait_for.answered(peer, answer)
 
     def operation_ended(self, operation: Operation, record: Record) -> None:
         """An operation is over. Lock held."""
@@ -334,7 +334,7 @@ class Engine(ABC):
         group = self.groups.get(group_id)
         if group is not None:
             group.member_left(peer)
-        elif not self.mailbox.is_over(group_id):
+        elif not self.matching.is_over(group_id):
             self._future.of(group_id).leavers.add(peer)
 
     def peer_left(self, peer: int) -> None:
@@ -352,7 +352,7 @@ class Engine(ABC):
         group = self.groups.get(channel.group)
         if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
             return False
-        group.agreement.was_sent_too_much(channel.number, peer)
+        group.checker.got_unexpected_message(channel.number, peer)
         return True
 
     def check_reachable(self, operation: Operation, peer: int) -> None:
@@ -361,7 +361,7 @@ class Engine(ABC):
         anyone = peer == ANY
         gone = not group.others() if anyone else self.has_left(peer) or peer in group.left
         if gone:
-            who = "every other rank" if anyone else f"rank {group.name_of_whole(peer)}"
+            who = "every other rank" if anyone else f"rank {group.name_of_global(peer)}"
             raise PeerLostError(
                 f"rank {group.rank}: {operation.describe()}: {who} left",
                 rank=group.rank,
@@ -378,7 +378,7 @@ MOST_GROUPS = 4096  # the oldest are forgotten then
 
 
 @dataclass
-class Foretold:
+class EarlyControl:
     """Of one group: why it is broken, if it is; who has left it; and what they asked about it."""
 
     failure: Failure | None = None
@@ -386,20 +386,20 @@ class Foretold:
     asks: dict[int, Ask] = field(default_factory=dict)
 
 
-class FutureGroups:
+class EarlyControls:
     """The groups that others speak of, by their identity."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Foretold] = {}
+        self._known: dict[int, EarlyControl] = {}
 
-    def of(self, group: int) -> Foretold:
+    def of(self, group: int) -> EarlyControl:
         """What is known of a group, to be added to."""
         if group not in self._known:
             if len(self._known) >= MOST_GROUPS:
                 del self._known[next(iter(self._known))]
-            self._known[group] = Foretold()
+            self._known[group] = EarlyControl()
         return self._known[group]
 
-    def take(self, group: int) -> Foretold:
+    def take(self, group: int) -> EarlyControl:
         """The group is made: what was known of it."""
-        return self._known.pop(group, None) or Foretold()
+        return self._known.pop(group, None) or EarlyControl()

@@ -99,12 +99,12 @@ def _disagreement(failure: Failure, group: Group) -> tuple[int, str, str]:
     here = group.engine.rank
     if failure.culprit == here:
         other, theirs = failure.reporter, failure.signature
-        own = failure.met or group.agreement.words_for(failure)
-        name = group.name_of_whole(other)
+        own = failure.met or group.checker.description_for(failure)
+        name = group.name_of_global(other)
         return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
     other, own = failure.culprit, failure.signature
-    name = group.name_of_whole(other)
+    name = group.name_of_global(other)
     reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
     if failure.reporter == here:
         return other, own, reason
-    return other, "", f"on rank {group.name_of_whole(failure.reporter)} {reason}"
+    return other, "", f"on rank {group.name_of_global(failure.reporter)} {reason}"

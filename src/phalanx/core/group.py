@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
-from phalanx.core.checker import ASK_EVERY, START, Agreement, further
+from phalanx.core.checker import ASK_EVERY, EMPTY_HASH, Checker, extend_hash
 from phalanx.core.failure import Failure, closed_error, error_for
 from phalanx.core.recorder import Record
-from phalanx.core.watchdog import Inquiry, inquiry_time
+from phalanx.core.watchdog import WaitForGraph, query_lead_time
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -31,9 +31,9 @@ from phalanx.errors import (
 if TYPE_CHECKING:
     from phalanx.core.engine import Engine
     from phalanx.core.steps import SharedGroup
-    from phalanx.core.work import Operation, Waited
+    from phalanx.core.work import Operation, Wait
 if TYPE_CHECKING:
-    W = TypeVar("W", bound=Waited)
+    W = TypeVar("W", bound=Wait)
 
 log = logging.getLogger("phalanx")
 
@@ -60,17 +60,17 @@ class Group:
         self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
         self.finished = 0  # collectives of this group that are over on this rank, the last being
-        self.agreement = Agreement(self)
+        self.checker = Checker(self)
         self.next_number = 0  # of the next collective
-        self.trail = START  # of all that were issued
-        self.window: SharedGroup | None = None  # shared memory of the members on this host
+        self.rolling_hash = EMPTY_HASH  # of all that were issued
+        self.shared: SharedGroup | None = None  # shared memory of the members on this host
         self._queue: deque[Operation] = deque()
         self._messages: set[Operation] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
         self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
         engine.add_group(self)
-        self.window = engine.window(self)
+        self.shared = engine.shared_group(self)
 
     def _child_id(self, ranks: tuple[int, ...]) -> int:
         """The identity of the next group of these members that is made from this one."""
@@ -89,7 +89,7 @@ class Group:
 
     def next_sequence(self, fingerprint: int = 0) -> int:
         """The number of the next collective of this group, now that it is known what it is."""
-        self.trail = further(self.trail, fingerprint)
+        self.rolling_hash = extend_hash(self.rolling_hash, fingerprint)
         self.next_number += 1
         return self.next_number - 1
 
@@ -113,7 +113,7 @@ class Group:
             if local != self.rank and whole not in self.left and not engine.has_left(whole)
         ]
 
-    def name_of_whole(self, rank: int) -> str:
+    def name_of_global(self, rank: int) -> str:
         """The same for a rank of the job, which need not be a member."""
         local = self.to_local.get(rank)
         return f"{rank} of the job" if local is None else self.name_of(local)
@@ -128,7 +128,7 @@ class Group:
             operation.advance()
         else:
             self._queue.append(operation)
-            self.agreement.check(operation)
+            self.checker.check(operation)
             if self._queue and self._queue[0] is operation:
                 operation.advance()
 
@@ -148,11 +148,11 @@ class Group:
         """Whether an operation that has all that it needs is complete: not while ranks disagree."""
         if not operation.is_collective:
             return True
-        if self.agreement.dispute is not None:
+        if self.checker.desync is not None:
             return False
-        sender = self.engine.mailbox.unasked(operation.channel)
+        sender = self.engine.matching.unexpected_from(operation.channel)
         if sender is not None:
-            self.agreement.was_sent_too_much(operation.sequence, sender)
+            self.checker.got_unexpected_message(operation.sequence, sender)
         return sender is None
 
     def operation_done(self, operation: Operation) -> None:
@@ -161,7 +161,7 @@ class Group:
         if operation.is_collective:
             was_head = self._queue[0] is operation
             self._queue.remove(operation)
-            self.agreement.ended(record)
+            self.checker.ended(record)
             if operation.error is None:
                 self.finished = operation.sequence + 1
             if was_head and self._queue:
@@ -212,26 +212,26 @@ class Group:
         and what is queued behind it; shortly before, it asks who waits for whom.
         """
         now = monotonic()
-        dispute = self.agreement.dispute
-        if dispute is not None and now >= dispute.deadline:
-            self.fail(dispute.failure)
+        desync = self.checker.desync
+        if desync is not None and now >= desync.deadline:
+            self.fail(desync.failure)
         head = self.head_of_queue(operation)
         first = min(operation, head, key=lambda other: other.deadline)
-        inquire_at = first.deadline - inquiry_time(first.timeout)
-        if now >= inquire_at and first.inquiry is None and not first.done:
-            first.inquiry = Inquiry(first)
-            first.inquiry.begin()
+        inquire_at = first.deadline - query_lead_time(first.timeout)
+        if now >= inquire_at and first.wait_for is None and not first.done:
+            first.wait_for = WaitForGraph(first)
+            first.wait_for.begin()
         if now >= first.deadline and not first.done:
-            assert first.inquiry is not None
-            self.operation_failed(first, first.inquiry.verdict())
+            assert first.wait_for is not None
+            self.operation_failed(first, first.wait_for.verdict())
         if head.is_collective and now >= head.ask_at and not head.done:
             head.ask_at = now + ASK_EVERY
-            self.agreement.ask(head)
-        due = first.deadline if first.inquiry is not None else inquire_at
+            self.checker.ask(head)
+        due = first.deadline if first.wait_for is not None else inquire_at
         if head.is_collective:
             due = min(due, head.ask_at)
-        if dispute is not None:
-            due = min(due, dispute.deadline)
+        if desync is not None:
+            due = min(due, desync.deadline)
         return 0.0 if operation.done else due - now
 
     def abandon(self, operation: Operation, reason: str) -> None:
@@ -260,14 +260,14 @@ class Group:
             or self.failure
             or self.closed
             or self.engine.closed
-            or self.agreement.is_busy()
+            or self.checker.is_busy()
             or self.engine.trace
         )
 
     def was_done(self, record: Record) -> None:
         """A collective was begun and ended by the caller itself."""
         self.finished = record.sequence + 1
-        self.agreement.ended(record)
+        self.checker.ended(record)
         self.engine.history.add(record)
 
     # Failure ------------------------------------------------------------------------------
@@ -281,16 +281,16 @@ class Group:
         self._untold = not self.under_way()
         for operation in self.under_way():
             operation.fail(error_for(failure, operation))
-        self.engine.mailbox.forget_group(self.id)
+        self.engine.matching.forget_group(self.id)
         if tell:
             self.engine.tell(self, failure)
 
     def member_left(self, rank: int) -> None:
         """A member has closed the group, in good order: only who waits for it cannot go on."""
         self.left.add(rank)
-        if self.agreement.dispute is not None:
-            self.fail(self.agreement.dispute.failure)  # nobody will say what it was doing
-        failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_whole(rank)} left")
+        if self.checker.desync is not None:
+            self.fail(self.checker.desync.failure)  # nobody will say what it was doing
+        failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_global(rank)} left")
         waiting = self._messages | set(list(self._queue)[:1])
         for operation in waiting:
             ticket = operation.ticket
@@ -308,21 +308,21 @@ class Group:
         self._give_up()
         for operation in self.under_way():
             operation.fail(closed_error(operation))
-        self.engine.mailbox.forget_group(self.id)
+        self.engine.matching.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
-        if self.window is not None:
-            self.window.close()
+        if self.shared is not None:
+            self.shared.close()
 
     def _give_up(self) -> None:
         """Before the caller has its memory back, those who may still read it know."""
-        if self.window is not None and self._queue:
-            self.window.give_up()
+        if self.shared is not None and self._queue:
+            self.shared.give_up()
 
     def _tell_at_last(self) -> None:
         """A rank that makes no call any more hears of a disagreement here, in the log."""
-        dispute = self.agreement.dispute
-        if self.failure is None and dispute is not None:
-            self.fail(dispute.failure)
+        desync = self.checker.desync
+        if self.failure is None and desync is not None:
+            self.fail(desync.failure)
         if self.failure is not None and self._untold and self.failure.error is DesyncError:
             log.warning(
                 "rank %d closes%s without having noticed: %s",

@@ -22,16 +22,16 @@ from phalanx.core.steps import ANY, PostedReceive
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
-EARLY_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
+UNEXPECTED_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
 BLOCKS_KEPT = 64  # that are not in use; 16 MiB
 
 
 def is_full(kept: int) -> bool:
     """Whether a rank that keeps so many bytes of a peer may not take the next frame."""
-    return kept > EARLY_LIMIT - MAX_PAYLOAD
+    return kept > UNEXPECTED_LIMIT - MAX_PAYLOAD
 
 
-class Mailbox:
+class Matching:
     """The messages that came to one rank, and the receives that wait for messages."""
 
     def __init__(self, is_stale: Callable[[Channel, int], bool]) -> None:
@@ -40,12 +40,16 @@ class Mailbox:
         self.waste = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
-        self._early: defaultdict[tuple[Channel, int], deque[Arrival]] = defaultdict(deque)
+        self._unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]] = defaultdict(
+            deque
+        )
         self._from_any = 0  # how many of the posted receives take any sender's message
-        self._arriving: dict[PostedReceive, Arrival] = {}
+        self._arriving: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
-        self.early_bytes: defaultdict[int, int] = defaultdict(int)  # that are kept of each peer
+        self.unexpected_bytes: defaultdict[int, int] = defaultdict(
+            int
+        )  # that are kept of each peer
 
     def expect(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive was posted. Raises if the message that is already here does not fit it."""
@@ -54,13 +58,13 @@ class Mailbox:
         if posted.from_any:
             posted.peer = self._first_sender(channel)
         key = (channel, posted.peer)
-        early = self._early.get(key)
+        early = self._unexpected.get(key)
         if not early:
             self._put_in_line(key, posted)
             return
         arrival = early.popleft()
         if not early:
-            del self._early[key]
+            del self._unexpected[key]
         problem = _misfit(arrival, posted)
         if problem is None:
             arrival.hand_over(posted)
@@ -76,7 +80,9 @@ class Mailbox:
 
     def _first_sender(self, channel: Channel) -> int:
         """Of the early messages on a channel, whose came first."""
-        heads = [(early[0].order, peer) for (c, peer), early in self._early.items() if c == channel]
+        heads = [
+            (early[0].order, peer) for (c, peer), early in self._unexpected.items() if c == channel
+        ]
         return min(heads)[1] if heads else ANY
 
     def _put_in_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
@@ -113,9 +119,11 @@ class Mailbox:
         posted.peer = peer
         return posted
 
-    def arriving(self, channel: Channel, peer: int, total: int, fingerprint: int) -> Arrival:
+    def arriving(
+        self, channel: Channel, peer: int, total: int, fingerprint: int
+    ) -> IncomingMessage:
         """A message begins to arrive: where it goes."""
-        arrival = Arrival(self, channel, peer, total, fingerprint)
+        arrival = IncomingMessage(self, channel, peer, total, fingerprint)
         posted = self._take_from_line(channel, peer)
         if posted is not None:
             if self.traced:
@@ -132,12 +140,12 @@ class Mailbox:
         elif channel.group not in self._over and not self._is_stale(channel, peer):
             arrival.kept = True
             arrival.order = next(self._order)
-            self._early[channel, peer].append(arrival)
+            self._unexpected[channel, peer].append(arrival)
         if total == 0:
             self.arrived(arrival)
         return arrival
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: IncomingMessage) -> None:
         """The last byte of a message is here."""
         if arrival.posted is not None:
             self._arriving.pop(arrival.posted, None)
@@ -160,11 +168,11 @@ class Mailbox:
             arrival.filled = arrival.total
             self.arrived(arrival)
 
-    def has_room(self, arrival: Arrival | None, peer: int, count: int) -> bool:
+    def has_room(self, arrival: IncomingMessage | None, peer: int, count: int) -> bool:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
         if arrival is not None and not arrival.kept:
             return True
-        return self.early_bytes[peer] + count <= EARLY_LIMIT
+        return self.unexpected_bytes[peer] + count <= UNEXPECTED_LIMIT
 
     def is_wanted(self, channel: Channel, peer: int) -> bool:
         """Whether a receive waits for a message on this channel, or it would be dropped."""
@@ -174,11 +182,11 @@ class Mailbox:
             or channel.group in self._over
         )
 
-    def unasked(self, channel: Channel) -> int | None:
+    def unexpected_from(self, channel: Channel) -> int | None:
         """Who has sent a message on this channel that nobody has asked for, if anyone."""
-        if not self._early:
+        if not self._unexpected:
             return None
-        return next((peer for known, peer in self._early if known == channel), None)
+        return next((peer for known, peer in self._unexpected if known == channel), None)
 
     def borrow_block(self) -> memoryview:
         """A block to collect bytes in before they are combined."""
@@ -204,7 +212,7 @@ class Mailbox:
             arrival.forget()
         else:
             arrival.take_back()
-            self._early[channel, posted.peer].appendleft(arrival)
+            self._unexpected[channel, posted.peer].appendleft(arrival)
             self._serve_again(channel, posted.peer)
 
     def _serve_again(self, channel: Channel, peer: int) -> None:
@@ -224,16 +232,16 @@ class Mailbox:
         except DistributedError as error:
             operation.group.operation_failed(operation, error)
 
-    def cancelled(self, arrival: Arrival) -> None:
+    def cancelled(self, arrival: IncomingMessage) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
         key = (arrival.channel, arrival.peer)
         posted = arrival.posted
         if posted is not None:
             del self._arriving[posted]
-        elif arrival in self._early.get(key, ()):
-            self._early[key].remove(arrival)
-            if not self._early[key]:
-                del self._early[key]
+        elif arrival in self._unexpected.get(key, ()):
+            self._unexpected[key].remove(arrival)
+            if not self._unexpected[key]:
+                del self._unexpected[key]
         arrival.forget()
         if posted is not None:
             self._expect_again(arrival.channel, posted)
@@ -245,18 +253,18 @@ class Mailbox:
     def forget_group(self, group: int) -> None:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
-        for key in [key for key in self._early if key[0].group == group]:
-            for arrival in self._early.pop(key):
+        for key in [key for key in self._unexpected if key[0].group == group]:
+            for arrival in self._unexpected.pop(key):
                 arrival.forget()
 
 
 def _dispute(posted: PostedReceive, peer: int) -> None:
     """What came is another operation's. The receive stays open until the two have talked."""
     operation = posted.ticket.operation
-    operation.group.agreement.met_another(operation, peer)
+    operation.group.checker.met_another(operation, peer)
 
 
-def _misfit(arrival: Arrival, posted: PostedReceive) -> DistributedError | None:
+def _misfit(arrival: IncomingMessage, posted: PostedReceive) -> DistributedError | None:
     """Why this message is not what this receive expects, or None."""
     operation = posted.ticket.operation
     group = operation.group
@@ -289,7 +297,7 @@ def _misfit(arrival: Arrival, posted: PostedReceive) -> DistributedError | None:
 BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
 
 
-class Arrival:
+class IncomingMessage:
     """A message that is arriving, and where its bytes go.
 
     wanted, not combined    straight into the receiver's memory
@@ -307,7 +315,7 @@ class Arrival:
         "filled",
         "fingerprint",
         "kept",
-        "mailbox",
+        "matching",
         "order",
         "peer",
         "posted",
@@ -315,9 +323,9 @@ class Arrival:
     )
 
     def __init__(
-        self, mailbox: Mailbox, channel: Channel, peer: int, total: int, fingerprint: int
+        self, matching: Matching, channel: Channel, peer: int, total: int, fingerprint: int
     ) -> None:
-        self.mailbox = mailbox
+        self.matching = matching
         self.channel = channel
         self.peer = peer
         self.total = total
@@ -339,14 +347,14 @@ class Arrival:
         left = self.total - self.filled
         if self.kept:
             if not self._chunk_left:
-                self._add_chunk(self.mailbox.borrow_chunk(left))
+                self._add_chunk(self.matching.borrow_chunk(left))
                 self._chunk_left = len(self._chunks[-1])
             return self._chunks[-1][-self._chunk_left :]
         if posted is None:
-            return self.mailbox.waste[:left]
+            return self.matching.waste[:left]
         if posted.combine:
             if self._block is None:
-                self._block = self.mailbox.borrow_block()
+                self._block = self.matching.borrow_block()
             return self._block[self._staged : self._staged + left]
         return posted.view[self.filled :]
 
@@ -364,7 +372,7 @@ class Arrival:
                 combine_into(posted, start, self._block[: self._staged])
                 self._staged = 0
         if self.filled == self.total:
-            self.mailbox.arrived(self)
+            self.matching.arrived(self)
 
     def take(self, piece: memoryview) -> None:
         """More bytes are here, in memory that may be read now but not later."""
@@ -373,7 +381,7 @@ class Arrival:
             self.filled += len(piece)
             combine_into(posted, posted.start + self.filled - len(piece), piece)
             if self.filled == self.total:
-                self.mailbox.arrived(self)
+                self.matching.arrived(self)
             return
         while piece:
             space = self.space()[: len(piece)]
@@ -381,7 +389,7 @@ class Arrival:
             piece = piece[len(space) :]
             self.advance(len(space))
 
-    # For the mailbox ----------------------------------------------------------------------
+    # For the matching ----------------------------------------------------------------------
 
     def keep_whole(self, message: memoryview) -> None:
         """Copy a message that is here, but for which nobody has asked."""
@@ -396,7 +404,7 @@ class Arrival:
             # Half an element cannot be combined: what is in the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
-            self.mailbox.early_bytes[self.peer] -= len(self._block)
+            self.matching.unexpected_bytes[self.peer] -= len(self._block)
         self._empty_chunks(posted)
 
     def whole(self) -> None:
@@ -436,19 +444,19 @@ class Arrival:
 
     def _add_chunk(self, chunk: memoryview) -> None:
         self._chunks.append(chunk)
-        self.mailbox.early_bytes[self.peer] += len(chunk)
+        self.matching.unexpected_bytes[self.peer] += len(chunk)
 
     def _drop_chunks(self) -> None:
         for chunk in self._chunks:
-            self.mailbox.early_bytes[self.peer] -= len(chunk)
-            self.mailbox.return_block(chunk)
+            self.matching.unexpected_bytes[self.peer] -= len(chunk)
+            self.matching.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0
 
     def _return_block(self) -> None:
         self._staged = 0
         if self._block is not None:
-            self.mailbox.return_block(self._block)
+            self.matching.return_block(self._block)
             self._block = None
 
 

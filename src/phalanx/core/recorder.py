@@ -31,7 +31,7 @@ class Record(NamedTuple):
     sequence: int
     signature: str
     suffix: str
-    site: Site
+    site: CallSite
     fingerprint: int
     started: float
     ended: float
@@ -214,7 +214,7 @@ def _close(file: int) -> None:
 _INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """A line of a program."""
 
     file: str
@@ -224,10 +224,10 @@ class Site(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
 
 
-NOWHERE = Site("", 0)
+UNKNOWN_SITE = CallSite("", 0)
 
 
-def caller() -> Site:
+def call_site() -> CallSite:
     """The innermost line on the stack that is neither of Phalanx nor of torch.
 
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
@@ -235,16 +235,16 @@ def caller() -> Site:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
-            return Site(frame.f_code.co_filename, frame.f_lineno)
+            return CallSite(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return NOWHERE
+    return UNKNOWN_SITE
 
 
 # ------------------------------------------------------------------------------
 # How operations are named in messages.
 
 
-def describe(name: str, sequence: int, signature: str, suffix: str, site: Site) -> str:
+def describe(name: str, sequence: int, signature: str, suffix: str, site: CallSite) -> str:
     """`all_reduce #41 (float32 [32], sum, ring) in the group of ranks [0, 2] at train.py:57`."""
     details = f" ({signature})" if signature else ""
     where = f" at {site}" if site.line else ""

@@ -51,7 +51,7 @@ Step = Any
 class Epoch(Protocol):
     """A barrier in shared memory, as a step of a collective."""
 
-    def begin(self, trail: int) -> None:
+    def begin(self, rolling_hash: int) -> None:
         """Arrive, having been asked to do all that this rolling hash stands for."""
         ...
 
@@ -185,17 +185,17 @@ class Ticket:
         "_armed",
         "_left",
         "done",
+        "epoch",
         "heard",
-        "meeting",
         "operation",
         "posted",
         "receives",
         "sends",
     )
 
-    def __init__(self, operation: Operation, meeting: Meeting | None = None) -> None:
+    def __init__(self, operation: Operation, epoch: Meeting | None = None) -> None:
         self.operation = operation
-        self.meeting = meeting
+        self.epoch = epoch
         self.sends: list[PostedSend] = []
         self.receives: list[PostedReceive] = []
         self.done = False
@@ -204,18 +204,18 @@ class Ticket:
         self._left = 0
         self._armed = False
 
-    def arm(self, *, meeting: bool = False) -> None:
+    def arm(self, *, epoch: bool = False) -> None:
         """Everything is posted: from now on the last part to finish calls the engine.
 
-        meeting   whether others have still to come
+        epoch   whether others have still to come
         """
-        self._left += len(self.sends) + len(self.receives) + meeting
+        self._left += len(self.sends) + len(self.receives) + epoch
         self._armed = True
         if self._left == 0:
             self.done = True
 
     def part_done(self) -> None:
-        """One send or receive is complete, or the meeting is."""
+        """One send or receive is complete, or the epoch is."""
         self._left -= 1
         if self._armed and self._left == 0:
             self.done = True
@@ -251,7 +251,7 @@ class Ticket:
         return list(peers)
 
     def _absent(self) -> list[int]:
-        return self.meeting.absent() if self.meeting is not None and not self.done else []
+        return self.epoch.absent() if self.epoch is not None and not self.done else []
 
 
 # ------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from phalanx.errors import CollectiveTimeoutError
 from phalanx.wire.control import Answer, Ask
 
 if TYPE_CHECKING:
-    from phalanx.core.work import Waited
-LONGEST_INQUIRY = 0.4  # seconds before the deadline at which it begins
+    from phalanx.core.work import Wait
+LONGEST_QUERY = 0.4  # seconds before the deadline at which it begins
 
 
-def inquiry_time(timeout: float) -> float:
-    """How long before the deadline an inquiry begins, for such a timeout."""
-    return min(LONGEST_INQUIRY, timeout / 4)
+def query_lead_time(timeout: float) -> float:
+    """How long before the deadline an query begins, for such a timeout."""
+    return min(LONGEST_QUERY, timeout / 4)
 
 
 def chain_of_waits(
@@ -51,14 +51,14 @@ def chain_of_waits(
     return (chains[0] if chains else []), False
 
 
-class Inquiry:
+class WaitForGraph:
     """The questions of one operation, or wait, and what came back. Ranks are those of the job."""
 
-    def __init__(self, operation: Waited) -> None:
+    def __init__(self, operation: Wait) -> None:
         self._operation = operation
         self._engine = operation.group.engine
-        self._first = operation.waiting_for_whole()
-        self.number = next(self._engine.inquiries)
+        self._first = operation.waits_for_global()
+        self.number = next(self._engine.query_numbers)
         sequence = operation.sequence if operation.is_collective else -1
         mine = Answer(list(self._first), "", group=operation.group.id, sequence=sequence)
         self._answers: dict[int, Answer | None] = {self._engine.rank: mine}
@@ -114,12 +114,12 @@ class Inquiry:
     def _whom(self, chain: list[int]) -> str:
         # The chain goes on from its first rank: which comes last, so that "which" is its.
         ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
-        names = ", ".join(self._operation.group.name_of_whole(rank) for rank in ranks) or "nobody"
+        names = ", ".join(self._operation.group.name_of_global(rank) for rank in ranks) or "nobody"
         return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
     def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
-        name = self._operation.group.name_of_whole
-        kept = self._engine.mailbox.early_bytes[chain[-1]] if chain else 0
+        name = self._operation.group.name_of_global
+        kept = self._engine.matching.unexpected_bytes[chain[-1]] if chain else 0
         if chain and self._answers.get(chain[-1]) is None and is_full(kept):
             # It may have answered: nothing is read from it.
             yield f", of whose messages this rank keeps {kept >> 20} MiB that nobody has received, "

@@ -14,10 +14,10 @@ from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.core.checker import ASK_EVERY, START
-from phalanx.core.recorder import NOWHERE, Site, describe
+from phalanx.core.checker import ASK_EVERY, EMPTY_HASH
+from phalanx.core.recorder import UNKNOWN_SITE, CallSite, describe
 from phalanx.core.steps import NOTHING, Step
-from phalanx.core.watchdog import Inquiry, inquiry_time
+from phalanx.core.watchdog import WaitForGraph, query_lead_time
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class Operation:
     buffers      the memory that the rounds speak of, as bytes
     combine      reduces bytes that came into a buffer
     signature    what the operation is, for messages; `fingerprint` is its hash on the wire
-    trail        of a collective: what the group has been asked to do, up to this (trail.py)
+    rolling_hash of a collective: all that the group was asked to do up to it (checker.py)
     site         the user's line that asked for it
     ask_at       when to ask the others whether they are in it, too
-    inquiry      whose fault it is that the deadline is about to pass
+    query      whose fault it is that the deadline is about to pass
     sender       of a received message: whose it was, as a rank of the job
     """
 
@@ -58,9 +58,9 @@ class Operation:
         "error",
         "fingerprint",
         "group",
-        "inquiry",
         "name",
         "received",
+        "rolling_hash",
         "sender",
         "sent",
         "sequence",
@@ -69,7 +69,7 @@ class Operation:
         "started",
         "ticket",
         "timeout",
-        "trail",
+        "wait_for",
         "waited",
     )
 
@@ -85,8 +85,8 @@ class Operation:
         combine: Combine | None = None,
         signature: str = "",
         fingerprint: int = 0,
-        trail: int = START,
-        site: Site = NOWHERE,
+        rolling_hash: int = EMPTY_HASH,
+        site: CallSite = UNKNOWN_SITE,
         timeout: float,
     ) -> None:
         self.group = group
@@ -97,13 +97,13 @@ class Operation:
         self.combine = combine
         self.signature = signature
         self.fingerprint = fingerprint
-        self.trail = trail
+        self.rolling_hash = rolling_hash
         self.site = site
         self.timeout = timeout
         self.started = monotonic()
         self.deadline = self.started + timeout
         self.ask_at = self.started + ASK_EVERY
-        self.inquiry: Inquiry | None = None
+        self.wait_for: WaitForGraph | None = None
         self.sender = -1
         # If it is traced: seconds until the first byte of each round came, and bytes moved.
         self.waited = 0.0
@@ -172,7 +172,7 @@ class Operation:
         """Set a new deadline, counted from now."""
         self.timeout = seconds
         self.deadline = monotonic() + seconds
-        self.inquiry = None
+        self.wait_for = None
 
     def attend(self) -> float:
         """See to what is due while it is under way; seconds until this is needed again."""
@@ -187,7 +187,7 @@ class Operation:
         head = self.group.head_of_queue(self)
         return head.ticket.outstanding_peers() if head.ticket is not None else []
 
-    def waiting_for_whole(self) -> list[int]:
+    def waits_for_global(self) -> list[int]:
         """The same, as ranks of the job."""
         return [self.group.ranks[peer] for peer in self.waits_for()]
 
@@ -208,7 +208,7 @@ class Operation:
 SHOWN = 3  # of the operations, in messages
 
 
-class Waited(Protocol):
+class Wait(Protocol):
     """What a thread may wait for: an `Operation`, or `AnyOf` several."""
 
     @property
@@ -247,7 +247,7 @@ class Waited(Protocol):
         ...
 
     @property
-    def inquiry(self) -> Inquiry | None:
+    def wait_for(self) -> WaitForGraph | None:
         """Whose fault it is that the deadline is about to pass."""
         ...
 
@@ -267,7 +267,7 @@ class Waited(Protocol):
         """The ranks of the group from or to which bytes are still to move."""
         ...
 
-    def waiting_for_whole(self) -> list[int]:
+    def waits_for_global(self) -> list[int]:
         """The same, as ranks of the job."""
         ...
 
@@ -294,7 +294,7 @@ class AnyOf:
         self.operations = tuple(operations)
         self.timeout = timeout
         self.deadline = monotonic() + timeout
-        self.inquiry: Inquiry | None = None
+        self.wait_for: WaitForGraph | None = None
         self.error: Exception | None = None
 
     @property
@@ -308,15 +308,15 @@ class AnyOf:
         if self.done:
             return 0.0
         now = monotonic()
-        inquire_at = self.deadline - inquiry_time(self.timeout)
-        if now >= inquire_at and self.inquiry is None:
-            self.inquiry = Inquiry(self)
-            self.inquiry.begin()
+        inquire_at = self.deadline - query_lead_time(self.timeout)
+        if now >= inquire_at and self.wait_for is None:
+            self.wait_for = WaitForGraph(self)
+            self.wait_for.begin()
         if now >= self.deadline:
-            assert self.inquiry is not None
-            self.fail(self.inquiry.verdict())
+            assert self.wait_for is not None
+            self.fail(self.wait_for.verdict())
             return 0.0
-        return min(due, (inquire_at if self.inquiry is None else self.deadline) - now)
+        return min(due, (inquire_at if self.wait_for is None else self.deadline) - now)
 
     def fail(self, error: Exception) -> None:
         """End the wait. What it waits for goes on."""
@@ -328,15 +328,15 @@ class AnyOf:
         """The operations."""
         return self.operations
 
-    def waiting_for_whole(self) -> list[int]:
+    def waits_for_global(self) -> list[int]:
         """From or to whom bytes are still to move in any of them, as ranks of the job."""
-        whole = chain.from_iterable(each.waiting_for_whole() for each in self.operations)
+        whole = chain.from_iterable(each.waits_for_global() for each in self.operations)
         return list(dict.fromkeys(whole))
 
     def waits_for(self) -> list[int]:
         """The same, as ranks of the group, if they are members."""
         local = self.group.to_local
-        return [local[rank] for rank in self.waiting_for_whole() if rank in local]
+        return [local[rank] for rank in self.waits_for_global() if rank in local]
 
     def describe(self) -> str:
         """`wait_any (recv #3, recv #0 and 5 more)`."""

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.errors import RankStopped
-from phalanx.transport.simulated import Baton, SimulatedBackend
+from phalanx.transport.simulated import CooperativeScheduler, SimulatedBackend
 
 __all__ = ["Simulation", "simulate"]
 
@@ -39,26 +39,26 @@ def simulate(
     If a rank raises, the others are stopped where they wait by a `RankStopped` (which
     `except Exception` does not catch), and the error is raised here with its own traceback.
     A rank must wait for others only by way of its backend: one that waits on, say, a queue that
-    another rank fills keeps the baton and waits for ever.
+    another rank fills keeps the scheduler and waits for ever.
 
     Raises `InvalidWorldSizeError` if `world_size` is less than 1.
     """
     backends = SimulatedBackend.create_group(world_size, timeout=timeout)
-    baton = Baton(backends[0].hub, seed)
+    scheduler = CooperativeScheduler(backends[0].switch, seed)
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            baton.enter(rank)
+            scheduler.enter(rank)
             results[rank] = fn(backends[rank])
         except RankStopped:
             pass
         except BaseException as error:
             failures.append(error)
-            baton.stop()
+            scheduler.stop()
         finally:
-            baton.leave(rank)
+            scheduler.leave(rank)
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -67,12 +67,12 @@ def simulate(
     try:
         for thread in threads:
             thread.start()
-        baton.start()
-        baton.over.wait()
+        scheduler.start()
+        scheduler.over.wait()
         for thread in threads:
             thread.join()
     finally:
-        baton.close()
+        scheduler.close()
     if failures:
         try:
             raise failures[0]

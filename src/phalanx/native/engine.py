@@ -26,7 +26,7 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import WORLD_ID, Group
 from phalanx.core.steps import Call, Native, PostedSend, Step, Ticket
-from phalanx.core.work import Operation, Waited
+from phalanx.core.work import Operation, Wait
 from phalanx.errors import PeerLostError, UnsupportedOperationError
 from phalanx.native.base import Begun, CallTicket, Library
 from phalanx.native.collectives import Natives
@@ -151,7 +151,7 @@ class LibraryEngine(Engine):
         self._send_to_members(group, Kind.FAILURE, encode(failure.notice()))
 
     @override
-    def tell_leaving(self, group: Group) -> None:
+    def announce_leaving(self, group: Group) -> None:
         self.natives.close_group(group)
         self._send_to_members(group, Kind.LEAVE_GROUP)
 
@@ -212,7 +212,7 @@ class LibraryEngine(Engine):
     # Driving --------------------------------------------------------------------------------
 
     @override
-    def progress(self, until: Waited) -> None:
+    def progress(self, until: Wait) -> None:
         with self.lock:
             # Most collectives are over before anything is due.
             left = min(until.deadline - monotonic(), SLICE)
@@ -240,7 +240,7 @@ class LibraryEngine(Engine):
         self.run_ready()
         return any_over
 
-    def rest(self, until: Waited, seconds: float, *, streams: bool = True) -> None:
+    def rest(self, until: Wait, seconds: float, *, streams: bool = True) -> None:
         """Sleep until something may have happened, or for so long. Lock held, but let go."""
         if seconds <= 0:
             return
@@ -258,7 +258,7 @@ class LibraryEngine(Engine):
             self._condition.wait(min(seconds, self._pause))
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def _comes_soon(self, until: Waited, looks: int) -> bool:
+    def _comes_soon(self, until: Wait, looks: int) -> bool:
         """Whether anything is over within so many looks: a sleep is longer than most waits."""
         while not self.look_after_all():
             if looks == 0 or until.done or self.closed:

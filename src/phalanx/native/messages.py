@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.core.failure import Failure
-from phalanx.core.matching import Arrival, combine_into
+from phalanx.core.matching import IncomingMessage, combine_into
 from phalanx.core.steps import PostedSend
 from phalanx.native.base import Handle, Library
 from phalanx.wire.control import Answer, Ask, FailureNotice, decode
@@ -127,8 +127,8 @@ class Courier:
             engine.member_leaves(group, peer.peer)
         elif kind is Kind.LEAVE:
             self.left.add(peer.peer)
-            engine.peer_leaves(peer.peer, partial(peer.send_control, Kind.BEAT))
-        elif kind is Kind.BEAT:
+            engine.peer_leaves(peer.peer, partial(peer.send_control, Kind.HEARTBEAT))
+        elif kind is Kind.HEARTBEAT:
             peer.let_go = True
         elif kind is Kind.ASK:
             engine.asked(group, peer.peer, decode(payload, Ask))
@@ -171,13 +171,13 @@ class Correspondent:
         self.words_out = 0  # words, and copies, that the library has not sent yet
         self._eager_out = 0  # bytes of these copies
         self._courier = courier
-        self._mailbox = courier.engine.mailbox
+        self._mailbox = courier.engine.matching
         self._idents = itertools.count()
         self._announced: dict[int, PostedSend] = {}  # messages that are not granted
         self._going: dict[PostedSend, Flight] = {}
         self._block = memoryview(bytearray(WORD))
         self._held: Word | None = None  # a message that there is no room for
-        self._coming: dict[int, Arrival] = {}  # messages that are granted, and not here
+        self._coming: dict[int, IncomingMessage] = {}  # messages that are granted, and not here
         self._coming_bytes = 0
         self._scratch = memoryview(b"")  # kept for the next message: fresh memory is slow
         self._control = bytearray()  # of a control message, the words so far
@@ -339,8 +339,8 @@ class Correspondent:
             self._courier.control_came(self, channel, payload)
 
     def _has_room(self, word: Word) -> bool:
-        mailbox = self._mailbox
-        return mailbox.is_wanted(word.channel, self.peer) or mailbox.has_room(
+        matching = self._mailbox
+        return matching.is_wanted(word.channel, self.peer) or matching.has_room(
             None, self.peer, self._coming_bytes + word.total
         )
 
@@ -380,7 +380,7 @@ class Correspondent:
             self._courier.engine.run_ready()
             self.heed_farewells()
 
-    def _arrival_of(self, ident: int) -> Arrival:
+    def _arrival_of(self, ident: int) -> IncomingMessage:
         arrival = self._coming.get(ident)
         if arrival is None:
             raise FrameError(f"word of message {ident}, which was not announced")
@@ -396,13 +396,13 @@ class Correspondent:
         courier.fly(self, handle, view, then)
 
 
-def fill(arrival: Arrival, content: memoryview) -> None:
+def fill(arrival: IncomingMessage, content: memoryview) -> None:
     """All of a message is here: put it where it belongs."""
     posted = arrival.posted
     if posted is not None and posted.combine and not arrival.filled and len(content):
         combine_into(posted, posted.start, content)
         arrival.filled = arrival.total
-        arrival.mailbox.arrived(arrival)
+        arrival.matching.arrived(arrival)
         return
     while arrival.filled < arrival.total:
         start = arrival.filled

@@ -88,7 +88,7 @@ class ProcessGroupLibrary(Library):
     def collective(self, call: Call) -> Handle:
         kind = self._kind(call)
         assert kind is not None
-        work, finish = START[call.collective](self._group, call, kind)
+        work, finish = EMPTY_HASH[call.collective](self._group, call, kind)
         return (StreamWork if kind.on_stream else CollectiveWork)(work, finish)
 
     @override
@@ -224,7 +224,7 @@ def _barrier(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
     return group.barrier(), None
 
 
-START: Mapping[str, Callable[[ProcessGroup, Call, GroupKind], Started]] = MappingProxyType(
+EMPTY_HASH: Mapping[str, Callable[[ProcessGroup, Call, GroupKind], Started]] = MappingProxyType(
     {
         "all_reduce": _all_reduce,
         "reduce": _reduce,

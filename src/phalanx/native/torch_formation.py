@@ -37,7 +37,7 @@ class Made(NamedTuple):
     topology: tuple[int, ...]
 
 
-def meet(
+def epoch(
     rank: int,
     world_size: int,
     master_addr: str,

@@ -75,7 +75,7 @@ class _NamedBackend(LibraryBackend):
             from phalanx.native import torch_formation as groups  # noqa: PLC0415 - as above
 
             prefix = f"phalanx/{job}/{generation}"
-            store = groups.meet(rank, world_size, master_addr, timeout, listener)
+            store = groups.epoch(rank, world_size, master_addr, timeout, listener)
             made = groups.made(self.kind, rank, world_size, store, prefix, timeout)
         except BaseException:
             if listener is not None:
@@ -89,7 +89,7 @@ class GlooBackend(_NamedBackend):
 
     rank, world_size  which one this is, of how many
     master_addr       `"host:port"` where rank 0 holds the store through which they meet
-    timeout           seconds that a call waits at most, the meeting of the ranks included
+    timeout           seconds that a call waits at most, the epoch of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are not met
     listener          for rank 0: a socket that listens at `master_addr` already
 

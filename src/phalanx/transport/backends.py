@@ -71,21 +71,21 @@ class MeshBackend(Backend):
         try:
             if world_size > 1:
                 sharing = self.sharing.relaxed() if fall_back else self.sharing
-                commons, why_not = sharing.offer(rank, world_size)
-                mesh.commons = commons
-                attach = partial(sharing.attach, commons, why_not, rank) if sharing.shares else None
+                domain, why_not = sharing.offer(rank, world_size)
+                mesh.domain = domain
+                attach = partial(sharing.attach, domain, why_not, rank) if sharing.shares else None
                 if rank == 0:
-                    mesh.open_door(listener or listen_as_master(endpoint))
+                    mesh.open_acceptor(listener or listen_as_master(endpoint))
                 with engine.lock:
                     rendezvous = Rendezvous(mesh, endpoint, attach)
                     addresses = rendezvous.run(self.timeout, engine.drive)
-                    engine.pulse.begin(_processes_on_host(rank, addresses))
+                    engine.heartbeat_monitor.begin(_processes_on_host(rank, addresses))
                 hosts = [address.host_id for address in addresses]
                 self.topology = tuple(hosts.index(host) for host in hosts)
-                if check(rank, rendezvous.problems, fall_back=fall_back) and commons is not None:
+                if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
                     with engine.lock:
-                        engine.share(commons)
-                        self.group.window = engine.window(self.group)
+                        engine.share(domain)
+                        self.group.shared = engine.shared_group(self.group)
         except BaseException:
             with engine.lock:
                 engine.shut()
@@ -93,8 +93,8 @@ class MeshBackend(Backend):
         finally:
             if listener is not None and (rank != 0 or world_size == 1):
                 listener.close()
-            if mesh.commons is not None and engine.commons is None:  # it came to nothing
-                mesh.commons.close()
+            if mesh.domain is not None and engine.domain is None:  # it came to nothing
+                mesh.domain.close()
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = CloseAtExit(self)
@@ -166,7 +166,7 @@ class TcpBackend(MeshBackend):
     token             the job's secret, the same on every rank, of 16 bytes at least; by default
                       that of PHALANX_TOKEN, or of the file PHALANX_TOKEN_FILE, which only its owner
                       may read. Without one (or with ""), only ranks on this host are let in
-    timeout           seconds that a call waits at most, the meeting of the ranks included
+    timeout           seconds that a call waits at most, the epoch of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are turned away
     listener          for rank 0: a socket that listens at `master_addr` already
     heartbeat         seconds within which a call that waits knows of a peer that is stopped or

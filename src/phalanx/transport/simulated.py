@@ -5,7 +5,7 @@ sender's thread, which also carries on the receiver's collective from there. So 
 flight, and asynchronous collectives need no thread of their own.
 
 How a rank waits is a `Scheduler`'s business. `FreeThreads` lets the caller's threads run as the
-operating system likes; the `Baton` lets one run at a time (see `phalanx.simulate`).
+operating system likes; the `CooperativeScheduler` lets one run at a time (see `phalanx.simulate`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.core.failure import Failure
 from phalanx.core.group import WORLD_ID, Group
 from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import PostedSend
-from phalanx.core.work import Operation, Waited
+from phalanx.core.work import Operation, Wait
 from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
 from phalanx.wire.control import Answer, Ask
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class Scheduler(ABC):
-    """How the ranks of a hub wait for each other."""
+    """How the ranks of a switch wait for each other."""
 
     one_thread = False  # whether only a rank's own thread may wait
 
     @abstractmethod
-    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
+    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
         """Return when that is done. Lock not held."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class FreeThreads(Scheduler):
         self._conditions = [threading.Condition(lock) for _ in range(size)]
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
+    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.done:
@@ -83,40 +83,40 @@ class FreeThreads(Scheduler):
                 engine.run_ready()
 
 
-class Hub:
+class InProcessSwitch:
     """What the ranks of one simulated group share."""
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
         self.ready: deque[Operation] = deque()
         self.scheduler: Scheduler = FreeThreads(self.lock, size)
-        self.shelf = Shelf(self.lock)
+        self.store = MemoryStore(self.lock)
         self.engines = [SimulatedEngine(self, rank, size) for rank in range(size)]
 
 
 class SimulatedEngine(Engine):
-    """Delivers by copying, under the hub's lock."""
+    """Delivers by copying, under the switch's lock."""
 
-    def __init__(self, hub: Hub, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size, hub.lock)
-        self.hub = hub
-        self.ready = hub.ready  # whoever delivers last carries the operation on
+    def __init__(self, switch: InProcessSwitch, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size, switch.lock)
+        self.switch = switch
+        self.ready = switch.ready  # whoever delivers last carries the operation on
         self.left = False
 
     @property
     @override
     def one_thread(self) -> bool:
-        return self.hub.scheduler.one_thread
+        return self.switch.scheduler.one_thread
 
     @override
     def common(self, group: Group) -> Source:
-        return ShelfMemory(self.hub.shelf)
+        return StoredMemory(self.switch.store)
 
     @override
     def transmit(self, send: PostedSend) -> None:
         operation = send.ticket.operation
-        receiver = self.hub.engines[send.peer]
-        receiver.mailbox.deliver(operation.channel, self.rank, send.view, operation.fingerprint)
+        receiver = self.switch.engines[send.peer]
+        receiver.matching.deliver(operation.channel, self.rank, send.view, operation.fingerprint)
         send.complete()
 
     @override
@@ -128,49 +128,49 @@ class SimulatedEngine(Engine):
         pass
 
     @override
-    def progress(self, until: Waited) -> None:
-        self.hub.scheduler.wait(self, until)
+    def progress(self, until: Wait) -> None:
+        self.switch.scheduler.wait(self, until)
 
     @override
     def look_at(self, operation: Operation) -> None:
-        self.hub.scheduler.pause(self, operation)
+        self.switch.scheduler.pause(self, operation)
 
     @override
     def operation_done(self, operation: Operation) -> None:
-        self.hub.scheduler.wake(self.rank)
+        self.switch.scheduler.wake(self.rank)
 
     @override
     def tell(self, group: Group, failure: Failure) -> None:
         for rank in group.ranks:
             if rank != self.rank:
-                self.hub.engines[rank].failure_came(group.id, failure)
+                self.switch.engines[rank].failure_came(group.id, failure)
 
     @override
-    def tell_leaving(self, group: Group) -> None:
+    def announce_leaving(self, group: Group) -> None:
         for rank in group.ranks:
             if rank != self.rank:
-                self.hub.engines[rank].member_left(group.id, self.rank)
+                self.switch.engines[rank].member_left(group.id, self.rank)
 
     @override
     def ask(self, peer: int, group: int, ask: Ask) -> None:
-        engine = self.hub.engines[peer]
+        engine = self.switch.engines[peer]
         if not engine.closed:
             engine.asked(group, self.rank, ask)
 
     @override
     def answer(self, peer: int, answer: Answer) -> None:
-        self.hub.engines[peer].answered(self.rank, answer)
+        self.switch.engines[peer].answered(self.rank, answer)
 
     @override
     def has_left(self, peer: int) -> bool:
-        return self.hub.engines[peer].left
+        return self.switch.engines[peer].left
 
     def leave(self, *, lost: bool) -> None:
         """This rank takes part no more. Lock held."""
         if self.left:
             return
         self.left = self.closed = True
-        for engine in self.hub.engines:
+        for engine in self.switch.engines:
             if engine is self:
                 continue
             if lost:
@@ -204,15 +204,15 @@ class SimulatedBackend(Backend):
         """
         if world_size < 1:
             raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-        hub = Hub(world_size)
-        return [cls(engine, timeout=timeout) for engine in hub.engines]
+        switch = InProcessSwitch(world_size)
+        return [cls(engine, timeout=timeout) for engine in switch.engines]
 
     @property
-    def hub(self) -> Hub:
+    def switch(self) -> InProcessSwitch:
         """What this group's ranks share."""
         engine = self.engine
         assert isinstance(engine, SimulatedEngine)
-        return engine.hub
+        return engine.switch
 
     def close(self) -> None:
         """Leave: whoever waits for this rank, or will, gets a `PeerLostError` at once."""
@@ -223,7 +223,7 @@ class SimulatedBackend(Backend):
         self._leave(lost=True)
 
     def _leave(self, *, lost: bool) -> None:
-        engine = self.hub.engines[self.rank]
+        engine = self.switch.engines[self.rank]
         with engine.lock:
             for group in list(engine.groups.values()):
                 group.close()
@@ -234,7 +234,7 @@ class SimulatedBackend(Backend):
 # What ranks that are threads of one process have in common: memory of that process.
 
 
-class Shelf:
+class MemoryStore:
     """Memory that was taken by one rank and not attached by all others yet."""
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -243,11 +243,11 @@ class Shelf:
         self.storages: dict[int, UntypedStorage] = {}
 
 
-class ShelfMemory(Source):
-    """Memory that others find on the shelf."""
+class StoredMemory(Source):
+    """Memory that others find on the store."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, store: MemoryStore) -> None:
+        self._shelf = store
         self._number = -1
 
     @override
@@ -270,9 +270,9 @@ class ShelfMemory(Source):
 
 
 # ------------------------------------------------------------------------------
-# The baton: of many ranks in one process, one runs at a time.
+# The turn: of many ranks in one process, one runs at a time.
 #
-# A rank keeps the baton until it waits for something that is not there yet. Who gets it next, among
+# A rank keeps the turn until it waits for something that is not there yet. Who gets it next, among
 # those that could go on, is drawn from a seed; so a run is the same every time, and different seeds
 # give different orders. When nobody could go on, they wait for each other in a circle, or for a
 # rank that has returned: a deadlock, seen at the moment when it happens.
@@ -282,40 +282,40 @@ class ShelfMemory(Source):
 IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count as a deadlock
 
 
-class Baton(Scheduler):
-    """Schedules the ranks of a hub. Each rank's thread calls `enter` first and `leave` last."""
+class CooperativeScheduler(Scheduler):
+    """Schedules the ranks of a switch. Each rank's thread calls `enter` first and `leave` last."""
 
     one_thread = True
 
-    def __init__(self, hub: Hub, seed: int) -> None:
-        size = len(hub.engines)
-        self._hub = hub
+    def __init__(self, switch: InProcessSwitch, seed: int) -> None:
+        size = len(switch.engines)
+        self._hub = switch
         self._draw = random.Random(seed)
         self._random_states = RandomStates(size, seed)
         self._turn = [threading.Semaphore(0) for _ in range(size)]
         self._thread = [0] * size
-        self._waiting: dict[int, Waited] = {}
+        self._waiting: dict[int, Wait] = {}
         self._ready = list(range(size))
         self._finished: set[int] = set()
         self._stopping = False
         self._idle_looks = 0  # at operations that were not done, since one was last
         self.over = threading.Event()
-        hub.scheduler = self
+        switch.scheduler = self
 
     # Called by the ranks' threads -----------------------------------------------------------
 
     def enter(self, rank: int) -> None:
-        """Wait for the baton for the first time."""
+        """Wait for the turn for the first time."""
         self._thread[rank] = threading.get_ident()
         self._take(rank)
 
     def leave(self, rank: int) -> None:
-        """This rank has returned, or failed: pass the baton on for good."""
+        """This rank has returned, or failed: pass the turn on for good."""
         self._finished.add(rank)
         self._pass_on()
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Waited) -> None:
+    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
         if until.done:
             return
         self._check_thread(engine.rank)
@@ -391,7 +391,7 @@ class Baton(Scheduler):
         with self._hub.lock:
             for part in [part for each in self._waiting.values() for part in each.parts()]:
                 if part.is_collective and not part.done:
-                    part.group.agreement.ask(part.group.head_of_queue(part))
+                    part.group.checker.ask(part.group.head_of_queue(part))
             self._hub.engines[0].run_ready()
         if self._ready:
             return
@@ -428,7 +428,7 @@ class Baton(Scheduler):
         for rank in ranks:
             operation = self._waiting[rank]
             group = operation.group
-            whole = operation.waiting_for_whole()
+            whole = operation.waits_for_global()
             whom = ", ".join(
                 f"{peer} (which has returned)" if peer in self._finished else str(peer)
                 for peer in whole

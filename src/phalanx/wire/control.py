@@ -20,7 +20,7 @@ class Address(msgspec.Struct, frozen=True):
     # Numbers of files of that process, for others of its host: its shared memory, and what wakes
     # it. -1: it has none.
     memory: int = -1
-    bell: int = -1
+    wakeup: int = -1
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """From each rank to all, when it knows the table: whether it has its neighbours' memory."""
+    """From each rank to all, when it knows the table: whether it has its local peers' memory."""
 
     problem: str  # "" if there is none
 
@@ -62,7 +62,7 @@ class Ask(msgspec.Struct, frozen=True):
     sequence: int  # of the collective; -1: this is not about one
     fingerprint: int
     what: str  # that collective in words
-    inquiry: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
+    wait_for: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Answer(msgspec.Struct, frozen=True):
     waits_for: list[int]  # ranks of the job
     what: str
     kept: int = 0  # bytes of the asker's messages that nobody here has received yet
-    inquiry: int = 0  # that of the `Ask`
+    wait_for: int = 0  # that of the `Ask`
     group: int = 0  # that what it waits in is of,
     sequence: int = -1  # and its number there, if it is a collective
 

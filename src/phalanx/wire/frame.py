@@ -57,7 +57,7 @@ class Kind(enum.IntEnum):
     TABLE = 8  # from rank 0: where everyone listens
     ASK = 9  # are you in this operation, too, and what do you wait for?
     ANSWER = 10  # what I wait for
-    BEAT = 11  # I am here
+    HEARTBEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
     PIECE = 13  # a part of a message lies in memory that you have attached
 

@@ -96,7 +96,7 @@ class MpiLibrary(Library):
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        meet(self._mpi, self._comm, members, ident, timeout + GRACE)
+        epoch(self._mpi, self._comm, members, ident, timeout + GRACE)
         whole = self._comm.Get_group()
         some = whole.Incl(list(members))
         try:
@@ -226,7 +226,7 @@ def hosts(mpi: Mpi, comm: Any) -> tuple[int, ...]:
     return tuple(numbers[first] for first in firsts)
 
 
-def meet(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float) -> None:
+def epoch(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float) -> None:
     """Wait until all members, ranks of `comm`, have called this for the group `ident`.
 
     Raises `CollectiveTimeoutError`, which names one that has not.

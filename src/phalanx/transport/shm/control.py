@@ -1,12 +1,12 @@
-"""A window: what one rank shows to the other members of a group, and what it sees of them.
+"""A control block: what one rank shows to the other members of a group, and what it sees of them.
 
 Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
-small tensors and staging memory for others. How that lies in memory says pane.py.
+small tensors and staging memory for others. How that lies in memory says peer slot.py.
 
-A *meeting* is where ranks wait for each other: a member shows something, raises its flag, and goes
-on when all others have raised theirs as high. So after the nth meeting everyone may read what
-everyone has shown before it. Nobody is more than one meeting ahead: what was shown before the
-meeting before last has been read, and its memory may be written again. Hence two of everything.
+A *epoch* is where ranks wait for each other: a member shows something, raises its flag, and goes
+on when all others have raised theirs as high. So after the nth epoch everyone may read what
+everyone has shown before it. Nobody is more than one epoch ahead: what was shown before the
+epoch before last has been read, and its memory may be written again. Hence two of everything.
 
 Memory order: the data is written, then the flag; the other side reads the flag, then the data.
 x86-64 keeps the order of stores, and that of loads; elsewhere a fence stands between the two on
@@ -27,82 +27,84 @@ from torch import Tensor
 from phalanx.transport.shm.segments import Block, Segment
 
 if TYPE_CHECKING:
-    from phalanx.transport.shm.domain import Commons
+    from phalanx.transport.shm.domain import HostDomain
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 PATIENCE = 200e-6  # seconds that a rank looks before it lies down to sleep
 
 
-class Window:
+class ControlBlock:
     """One rank's, for one group, or for those of its members that share this rank's host.
 
     ranks    those members, as ranks of the whole job; a member's place here is its number in it
     place    this rank's
-    panes    what each of them shows, this rank among them; None: it has not made the group yet
+    peer slots    what each of them shows, this rank among them; None: it has not made the group yet
     turn     0 or 1: which entry and slot this collective uses
     phase    0 or 1: which half of the stage comes next
     """
 
-    def __init__(self, commons: Commons, group: int, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
         self.group = group
         self.ranks = ranks
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.turn = 0
         self.phase = 0
-        self._commons = commons
-        self._block = commons.arena.take(SIZE)
+        self._commons = domain
+        self._block = domain.arena.take(SIZE)
         self._stage: Block | None = None
-        segment = commons.arena.segments[self._block.segment]
+        segment = domain.arena.segments[self._block.segment]
         offset = self._block.offset
-        own = Pane(rank, segment, offset, commons.arena.segments.__getitem__)
+        own = PeerSlot(rank, segment, offset, domain.arena.segments.__getitem__)
         own.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
         self.words = own.words
-        self.panes: list[Pane | None] = [None] * self.size
-        self.panes[self.place] = own
-        self._others = [commons.neighbours[peer] for peer in ranks if peer != rank]
+        self.slots: list[PeerSlot | None] = [None] * self.size
+        self.slots[self.place] = own
+        self._others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: list[memoryview] = []  # the others' words, once all are known
         self._patience = 0.0 if any(other.is_here for other in self._others) else PATIENCE
-        self._fence = commons.fence
-        commons.ledger.add_window(group, self._block.segment, offset)
+        self._fence = domain.fence
+        domain.directory.add_control_block(group, self._block.segment, offset)
 
     @property
-    def mine(self) -> Pane:
-        """This rank's own pane."""
-        pane = self.panes[self.place]
-        assert pane is not None
-        return pane
+    def mine(self) -> PeerSlot:
+        """This rank's own peer slot."""
+        slot = self.slots[self.place]
+        assert slot is not None
+        return slot
 
-    def pane(self, place: int) -> Pane:
-        """That of a member, which has come to a meeting of this group before."""
-        pane = self.panes[place]
-        assert pane is not None
-        return pane
+    def slot(self, place: int) -> PeerSlot:
+        """That of a member, which has come to an epoch of this group before."""
+        slot = self.slots[place]
+        assert slot is not None
+        return slot
 
-    def epoch(self, *, first: bool = False, last: bool = False, shown: Shown | None = None) -> Meet:
-        """The step of a collective in which this rank comes to the next epoch; see `Meet`."""
-        return Meet(self, first=first, last=last, shown=shown)
+    def epoch(
+        self, *, first: bool = False, last: bool = False, shown: Descriptors | None = None
+    ) -> ShmEpoch:
+        """The step of a collective in which this rank comes to the next epoch; see `ShmEpoch`."""
+        return ShmEpoch(self, first=first, last=last, shown=shown)
 
     # Showing --------------------------------------------------------------------------------
 
     def raise_flag(self) -> int:
-        """Come to the next meeting: what was written before is shown. Its number."""
+        """Come to the next epoch: what was written before is shown. Its number."""
         words = self.words
         if self._commons.weak_order:
             self._fence()
         value: int = words[FLAG] + 1
         words[FLAG] = value
-        self._fence()  # between the flag and the look at who sleeps: see Commons.lie_down
+        self._fence()  # between the flag and the look at who sleeps: see HostDomain.lie_down
         for other in self._others:
             other.wake()
         return value
 
-    def enter(self, trail: int, shown: Shown | None) -> None:
+    def enter(self, rolling_hash: int, shown: Descriptors | None) -> None:
         """Begin a collective: say what it is, and where what this rank gives lies."""
         self.turn = turn = 1 - self.turn
         words = self.words
         entry = ENTRIES + turn * ENTRY
-        words[entry] = trail
+        words[entry] = rolling_hash
         if shown is None:
             words[entry + 1] = 0
         else:
@@ -123,27 +125,27 @@ class Window:
             words[STAGED + 1] = self._stage.offset
             words[STAGED] = self._stage.segment + 1
 
-    # Meeting --------------------------------------------------------------------------------
+    # Epoch --------------------------------------------------------------------------------
 
     def absent(self, value: int) -> list[int]:
-        """The members, as ranks of the job, that have not come to a meeting yet."""
+        """The members, as ranks of the job, that have not come to an epoch yet."""
         return [
             rank
             for place, rank in enumerate(self.ranks)
             if place != self.place and not self._has_come(place, value)
         ]
 
-    def stranger(self, value: int, trail: int) -> int | None:
-        """A member that has come by another trail, as a rank of the job, if there is one."""
+    def diverged(self, value: int, rolling_hash: int) -> int | None:
+        """A member (a global rank) that arrived with another rolling hash, if there is one."""
         entry = ENTRIES + self.turn * ENTRY
-        for pane in self.panes:
+        for slot in self.slots:
             # The flag first: what is read of the entry afterwards is what was shown with it.
-            if pane is not None and pane.words[FLAG] >= value and pane.words[entry] != trail:
-                return pane.rank
+            if slot is not None and slot.words[FLAG] >= value and slot.words[entry] != rolling_hash:
+                return slot.rank
         return None
 
     def spin(self, value: int) -> bool:
-        """Wait a short while until all have come to a meeting; False if they have not."""
+        """Wait a short while until all have come to an epoch; False if they have not."""
         flags = self._flags
         if not flags and not self._find_others():
             return False
@@ -164,19 +166,19 @@ class Window:
         return True
 
     def _has_come(self, place: int, value: int) -> bool:
-        pane = self.panes[place]
-        if pane is None:
-            pane = self.panes[place] = self._commons.neighbours[self.ranks[place]].pane(self.group)
-        return pane is not None and pane.words[FLAG] >= value
+        slot = self.slots[place]
+        if slot is None:
+            slot = self.slots[place] = self._commons.local_peers[self.ranks[place]].slot(self.group)
+        return slot is not None and slot.words[FLAG] >= value
 
     def _find_others(self) -> bool:
         """Whether all members have made the group."""
         for place in range(self.size):
             self._has_come(place, 0)
-        panes = [pane for place, pane in enumerate(self.panes) if place != self.place]
-        if any(pane is None for pane in panes):
+        slots = [slot for place, slot in enumerate(self.slots) if place != self.place]
+        if any(slot is None for slot in slots):
             return False
-        self._flags = [pane.words for pane in panes if pane is not None]
+        self._flags = [slot.words for slot in slots if slot is not None]
         return True
 
     # The end --------------------------------------------------------------------------------
@@ -187,16 +189,16 @@ class Window:
         self._fence()
 
     def broken(self, value: int) -> list[int]:
-        """The members, as ranks of the job, that have given up at a meeting, or before.
+        """The members, as ranks of the job, that have given up at an epoch, or before.
 
         Of none of them that is not among these was anything overwritten that was read before.
         """
         if self._commons.weak_order:
             self._fence()
         return [
-            pane.rank
-            for place, pane in enumerate(self.panes)
-            if place != self.place and pane is not None and 0 < pane.words[BROKEN] <= value
+            slot.rank
+            for place, slot in enumerate(self.slots)
+            if place != self.place and slot is not None and 0 < slot.words[BROKEN] <= value
         ]
 
     def close(self) -> None:
@@ -207,29 +209,29 @@ class Window:
     def is_over(self) -> bool:
         """Whether nobody looks through it any more: every member has closed the group."""
         for other in self._others:
-            pane = other.pane(self.group)
-            if pane is not None and not pane.words[CLOSED]:
+            slot = other.slot(self.group)
+            if slot is not None and not slot.words[CLOSED]:
                 return False
         return True
 
     def give_back(self) -> None:
         """The memory may be used for something else."""
-        self._commons.ledger.remove_window(self.group)
+        self._commons.directory.remove_control_block(self.group)
         for block in (self._block, self._stage):
             if block is not None:
                 self._commons.arena.give_back(block)
 
 
 # ------------------------------------------------------------------------------
-# A pane: one member's window, as another member sees it.
+# A peer slot: one member's control block, as another member sees it.
 #
 # words          of 64 bits, in cache lines of their own
-# flag           how many meetings of the group it has come to
-# entries        two, used in turn: the trail up to the collective; segment + 1 (0: it is staged)
-#                and offset of what it gives; the same of its result
+# flag           how many epochs of the group it has come to
+# entries        two, used in turn: the rolling hash up to the collective; segment + 1 (0: it is
+#                staged) and offset of what it gives; the same of its result
 # staged         segment + 1 and offset of its staging memory, once it has some
 # closed         1 when it has closed the group
-# broken         the meeting that it had come to when it gave up what was under way; 0: it has not
+# broken         the epoch that it had come to when it gave up what was under way; 0: it has not
 # slots          two, used in turn, for small collectives
 
 FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
@@ -239,15 +241,15 @@ SLOT = 64 << 10  # bytes of a slot
 SIZE = SLOTS + 2 * SLOT
 
 
-class Shown(NamedTuple):
+class Descriptors(NamedTuple):
     """Where memory of this rank lies that others may read: segment and offset."""
 
     given: tuple[int, int]
     result: tuple[int, int]
 
 
-class Pane:
-    """One member's window, as this rank sees it."""
+class PeerSlot:
+    """One member's control block, as this rank sees it."""
 
     def __init__(self, rank: int, segment: Segment, offset: int, attach: Callable[[int], Segment]):
         self.rank = rank  # of the whole job
@@ -289,11 +291,11 @@ class Pane:
 
 
 # ------------------------------------------------------------------------------
-# A meeting, as a step of an operation.
+# An epoch, as a step of an operation.
 
 
-class Meet:
-    """A step: come to a meeting of a window, and wait for the others.
+class ShmEpoch:
+    """A step: come to an epoch of a control block, and wait for the others.
 
     first    whether a collective begins with it
     last     whether it ends one in which members' own tensors were read: one that has given up
@@ -301,49 +303,49 @@ class Meet:
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 
-    __slots__ = ("_first", "_last", "_shown", "_trail", "value", "window")
+    __slots__ = ("_first", "_last", "_shown", "_trail", "control", "value")
 
     def __init__(
         self,
-        window: Window,
+        control: ControlBlock,
         *,
         first: bool = False,
         last: bool = False,
-        shown: Shown | None = None,
+        shown: Descriptors | None = None,
     ) -> None:
-        self.window = window
+        self.control = control
         self.value = 0
         self._first = first
         self._last = last
         self._shown = shown
         self._trail = 0
 
-    def begin(self, trail: int) -> None:
+    def begin(self, rolling_hash: int) -> None:
         """Show what was written, and come. Again: nothing.
 
-        trail   all that the group was asked to do up to now (`engine/trail.py`), not only this
-                collective's fingerprint: ranks that have parted may do the same thing now, and a
-                flag comes before a message from which they would have learned it
+        rolling_hash   of all that the group was asked to do, not of this collective alone: ranks
+                       that diverged before may do the same thing now, and a flag may arrive before
+                       the message that would tell
         """
         if not self.value:
             if self._first:
-                self._trail = trail
-                self.window.enter(trail, self._shown)
-            self.value = self.window.raise_flag()
+                self._trail = rolling_hash
+                self.control.enter(rolling_hash, self._shown)
+            self.value = self.control.raise_flag()
 
     def spin(self) -> bool:
-        """Wait a short while; True if all have come, by the same trail."""
-        if not self.window.spin(self.value):
+        """Wait a short while; True if all have come, with the same rolling hash."""
+        if not self.control.spin(self.value):
             return False
-        if self._last and self.window.broken(self.value):
+        if self._last and self.control.broken(self.value):
             return False
-        return not self._first or self.window.stranger(self.value, self._trail) is None
+        return not self._first or self.control.diverged(self.value, self._trail) is None
 
     def absent(self) -> list[int]:
         """The ranks of the job that have not come."""
-        absent = self.window.absent(self.value)
-        return sorted({*absent, *self.window.broken(self.value)}) if self._last else absent
+        absent = self.control.absent(self.value)
+        return sorted({*absent, *self.control.broken(self.value)}) if self._last else absent
 
-    def stranger(self) -> int | None:
+    def diverged(self) -> int | None:
         """A rank of the job that has come to do something else, or after something else."""
-        return self.window.stranger(self.value, self._trail) if self._first else None
+        return self.control.diverged(self.value, self._trail) if self._first else None

@@ -1,13 +1,14 @@
-"""The commons: what the ranks of one host share, as one of them has it.
+"""The host domain: what the ranks of one host share, as one of them has it.
 
-    ledger        where this rank says what memory it shows
+    directory        where this rank says what memory it shows
     arena         that memory
-    neighbours    the other ranks of the host: their ledgers, and the bells that wake them
-    lanes         for each of them, what large messages go through
-    windows       for each group, what its members show each other
+    local peers    the other ranks of the host: their ledgers, and the bells that wake them
+    ring buffers         for each of them, what large messages go through
+    control blocks       for each group, what its members show each other
 
-A rank that waits for a flag looks at it for a short while, and then sleeps until a neighbour rings
-its bell, a pipe: whoever raises a flag rings for those who say in their ledgers that they sleep.
+A rank that waits for a flag looks at it for a short while, and then sleeps until a local peer rings
+its wakeup pipe, a pipe: whoever raises a flag rings for those who say in their ledgers that they
+sleep.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.steps import Ticket
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.shm import queue as lane
-from phalanx.transport.shm.control import Meet, Pane, Window
-from phalanx.transport.shm.queue import Lane
+from phalanx.transport.shm import queue as ring
+from phalanx.transport.shm.control import ControlBlock, PeerSlot, ShmEpoch
+from phalanx.transport.shm.queue import RingBuffer
 from phalanx.transport.shm.segments import (
     Arena,
     Segment,
@@ -41,18 +42,18 @@ if TYPE_CHECKING:
     from phalanx.wire.control import Address
 
 
-class Neighbour:
+class LocalPeer:
     """Another rank of this host."""
 
-    def __init__(self, rank: int, process: int, memory: int, bell: int) -> None:
+    def __init__(self, rank: int, process: int, memory: int, wakeup: int) -> None:
         self.rank = rank
         self.is_here = process == os.getpid()  # a thread of this process
-        self.ledger = LedgerOfPeer(process, memory)
-        self._bell = open_of(process, bell, os.O_WRONLY | os.O_NONBLOCK)
+        self.directory = PeerDirectory(process, memory)
+        self._bell = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
 
     def wake(self) -> None:
         """Ring, if it sleeps."""
-        if self.ledger.words[ASLEEP]:
+        if self.directory.words[ASLEEP]:
             self.ring()
 
     def ring(self) -> None:
@@ -60,93 +61,95 @@ class Neighbour:
         with suppress(BlockingIOError, BrokenPipeError):  # it rings already; it is gone
             os.write(self._bell, b"!")
 
-    def pane(self, group: int) -> Pane | None:
+    def slot(self, group: int) -> PeerSlot | None:
         """What it shows to the members of a group, once it has made that."""
-        found = self.ledger.window(group)
+        found = self.directory.control(group)
         if found is None:
             return None
         try:
-            segment = self.ledger.segment(found[0])
+            segment = self.directory.segment(found[0])
         except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
             return None
-        return Pane(self.rank, segment, found[1], self.ledger.segment)
+        return PeerSlot(self.rank, segment, found[1], self.directory.segment)
 
     def close(self) -> None:
         """Ring no more."""
         os.close(self._bell)
 
 
-class Commons:
+class HostDomain:
     """One rank's. All methods are called with the engine's lock held."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.weak_order = not keeps_order()
         self.fence = make_fence()
-        lanes = world_size * lane.SIZE
-        self.ledger = Ledger(lanes)
-        self.arena = Arena(self.ledger.segment, SIZE + lanes, self.ledger.add_segment)
-        self.neighbours: dict[int, Neighbour] = {}
-        self.lanes: dict[int, Lane] = {}
-        self.stalled: dict[Lane, Callable[[], None]] = {}  # full lanes, and what to do when not
-        self.watched: dict[Ticket, Meet] = {}
-        self.bell, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        rings = world_size * ring.SIZE
+        self.directory = Directory(rings)
+        self.arena = Arena(self.directory.segment, SIZE + rings, self.directory.add_segment)
+        self.local_peers: dict[int, LocalPeer] = {}
+        self.rings: dict[int, RingBuffer] = {}
+        self.stalled: dict[
+            RingBuffer, Callable[[], None]
+        ] = {}  # full ring buffers, and what to do when not
+        self.watched: dict[Ticket, ShmEpoch] = {}
+        self.wakeup, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
         self._rank = rank
-        self._retired: list[Window] = []
+        self._retired: list[ControlBlock] = []
         self._disputed: set[Ticket] = set()
 
     @property
     def memory(self) -> int:
-        """For the others: the number of the ledger's file in this process."""
-        return self.ledger.segment.fd
+        """For the others: the number of the directory's file in this process."""
+        return self.directory.segment.fd
 
     @property
-    def rope(self) -> int:
-        """For the others: the number of the file that rings this rank's bell."""
+    def wakeup_end(self) -> int:
+        """For the others: the number of the file that rings this rank's wakeup pipe."""
         return self._rope
 
-    def meet(self, rank: int, process: int, memory: int, bell: int) -> None:
+    def epoch(self, rank: int, process: int, memory: int, wakeup: int) -> None:
         """Another rank of this host. Raises OSError if its memory cannot be had."""
-        neighbour = Neighbour(rank, process, memory, bell)
-        self.neighbours[rank] = neighbour
-        self.lanes[rank] = Lane(self, self._rank, neighbour, SIZE)
+        local_peer = LocalPeer(rank, process, memory, wakeup)
+        self.local_peers[rank] = local_peer
+        self.rings[rank] = RingBuffer(self, self._rank, local_peer, SIZE)
 
-    def window(self, group: Group) -> Window | None:
-        """A window for those members of a group that are on this host, if there are others."""
+    def control(self, group: Group) -> ControlBlock | None:
+        """A control block for the members of a group that are on this host, if there are others."""
         me = group.engine.rank
-        ranks = tuple(rank for rank in group.ranks if rank == me or rank in self.neighbours)
+        ranks = tuple(rank for rank in group.ranks if rank == me or rank in self.local_peers)
         if len(ranks) == 1:
             return None
         self._clear_away()
-        return Window(self, group.id, ranks, me)
+        return ControlBlock(self, group.id, ranks, me)
 
-    def retire(self, window: Window) -> None:
+    def retire(self, control: ControlBlock) -> None:
         """A group was closed."""
-        self._retired.append(window)
+        self._retired.append(control)
 
     def _clear_away(self) -> None:
-        """Take back the memory of windows through which nobody looks any more."""
-        for window in [window for window in self._retired if window.is_over()]:
-            self._retired.remove(window)
-            window.give_back()
+        """Take back the memory of control blocks through which nobody looks any more."""
+        for control in [control for control in self._retired if control.is_over()]:
+            self._retired.remove(control)
+            control.give_back()
 
     # Waiting --------------------------------------------------------------------------------
 
-    def post(self, operation: Operation, meet: Meet) -> Ticket:
-        """Come to a meeting."""
-        ticket = Ticket(operation, meet)
+    def post(self, operation: Operation, epoch: ShmEpoch) -> Ticket:
+        """Come to an epoch."""
+        ticket = Ticket(operation, epoch)
         operation.ticket = ticket
-        meet.begin(operation.trail)
-        if self._is_complete(ticket, meet):
+        epoch.begin(operation.rolling_hash)
+        if self._is_complete(ticket, epoch):
             ticket.arm()
         else:
-            ticket.arm(meeting=True)
-            self.watched[ticket] = meet
+            ticket.arm(epoch=True)
+            self.watched[ticket] = epoch
         return ticket
 
-    def stall(self, lane: Lane, go_on: Callable[[], None]) -> None:
-        """A lane is full: when it is not, go on."""
-        self.stalled[lane] = go_on
+    def stall(self, ring: RingBuffer, go_on: Callable[[], None]) -> None:
+        """A ring buffer is full: when it is not, go on."""
+        self.stalled[ring] = go_on
         self.begins_to_wait()
 
     @property
@@ -155,26 +158,26 @@ class Commons:
         return bool(self.watched or self.stalled)
 
     def look(self) -> None:
-        """See which meetings everybody has come to, so that their operations are ready to go on;
-        and which lanes have room again.
+        """See which epochs everybody has come to, so that their operations are ready to go on;
+        and which ring buffers have room again.
         """
         for lane_, go_on in list(self.stalled.items()):
             if not lane_.is_full:
                 del self.stalled[lane_]
                 go_on()
-        for ticket, meet in list(self.watched.items()):
-            if self._is_complete(ticket, meet):
+        for ticket, epoch in list(self.watched.items()):
+            if self._is_complete(ticket, epoch):
                 self.forget(ticket)
                 ticket.part_done()
 
-    def _is_complete(self, ticket: Ticket, meet: Meet) -> bool:
-        absent = meet.absent()  # first: who comes between the two looks is still to be checked
-        stranger = meet.stranger()
-        if stranger is None:
+    def _is_complete(self, ticket: Ticket, epoch: ShmEpoch) -> bool:
+        absent = epoch.absent()  # first: who comes between the two looks is still to be checked
+        diverged = epoch.diverged()
+        if diverged is None:
             return not absent
         if ticket not in self._disputed:
             self._disputed.add(ticket)
-            ticket.operation.group.agreement.has_parted(ticket.operation, stranger)
+            ticket.operation.group.checker.has_diverged(ticket.operation, diverged)
         return False
 
     def forget(self, ticket: Ticket) -> None:
@@ -182,39 +185,39 @@ class Commons:
         self.watched.pop(ticket, None)
         self._disputed.discard(ticket)
 
-    def lie_down(self) -> None:
+    def park(self) -> None:
         """Say that this rank sleeps; then look again, for flags that were raised meanwhile.
 
         Who raises a flag looks here afterwards. With a fence on both sides, at least one of the two
         sees what the other has written.
         """
-        self.ledger.words[ASLEEP] = 1
+        self.directory.words[ASLEEP] = 1
         self.fence()
         self.look()
 
     @property
-    def is_asleep(self) -> bool:
+    def is_parked(self) -> bool:
         """Whether this rank has said that it sleeps."""
-        return self.ledger.words[ASLEEP] != 0
+        return self.directory.words[ASLEEP] != 0
 
-    def get_up(self) -> None:
+    def unpark(self) -> None:
         """This rank is awake: it looks for itself."""
-        self.ledger.words[ASLEEP] = 0
+        self.directory.words[ASLEEP] = 0
 
-    def heard_bell(self, readable: bool, writable: bool) -> None:
-        """The bell was rung (from the reactor)."""
+    def on_wakeup(self, readable: bool, writable: bool) -> None:
+        """The wakeup pipe was rung (from the reactor)."""
         with suppress(BlockingIOError):
-            while os.read(self.bell, 4096):
+            while os.read(self.wakeup, 4096):
                 pass
 
     def close(self) -> None:
         """Nobody can share anything with this rank any more."""
-        for neighbour in self.neighbours.values():
-            neighbour.close()
-        self.lanes.clear()  # they and this know each other: the memory would stay mapped
+        for local_peer in self.local_peers.values():
+            local_peer.close()
+        self.rings.clear()  # they and this know each other: the memory would stay mapped
         self.stalled.clear()
         self.arena.close()
-        os.close(self.bell)
+        os.close(self.wakeup)
         os.close(self._rope)
 
 
@@ -223,35 +226,35 @@ def _nothing() -> None:
 
 
 # ------------------------------------------------------------------------------
-# The ledger: where one rank writes down, for the others of its host, what memory it shows them.
+# The directory: where one rank writes down, for the others of its host, what memory it shows them.
 #
-# It lies at the beginning of a rank's first segment, which all neighbours attach when they meet,
+# It lies at the beginning of a rank's first segment, which all local peers attach when they meet,
 # and has a fixed form; only its owner writes in it:
 #
-#     word    0          1 while this rank sleeps, and wants its bell rung when something has come
-#             1          how often a window was entered, or taken out
-#             2          how many entries for windows have been used
-#             8 ...      segments: number of the file, size
-#             ...        windows: group, segment + 1 (0: nothing here), offset
+#   word    0          1 while this rank is parked, and wants a byte in its wakeup pipe
+#           1          how often a control block was entered, or taken out
+#           2          how many entries for control blocks have been used
+#           8 ...      segments: number of the file, size
+#           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
 # What is published is written before what says that it is there (fence.py).
 
 ASLEEP, EDITION, USED = 0, 1, 2
-SEGMENTS, WINDOWS = 1024, 4096  # entries at most; a ledger has room for them
+SEGMENTS, WINDOWS = 1024, 4096  # entries at most; a directory has room for them
 _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
-SIZE = 128 << 10  # bytes of a ledger
-# Bytes behind it and the lanes, which cost nothing until they are written: windows of a hundred
-# groups and their staging memory, so that they are found when this rank has ended.
+SIZE = 128 << 10  # bytes of a directory
+# Bytes behind it and the ring buffers, which cost nothing until they are written: control blocks of
+# a hundred groups and their staging memory, so that they are found when this rank has ended.
 ROOM = 1 << 30
 
 
-class Ledger:
-    """This rank's own, at the beginning of a segment; behind it come `lanes` bytes for these."""
+class Directory:
+    """This rank's own, at the beginning of a segment; behind it come `rings` bytes for these."""
 
-    def __init__(self, lanes: int = 0) -> None:
-        self.segment = Segment.create(SIZE + lanes + ROOM)
+    def __init__(self, rings: int = 0) -> None:
+        self.segment = Segment.create(SIZE + rings + ROOM)
         self.words = self.segment.words
         self._entries: dict[int, int] = {}  # group -> its entry's first word
         self._order = make_order()
@@ -267,7 +270,7 @@ class Ledger:
         self.words[entry], self.words[entry + 1] = segment.fd, segment.size
         self._order()  # before a tensor in it is shown
 
-    def add_window(self, group: int, segment: int, offset: int) -> None:
+    def add_control_block(self, group: int, segment: int, offset: int) -> None:
         """Others may look through it from now on."""
         words = self.words
         taken = set(self._entries.values())
@@ -285,14 +288,14 @@ class Ledger:
         self._order()
         words[EDITION] += 1
 
-    def remove_window(self, group: int) -> None:
+    def remove_control_block(self, group: int) -> None:
         """Nobody looks through it any more."""
         self.words[self._entries.pop(group) + 1] = 0
         self._order()
         self.words[EDITION] += 1
 
 
-class LedgerOfPeer:
+class PeerDirectory:
     """Another rank's, to be read."""
 
     def __init__(self, process: int, fd: int) -> None:
@@ -315,8 +318,8 @@ class LedgerOfPeer:
             self._segments[number] = segment
         return segment
 
-    def window(self, group: int) -> tuple[int, int] | None:
-        """Segment and offset of its window for a group, if it has one by now."""
+    def control(self, group: int) -> tuple[int, int] | None:
+        """Segment and offset of its control block for a group, if it has one by now."""
         while self.words[EDITION] != self._edition:
             self._edition = self.words[EDITION]
             self._order()
@@ -335,9 +338,9 @@ class LedgerOfPeer:
 # ------------------------------------------------------------------------------
 # How ranks that have met come to share memory.
 #
-# Everyone has said in the rendezvous where its ledger is. Each rank attaches those of its host, and
-# says how that went; nobody goes on before all have said so. So either all have what they need, or
-# all know who has not, and why.
+# Everyone has said in the rendezvous where its directory is. Each rank attaches those of its host,
+# and says how that went; nobody goes on before all have said so. So either all have what they need,
+# or all know who has not, and why.
 
 log = logging.getLogger("phalanx")
 
@@ -358,7 +361,7 @@ class Sharing(enum.Enum):
         """The same, for ranks that need not be on one host."""
         return Sharing.HOSTS if self is Sharing.ALL else self
 
-    def offer(self, rank: int, world_size: int) -> tuple[Commons | None, str]:
+    def offer(self, rank: int, world_size: int) -> tuple[HostDomain | None, str]:
         """What this rank shows to others; or None, and why it cannot.
 
         It meets the others all the same, so that they hear of it, too.
@@ -366,15 +369,15 @@ class Sharing(enum.Enum):
         if not self.shares:
             return None, ""
         try:
-            return Commons(rank, world_size), ""
+            return HostDomain(rank, world_size), ""
         except (OSError, AttributeError) as error:  # of a system that has no memfd_create
             return None, str(error)
 
     def attach(
-        self, commons: Commons | None, why_not: str, rank: int, addresses: list[Address]
+        self, domain: HostDomain | None, why_not: str, rank: int, addresses: list[Address]
     ) -> str:
         """Attach the memory of the ranks of this one's host; what keeps it from that, or ""."""
-        if commons is None:
+        if domain is None:
             return f"it has no memory to share ({why_not}): that needs Linux (memfd, /proc)"
         here = addresses[rank].host_id
         for peer, address in enumerate(addresses):
@@ -387,7 +390,7 @@ class Sharing(enum.Enum):
             if address.memory < 0:
                 continue  # it has none, and says so itself
             try:
-                commons.meet(peer, address.process, address.memory, address.bell)
+                domain.epoch(peer, address.process, address.memory, address.wakeup)
             except OSError as error:
                 return (
                     f"the memory of rank {peer} (process {address.process}) cannot be attached: "

@@ -1,17 +1,17 @@
-"""A lane: memory through which the large messages of one rank go to a neighbour.
+"""A ring buffer: memory through which the large messages of one rank go to a local peer.
 
     sender                                                      receiver
-    copies a piece into the lane
+    copies a piece into the ring buffer
     says so on the connection: PIECE   -------------------->    copies it to where it belongs,
                                                                 or combines it right from there
-    uses that part of the lane again   <- a count in memory -   counts it as taken
+    uses that part of the ring buffer again   <- a count in memory -   counts it as taken
 
 What is said goes over the connection, in its order among all other messages, which therefore never
-overtake each other. A sender whose lane is full waits, as one does whose socket is. What is in the
-lane outlives its sender: the receiver has it mapped.
+overtake each other. A sender whose ring buffer is full waits, as one does whose socket is. What is
+in the ring buffer outlives its sender: the receiver has it mapped.
 
-Each rank has a lane to every rank of the job at a fixed place of its first segment, behind the
-ledger; memory is only taken for those that are used.
+Each rank has a ring buffer to every rank of the job at a fixed place of its first segment, behind
+the directory; memory is only taken for those that are used.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from phalanx.core.steps import NOTHING, PostedSend
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
 if TYPE_CHECKING:
-    from phalanx.transport.shm.domain import Commons, Neighbour
-LARGE = 64 << 10  # bytes of a message from which on it goes through a lane
+    from phalanx.transport.shm.domain import HostDomain, LocalPeer
+LARGE = 64 << 10  # bytes of a message from which on it goes through a ring buffer
 PIECE = 512 << 10  # bytes
 PIECES = 4
-_HEAD = 4096  # bytes; word 0: how many pieces of the lane back this rank has taken
+_HEAD = 4096  # bytes; word 0: how many pieces of the ring buffer back this rank has taken
 SIZE = _HEAD + PIECES * PIECE
 
 _PIECE = struct.Struct("<BQQQI")  # kind, fingerprint, total, offset, length
 Part = tuple[bytes, memoryview, int]  # header, payload, and the message's bytes that they stand for
 
 
-class Lane:
-    """One rank's, to one neighbour, and the neighbour's to it."""
+class RingBuffer:
+    """One rank's, to one local peer, and the local peer's to it."""
 
-    def __init__(self, commons: Commons, rank: int, neighbour: Neighbour, ledger: int) -> None:
-        mine, theirs = commons.ledger.segment, neighbour.ledger.segment(0)
-        there, here = ledger + neighbour.rank * SIZE, ledger + rank * SIZE
-        self._commons = commons
-        self._neighbour = neighbour
+    def __init__(
+        self, domain: HostDomain, rank: int, local_peer: LocalPeer, directory: int
+    ) -> None:
+        mine, theirs = domain.directory.segment, local_peer.directory.segment(0)
+        there, here = directory + local_peer.rank * SIZE, directory + rank * SIZE
+        self._commons = domain
+        self._neighbour = local_peer
         self._out = memoryview(mine.map)[there + _HEAD : there + SIZE]
         self._in = memoryview(theirs.map)[here + _HEAD : here + SIZE]
         self._taken_here = mine.words[there // 8 : there // 8 + 1]
@@ -51,7 +53,7 @@ class Lane:
 
     @property
     def is_full(self) -> bool:
-        """Whether the neighbour has to take something before more can be sent."""
+        """Whether the local peer has to take something before more can be sent."""
         return self._sent - self._taken_there[0] >= PIECES
 
     def parts(self, send: PostedSend) -> Iterator[Part | None]:
@@ -74,7 +76,7 @@ class Lane:
             yield header + what, NOTHING, len(piece)
 
     def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
-        """The neighbour says that a piece is in its lane: of which message, and the bytes.
+        """The local peer says that a piece is in its ring buffer: of which message, and the bytes.
 
         Raises `FrameError` for one that makes no sense.
         """
@@ -92,7 +94,7 @@ class Lane:
         return Header(channel, fingerprint, length, total, offset), self._in[start : start + length]
 
     def taken(self, count: int) -> None:
-        """The oldest pieces have been read; the neighbour may use their memory again."""
+        """The oldest pieces have been read; the local peer may use their memory again."""
         self._taken_here[0] += count
         self._commons.fence()
         self._neighbour.wake()

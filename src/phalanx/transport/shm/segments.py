@@ -92,7 +92,7 @@ def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) 
 # ------------------------------------------------------------------------------
 # An arena: the memory that one rank shows to the others of its host, given out in blocks.
 #
-# It grows by segments. Blocks that are given back are joined with their free neighbours and used
+# It grows by segments. Blocks that are given back are joined with their free local peers and used
 # again, first fit; so their pages need not be made, and cleared, a second time. Beyond `KEPT` bytes
 # of free memory, pages go back to the system.
 
@@ -113,7 +113,7 @@ class Block(NamedTuple):
 class Arena:
     """Gives out memory of its segments. All methods but `empty`'s tensors need the engine's lock.
 
-    first     the segment that the neighbours have attached from the beginning; what lies there can
+    first     the segment that the local peers have attached from the beginning; what lies there can
               be read after this process has ended. Its first `used` bytes are taken
     publish   called with the number of a new segment and the segment, before it is used
     """

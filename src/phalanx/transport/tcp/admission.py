@@ -1,4 +1,4 @@
-"""The door: who calls this rank, before the call counts.
+"""The acceptor: who calls this rank, before the call counts.
 
 A caller is a stranger until the handshake is complete. Until then it may cost
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------
-# Who was turned away at a door: told in full at first, then counted.
+# Who was turned away at an acceptor: told in full at first, then counted.
 #
 # A port scanner must not fill a disk, nor hide the rank with the wrong token between its lines. So
 # callers that said which rank they are have lines of their own.
@@ -74,7 +74,7 @@ class Rejections:
         self.mesh.last_rejection = what + before
 
     def total(self) -> None:
-        """The door closes: how many there were, if not each of them was told."""
+        """The acceptor closes: how many there were, if not each of them was told."""
         if max(self.strangers, self.ranks) > TOLD_IN_FULL:
             log.warning(
                 "rank %d turned away %d strangers and %d callers that said which rank they are "
@@ -90,7 +90,7 @@ def _is_power_of_ten(number: int) -> bool:
 
 
 # ------------------------------------------------------------------------------
-# A connection in its handshake, on either side: what the door and a call have in common.
+# A connection in its handshake, on either side: what the acceptor and a call have in common.
 
 HUNG_UP = "the connection was closed during the handshake"
 
@@ -100,7 +100,7 @@ TCP_RTO_MAX_MS = 44
 LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
 
 
-class Unproved:
+class Handshaking:
     """A non-blocking socket, and the handshake that goes over it."""
 
     __slots__ = ("handshake", "mesh", "sock")
@@ -166,7 +166,7 @@ TICK = 0.1  # seconds between looks at who has had them
 TICKS = round(PATIENCE / TICK)
 PLACES = 128  # callers that may be in their handshake at a time, beside one for each rank
 CALLS_AT_A_TIME = 32  # a part of the places, so that who stands there is heard before it gives way
-REST = 0.1  # seconds without a look at the door when there is nothing to accept a call with
+REST = 0.1  # seconds without a look at the acceptor when there is nothing to accept a call with
 
 _OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Linux tells in accept() what has befallen the connection that would have been accepted.
@@ -186,8 +186,9 @@ _OF_THE_CALLER = frozenset(
 )
 
 
-class Door:
-    """A listener: every caller becomes a `Knock`. Opened to form the group, then closed.
+class Acceptor:
+    """A listener: every caller becomes a `PendingConnection`. Opened to form the group, then
+    closed.
 
     All methods are called with the engine's lock held; none blocks.
     """
@@ -195,10 +196,10 @@ class Door:
     def __init__(self, mesh: Mesh, listener: socket.socket) -> None:
         self.mesh = mesh
         self.listener = listener
-        self.knocks: dict[Knock, None] = {}  # in the order in which they came
+        self.pending: dict[PendingConnection, None] = {}  # in the order in which they came
         self.places = PLACES + mesh.world_size
         self.rejections = Rejections(mesh)
-        self.admit = mesh.admit  # one bound method for all knocks
+        self.admit = mesh.admit  # one bound method for all pending connections
         self.now = 0  # ticks that this rank has seen: it may be away, and they have to wait then
         self._ticking = False
         self._open = True
@@ -212,14 +213,14 @@ class Door:
         self._open = False
         self.mesh.reactor.forget(self.listener)
         self.listener.close()
-        for knock in list(self.knocks):
-            self.drop(knock)
+        for pending in list(self.pending):
+            self.drop(pending)
         self.rejections.total()
 
-    def drop(self, knock: Knock) -> None:
+    def drop(self, pending: PendingConnection) -> None:
         """Hang up on a caller."""
-        self.knocks.pop(knock, None)
-        knock.hang_up()
+        self.pending.pop(pending, None)
+        pending.hang_up()
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         for _ in range(CALLS_AT_A_TIME):
@@ -230,9 +231,9 @@ class Door:
             except OSError as error:
                 if error.errno in _OF_THE_CALLER:
                     continue
-                if error.errno in _OUT_OF and self.knocks:
+                if error.errno in _OUT_OF and self.pending:
                     # A few more than one: this rank needs some for its own calls.
-                    self.places = 3 * len(self.knocks) // 4
+                    self.places = 3 * len(self.pending) // 4
                     self._make_room(self.places)
                     continue
                 self._rest(error)
@@ -246,30 +247,30 @@ class Door:
             self.rejections.add(f"{host}: {reason}", rank=None)
             return
         self._make_room(max(self.places - 1, 0))
-        knock = Knock(self, sock, host)
-        self.knocks[knock] = None
-        knock.hear()  # now, that it does not look silent to the one behind it
+        pending = PendingConnection(self, sock, host)
+        self.pending[pending] = None
+        pending.hear()  # now, that it does not look silent to the one behind it
         if not self._ticking:
             self._ticking = True
             self.mesh.reactor.call_later(TICK, self._tick)
 
     def _make_room(self, most: int) -> None:
         """Hang up on some, until there are `most`."""
-        while len(self.knocks) > most:
-            silent = (knock for knock in self.knocks if not knock.standing)
-            knock = next(silent, None) or min(self.knocks, key=lambda knock: knock.standing)
-            knock.turn_away("had to give way to other callers before it had proved itself")
+        while len(self.pending) > most:
+            silent = (pending for pending in self.pending if not pending.standing)
+            pending = next(silent, None) or min(self.pending, key=lambda pending: pending.standing)
+            pending.turn_away("had to give way to other callers before it had proved itself")
 
     def _tick(self) -> None:
         # Those who have spoken were heard before: sockets come before timers in every turn. And
         # a rank that was away for long finds one tick more, not many.
         self.now += 1
-        for knock in list(self.knocks):
-            if knock.born + TICKS > self.now:
+        for pending in list(self.pending):
+            if pending.born + TICKS > self.now:
                 break
-            did = "did not prove itself" if knock.standing else "was silent"
-            knock.turn_away(f"{did} for {PATIENCE:g} s")
-        self._ticking = bool(self.knocks)
+            did = "did not prove itself" if pending.standing else "was silent"
+            pending.turn_away(f"{did} for {PATIENCE:g} s")
+        self._ticking = bool(self.pending)
         if self._ticking:
             self.mesh.reactor.call_later(TICK, self._tick)
 
@@ -287,16 +288,16 @@ class Door:
             self.mesh.reactor.watch(self.listener, self._on_ready)
 
 
-class Knock(Unproved):
-    """A caller at the door. `standing`: 0 it is silent, 1 it speaks, 2 it was challenged."""
+class PendingConnection(Handshaking):
+    """A caller at the acceptor. `standing`: 0 it is silent, 1 it speaks, 2 it was challenged."""
 
-    __slots__ = ("born", "door", "host", "standing")
+    __slots__ = ("acceptor", "born", "host", "standing")
 
-    def __init__(self, door: Door, sock: socket.socket, host: str) -> None:
-        super().__init__(door.mesh, sock)
-        self.door = door
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, host: str) -> None:
+        super().__init__(acceptor.mesh, sock)
+        self.acceptor = acceptor
         self.host = host
-        self.born = door.now
+        self.born = acceptor.now
         self.standing = 0
         self.mesh.reactor.watch(sock, self._on_ready)
 
@@ -309,7 +310,7 @@ class Knock(Unproved):
             self._answer(data)
         except Refused as refusal:
             if refusal.reason == HUNG_UP:  # no line in the log: port scanners do it all the time
-                self.door.drop(self)
+                self.acceptor.drop(self)
                 return
             self.say_farewell()
             self.turn_away(refusal.reason)
@@ -318,8 +319,8 @@ class Knock(Unproved):
         """Hang up, without a word, and log it."""
         rank = self.handshake.peer if self.standing else None
         who = self.host if rank is None else f"{self.host}, as rank {rank}"
-        self.door.rejections.add(f"{who}: {reason}", rank=rank)
-        self.door.drop(self)
+        self.acceptor.rejections.add(f"{who}: {reason}", rank=rank)
+        self.acceptor.drop(self)
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         self.hear()
@@ -327,13 +328,13 @@ class Knock(Unproved):
     def _answer(self, data: bytes) -> None:
         mesh = self.mesh
         if not self.standing:  # most that are silent stay so: they cost no handshake
-            self.handshake = AcceptorHandshake(mesh.identity, mesh.token, self.door.admit)
+            self.handshake = AcceptorHandshake(mesh.identity, mesh.token, self.acceptor.admit)
             self.standing = 1
         self.send(self.handshake.receive(data))
         if self.handshake.peer is not None:
             self.standing = 2
         if self.handshake.complete:
-            self.door.knocks.pop(self, None)
+            self.acceptor.pending.pop(self, None)
             self.open()
 
 

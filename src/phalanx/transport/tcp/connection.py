@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from phalanx.core.matching import Arrival
+from phalanx.core.matching import IncomingMessage
 from phalanx.core.steps import NOTHING, PostedSend
-from phalanx.transport.shm.queue import LARGE, PIECES, Lane, Part
+from phalanx.transport.shm.queue import LARGE, PIECES, Part, RingBuffer
 from phalanx.wire.frame import (
     MAX_PAYLOAD,
     Channel,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 READS_AT_A_TIME = 8  # then others have their turn
 
 
-class Link:
+class Connection:
     """Frames to and from one peer, over a non-blocking socket.
 
-    outbox   what waits to go out
+    send queue   what waits to go out
 
     All methods are called with the engine's lock held.
     """
@@ -46,17 +46,17 @@ class Link:
         self.heard = False  # whether a byte has come since this was last set to False
         self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
-        self._arrival: Arrival | None = None
-        self._owed = 0  # pieces of the peer's lane that it does not know to be taken
+        self._arrival: IncomingMessage | None = None
+        self._owed = 0  # pieces of the peer's ring buffer that it does not know to be taken
         self._watched = (False, False)  # for reading, for writing
-        self.outbox = Outbox(peer, sock, self._wants_room)
+        self.send_queue = SendQueue(peer, sock, self._wants_room)
         self._watch(read=True)
 
     # Out ------------------------------------------------------------------------------------
 
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = 0) -> None:
         """Put a control frame before the messages that have not begun."""
-        self.outbox.send_control(kind, payload, group)
+        self.send_queue.send_control(kind, payload, group)
 
     def _wants_room(self, wanted: bool) -> None:
         self._watch(write=wanted)
@@ -80,7 +80,7 @@ class Link:
     def on_ready(self, readable: bool, writable: bool) -> None:
         """The socket can be read from, or written to."""
         if writable:
-            self.outbox.flush()
+            self.send_queue.flush()
         if readable:
             self.read()
 
@@ -146,19 +146,19 @@ class Link:
         engine = self.mesh.engine
         engine.answer(self.peer, engine.state_for(self.peer))
 
-    def message(self, header: Header) -> Arrival | None:
+    def message(self, header: Header) -> IncomingMessage | None:
         """A frame of a message begins (from the decoder)."""
-        mailbox = self.mesh.engine.mailbox
+        matching = self.mesh.engine.matching
         channel = header.channel
         if header.offset == 0:
             if not self._may_begin(header):
                 return None
-            self._arrival = mailbox.arriving(channel, self.peer, header.total, header.fingerprint)
+            self._arrival = matching.arriving(channel, self.peer, header.total, header.fingerprint)
             return self._arrival
         arrival = self._continued(header)
-        return arrival if mailbox.has_room(arrival, self.peer, header.length) else None
+        return arrival if matching.has_room(arrival, self.peer, header.length) else None
 
-    def _continued(self, header: Header) -> Arrival:
+    def _continued(self, header: Header) -> IncomingMessage:
         """The message that this frame goes on with."""
         arrival = self._arrival
         if (
@@ -174,15 +174,15 @@ class Link:
         """A message came in one piece (from the decoder)."""
         if not self._may_begin(header):
             return False
-        mailbox = self.mesh.engine.mailbox
-        mailbox.deliver(header.channel, self.peer, payload, header.fingerprint)
+        matching = self.mesh.engine.matching
+        matching.deliver(header.channel, self.peer, payload, header.fingerprint)
         return True
 
     def _may_begin(self, header: Header) -> bool:
         """Whether there is room for the message that begins with this frame."""
         self._check_last_is_whole()
-        mailbox = self.mesh.engine.mailbox
-        return mailbox.is_wanted(header.channel, self.peer) or mailbox.has_room(
+        matching = self.mesh.engine.matching
+        return matching.is_wanted(header.channel, self.peer) or matching.has_room(
             None, self.peer, header.length
         )
 
@@ -196,26 +196,26 @@ class Link:
         if header.channel.kind is Kind.CANCEL:
             arrival, self._arrival = self._arrival, None
             if arrival is not None and arrival.filled < arrival.total:
-                self.mesh.engine.mailbox.cancelled(arrival)
+                self.mesh.engine.matching.cancelled(arrival)
         elif header.channel.kind is Kind.PIECE:
             self._piece_came(header, payload)
         else:
             self.mesh.control_came(self, header, payload)
 
     def _piece_came(self, header: Header, payload: bytes) -> None:
-        """A part of a message lies in the lane.
+        """A part of a message lies in the ring buffer.
 
-        It is taken also where there is no room to keep it, a lane full at most; but then the
+        It is taken also where there is no room to keep it, a ring buffer full at most; but then the
         sender is not told so, and waits, until there is room again.
         """
-        lane = self._lane_back
-        if lane is None:
+        ring = self._lane_back
+        if ring is None:
             raise FrameError("a piece in memory that was never shared")
-        whole, piece = lane.came(header, payload)
-        mailbox = self.mesh.engine.mailbox
+        whole, piece = ring.came(header, payload)
+        matching = self.mesh.engine.matching
         if whole.offset == 0:
             self._check_last_is_whole()
-            self._arrival = mailbox.arriving(
+            self._arrival = matching.arriving(
                 whole.channel, self.peer, whole.total, whole.fingerprint
             )
         arrival = self._continued(whole) if whole.offset else self._arrival
@@ -225,19 +225,19 @@ class Link:
         self._pay(arrival)
 
     @property
-    def _lane_back(self) -> Lane | None:
+    def _lane_back(self) -> RingBuffer | None:
         """The peer's. It may use it as soon as this rank has attached it, before this rank does."""
-        commons = self.mesh.commons
-        return commons.lanes.get(self.peer) if commons is not None else None
+        domain = self.mesh.domain
+        return domain.rings.get(self.peer) if domain is not None else None
 
-    def _pay(self, arrival: Arrival | None) -> None:
+    def _pay(self, arrival: IncomingMessage | None) -> None:
         """Tell the sender which pieces have been taken, if there is room for more."""
-        lane = self._lane_back
-        if not self._owed or lane is None:
+        ring = self._lane_back
+        if not self._owed or ring is None:
             return
-        if self.mesh.engine.mailbox.has_room(arrival, self.peer, MAX_PAYLOAD):
+        if self.mesh.engine.matching.has_room(arrival, self.peer, MAX_PAYLOAD):
             owed, self._owed = self._owed, 0
-            lane.taken(owed)
+            ring.taken(owed)
             if owed == PIECES:
                 self._tell_room()
         elif self._owed == PIECES:
@@ -249,11 +249,11 @@ class Link:
         """Close the socket; what waited to go out is gone."""
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
-        self.outbox.close()
+        self.send_queue.close()
 
 
 # ------------------------------------------------------------------------------
-# An outbox: what waits to go out on one connection, and how it goes.
+# An send queue: what waits to go out on one connection, and how it goes.
 
 log = logging.getLogger("phalanx")
 
@@ -266,9 +266,9 @@ class Outgoing:
 
     __slots__ = ("begun", "frames", "last_begun", "send")
 
-    def __init__(self, send: PostedSend, lane: Lane | None) -> None:
+    def __init__(self, send: PostedSend, ring: RingBuffer | None) -> None:
         self.send: PostedSend | None = send  # None once nobody waits for it
-        self.frames: Iterator[Part | None] = lane.parts(send) if lane is not None else _parts(send)
+        self.frames: Iterator[Part | None] = ring.parts(send) if ring is not None else _parts(send)
         self.begun = 0  # bytes in the frames that have begun
         self.last_begun = False  # whether the last one has
 
@@ -279,18 +279,18 @@ def _parts(send: PostedSend) -> Iterator[Part]:
         yield header, payload, len(payload)
 
 
-class Outbox:
+class SendQueue:
     """Messages and control frames for one peer, on their way to a non-blocking socket.
 
     Messages go out in the order of `send`; control frames go before them, at the next boundary of a
     frame. All methods are called with the engine's lock held.
 
-    lane         where large messages go, on one host
+    ring buffer         where large messages go, on one host
     wants_room   called with True when the socket takes no more, with False when it has taken all
     """
 
     def __init__(self, peer: int, sock: socket.socket, wants_room: Callable[[bool], None]) -> None:
-        self.lane: Lane | None = None
+        self.ring: RingBuffer | None = None
         self._peer = peer
         self._sock = sock
         self._wants_room = wants_room
@@ -302,7 +302,7 @@ class Outbox:
         """Put a message in the queue, and write what can be written."""
         size = len(send.view)
         if size > SMALL or not self.idle or not self._sent_at_once(send):
-            self._outbox.append(Outgoing(send, self.lane if size >= LARGE else None))
+            self._outbox.append(Outgoing(send, self.ring if size >= LARGE else None))
             self.flush()
 
     def _sent_at_once(self, send: PostedSend) -> bool:
@@ -425,9 +425,9 @@ class Outbox:
         return False
 
     def _stall(self) -> None:
-        """The lane is full: go on when it is not, unless something comes to be said first."""
-        assert self.lane is not None
-        self.lane.when_free(self.flush)
+        """The ring buffer is full: go on when it is not, unless a control frame has to go first."""
+        assert self.ring is not None
+        self.ring.when_free(self.flush)
 
     def _written(self, count: int) -> None:
         pieces = self._pieces
@@ -439,5 +439,5 @@ class Outbox:
 
     def close(self) -> None:
         """What waited to go out is gone."""
-        if self.lane is not None:
-            self.lane.give_up()
+        if self.ring is not None:
+            self.ring.give_up()

@@ -19,11 +19,11 @@ from phalanx.core.engine import LONGEST_WAIT, Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
 from phalanx.core.steps import PostedSend, Step, Ticket
-from phalanx.core.work import Operation, Waited
+from phalanx.core.work import Operation, Wait
 from phalanx.errors import PeerLostError
-from phalanx.transport.shm.control import Meet, Window
+from phalanx.transport.shm.control import ControlBlock, ShmEpoch
 from phalanx.transport.shm.segments import Piece
-from phalanx.transport.tcp.heartbeat import Pulse
+from phalanx.transport.tcp.heartbeat import Heartbeat
 from phalanx.transport.tcp.mesh import Mesh, Reactor
 from phalanx.wire.control import Answer, Ask, encode
 from phalanx.wire.frame import Kind
@@ -31,7 +31,7 @@ from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
     from phalanx.core.common import Source
-    from phalanx.transport.shm.domain import Commons
+    from phalanx.transport.shm.domain import HostDomain
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of operations nobody waits for
 GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
 FIRST_LOOK = 0.05  # seconds that an operation is waited for before its deadlines are looked at
@@ -46,30 +46,30 @@ class TcpEngine(Engine):
         super().__init__(identity.rank, identity.world_size)
         self.reactor = Reactor()
         self.mesh = Mesh(self, self.reactor, identity, token, loopback_only=loopback_only)
-        self.pulse = Pulse(self.mesh, heartbeat, self.poll)
-        self.commons: Commons | None = None  # what the ranks of this host share, if they do
+        self.heartbeat_monitor = Heartbeat(self.mesh, heartbeat, self.poll)
+        self.domain: HostDomain | None = None  # what the ranks of this host share, if they do
         self._condition = threading.Condition(self.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
         self._background: set[Operation] = set()
         self._thread: threading.Thread | None = None
 
-    def share(self, commons: Commons) -> None:
-        """From now on, groups have windows on the memory of the ranks of this host."""
-        self.commons = commons
-        self.reactor.watch(commons.bell, commons.heard_bell, read=True)
-        commons.begins_to_wait = self.watch_memory
-        for peer, link in self.mesh.links.items():
-            link.outbox.lane = commons.lanes.get(peer)
+    def share(self, domain: HostDomain) -> None:
+        """From now on, groups have control blocks on the memory of the ranks of this host."""
+        self.domain = domain
+        self.reactor.watch(domain.wakeup, domain.on_wakeup, read=True)
+        domain.begins_to_wait = self.watch_memory
+        for peer, connection in self.mesh.connections.items():
+            connection.send_queue.ring = domain.rings.get(peer)
 
     # What an engine does --------------------------------------------------------------------
 
     @override
     def post(self, operation: Operation, step: Step) -> Ticket:
-        if type(step) is not Meet:
+        if type(step) is not ShmEpoch:
             return self.post_round(operation, step)
-        assert self.commons is not None
-        ticket = self.commons.post(operation, step)
+        assert self.domain is not None
+        ticket = self.domain.post(operation, step)
         if not ticket.done:
             for peer in step.absent():
                 self.check_reachable(operation, peer)
@@ -79,40 +79,41 @@ class TcpEngine(Engine):
     def watch_memory(self) -> None:
         """Something is to come of which only memory tells. Lock held.
 
-        A thread that sleeps already, and has told no neighbour, is woken: it looks, and tells them.
+        A thread that sleeps already, and has told no local peer, is woken: it looks, and tells
+        them.
         """
-        commons, driver = self.commons, self._driver
-        if commons is None or driver is None or driver == threading.get_ident():
+        domain, driver = self.domain, self._driver
+        if domain is None or driver is None or driver == threading.get_ident():
             return
-        if not commons.is_asleep:
+        if not domain.is_parked:
             self.reactor.wake()
 
     @override
     def withdraw(self, ticket: Ticket) -> None:
-        if self.commons is not None:
-            self.commons.forget(ticket)
+        if self.domain is not None:
+            self.domain.forget(ticket)
         super().withdraw(ticket)
 
     @override
     def run_ready(self) -> None:
-        if self.commons is not None and self.commons.waits:
-            self.commons.look()
+        if self.domain is not None and self.domain.waits:
+            self.domain.look()
         super().run_ready()
 
     @override
-    def window(self, group: Group) -> Window | None:
-        return self.commons.window(group) if self.commons is not None else None
+    def shared_group(self, group: Group) -> ControlBlock | None:
+        return self.domain.control(group) if self.domain is not None else None
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.commons is None:
+        if self.domain is None:
             return super().empty(shape, dtype)
         with self.lock:
-            return self.commons.arena.empty(shape, dtype)
+            return self.domain.arena.empty(shape, dtype)
 
     @override
     def common(self, group: Group) -> Source | None:
-        together = group.window is not None and group.window.size == group.size
+        together = group.shared is not None and group.shared.size == group.size
         return Piece() if together else None
 
     @override
@@ -137,7 +138,7 @@ class TcpEngine(Engine):
         self._send_to_members(group, Kind.FAILURE, encode(failure.notice()))
 
     @override
-    def tell_leaving(self, group: Group) -> None:
+    def announce_leaving(self, group: Group) -> None:
         self._send_to_members(group, Kind.LEAVE_GROUP)
 
     @override
@@ -153,9 +154,9 @@ class TcpEngine(Engine):
             self._send_control(rank, kind, payload, group.id)
 
     def _send_control(self, peer: int, kind: Kind, payload: bytes, group: int = 0) -> None:
-        link = self.mesh.links.get(peer)
-        if link is not None and not link.left:
-            link.send_control(kind, payload, group)
+        connection = self.mesh.connections.get(peer)
+        if connection is not None and not connection.left:
+            connection.send_control(kind, payload, group)
 
     @override
     def has_left(self, peer: int) -> bool:
@@ -164,7 +165,7 @@ class TcpEngine(Engine):
     # Driving --------------------------------------------------------------------------------
 
     @override
-    def progress(self, until: Waited) -> None:
+    def progress(self, until: Wait) -> None:
         with self.lock:
             left = min(until.deadline - monotonic(), FIRST_LOOK)  # most are done by then
             while not until.done:
@@ -175,7 +176,7 @@ class TcpEngine(Engine):
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.done:
-                    left = min(until.attend(), self.pulse.attend())
+                    left = min(until.attend(), self.heartbeat_monitor.attend())
 
     @override
     def look_at(self, operation: Operation) -> None:
@@ -211,9 +212,9 @@ class TcpEngine(Engine):
             self._condition.notify_all()
 
     def _turn(self, seconds: float) -> None:
-        commons = self.commons
-        if commons is not None and commons.waits:
-            commons.lie_down()
+        domain = self.domain
+        if domain is not None and domain.waits:
+            domain.park()
             if self.ready:
                 seconds = 0.0
         self.lock.release()
@@ -221,8 +222,8 @@ class TcpEngine(Engine):
             events = self.reactor.select(seconds)
         finally:
             self.lock.acquire()
-            if commons is not None:
-                commons.get_up()
+            if domain is not None:
+                domain.unpark()
         if not self.closed:
             self.reactor.dispatch(events)
             self.run_ready()
@@ -263,7 +264,7 @@ class TcpEngine(Engine):
                 self._condition.wait(soon)
             else:
                 self.drive(NothingLeft(self._background), monotonic() + soon)
-            self.pulse.attend()
+            self.heartbeat_monitor.attend()
             soon = EXPIRY_CHECK
             for operation in list(self._background):
                 soon = min(soon, max(0.0, operation.group.attend(operation)))
@@ -278,9 +279,9 @@ class TcpEngine(Engine):
 
     def say_goodbye(self, seconds: float) -> None:
         """Tell every peer, and see to it that what was sent has left this process. Lock held."""
-        for link in list(self.mesh.links.values()):
-            if not link.given_up:
-                link.send_control(Kind.LEAVE)
+        for connection in list(self.mesh.connections.values()):
+            if not connection.given_up:
+                connection.send_control(Kind.LEAVE)
         if self._take_over():
             self.drive(AllSent(self.mesh), monotonic() + seconds)
 
@@ -302,12 +303,12 @@ class TcpEngine(Engine):
         self._condition.notify_all()
         if self._take_over():
             self.reactor.close()
-            if self.commons is not None:
-                self.commons.close()
+            if self.domain is not None:
+                self.domain.close()
         thread = self._thread
         self.lock.release()
         try:
-            self.pulse.end()
+            self.heartbeat_monitor.end()
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
         finally:

@@ -1,11 +1,11 @@
-"""The pulse: whether peers that say nothing are still there.
+"""The heartbeat: whether peers that say nothing are still there.
 
 A rank that computes says nothing; neither does one that is stopped (SIGSTOP, a machine that sleeps)
 or cut off from the network. A dead one is another matter: its connection ends.
 
     on this host    the process table says whether a process is stopped. Nothing is sent, there is
                     no thread, and a rank that holds the interpreter for minutes raises no alarm
-    elsewhere       a thread says BEAT to the peer, and any byte from there is a sign of life
+    elsewhere       a thread says HEARTBEAT to the peer, and any byte from there is a sign of life
 
 Who waits looks, a few times a second. A peer without a sign of life for too long is given up: it is
 lost to the groups that it is in. Its connection stays, so that it learns of it if it comes back.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from phalanx.wire.frame import Kind
 
 if TYPE_CHECKING:
-    from phalanx.transport.tcp.connection import Link
+    from phalanx.transport.tcp.connection import Connection
     from phalanx.transport.tcp.mesh import Mesh
 VARIABLE = "PHALANX_HEARTBEAT"
 HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default
@@ -45,7 +45,7 @@ def check_heartbeat(seconds: float | None) -> float:
     return seconds
 
 
-class Pulse:
+class Heartbeat:
     """Looks after the peers of one rank.
 
     seconds    within which a peer that has stopped, or cannot be reached, is known; a beat goes
@@ -73,7 +73,7 @@ class Pulse:
         self._processes = processes
         self._last_look = monotonic()
         self._next_look = self._last_look + self._look_every
-        if any(peer not in processes for peer in self._mesh.links):
+        if any(peer not in processes for peer in self._mesh.connections):
             name = f"phalanx rank {self._mesh.rank} heartbeat"
             self._thread = threading.Thread(target=self._keep_beating, name=name, daemon=True)
             self._thread.start()
@@ -95,19 +95,19 @@ class Pulse:
         return self._next_look - now
 
     def _look(self, seconds: float) -> None:
-        for peer, link in list(self._mesh.links.items()):
-            if link.heard or not self._is_silent(link):
-                link.heard = False
+        for peer, connection in list(self._mesh.connections.items()):
+            if connection.heard or not self._is_silent(connection):
+                connection.heard = False
                 self._silent[peer] = 0.0
                 continue
             self._silent[peer] += seconds
             if self._silent[peer] >= self._limit:
-                self._mesh.give_up(link, self._obituary(peer))
+                self._mesh.give_up(connection, self._obituary(peer))
 
-    def _is_silent(self, link: Link) -> bool:
-        if link.given_up or link.left or link.paused:
+    def _is_silent(self, connection: Connection) -> bool:
+        if connection.given_up or connection.left or connection.paused:
             return False
-        process = self._processes.get(link.peer)
+        process = self._processes.get(connection.peer)
         return process is None or is_stopped(process)
 
     def _obituary(self, peer: int) -> str:
@@ -125,9 +125,13 @@ class Pulse:
             with lock:
                 if self._mesh.engine.closed:
                     return
-                for link in list(self._mesh.links.values()):
-                    if link.peer not in self._processes and link.outbox.idle and not link.given_up:
-                        link.send_control(Kind.BEAT)
+                for connection in list(self._mesh.connections.values()):
+                    if (
+                        connection.peer not in self._processes
+                        and connection.send_queue.idle
+                        and not connection.given_up
+                    ):
+                        connection.send_control(Kind.HEARTBEAT)
                 # What came is read meanwhile, also if this rank computes: so beats do not pile up,
                 # and questions are answered.
                 self._poll()

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.steps import PostedSend
-from phalanx.transport.tcp.admission import Door
-from phalanx.transport.tcp.connection import Link
+from phalanx.transport.tcp.admission import Acceptor
+from phalanx.transport.tcp.connection import Connection
 from phalanx.wire.control import Answer, Ask, FailureNotice, decode
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
-    from phalanx.transport.shm.domain import Commons
+    from phalanx.transport.shm.domain import HostDomain
     from phalanx.transport.tcp.rendezvous import Rendezvous
 log = logging.getLogger("phalanx")
 
@@ -52,13 +52,13 @@ class Mesh:
         self.identity = identity
         self.token = token
         self.loopback_only = loopback_only
-        self.door: Door | None = None
-        self.links: dict[int, Link] = {}
+        self.acceptor: Acceptor | None = None
+        self.connections: dict[int, Connection] = {}
         self.left: set[int] = set()  # peers that have closed in good order
-        self.rendezvous: Rendezvous | None = None  # while the ranks are meeting
+        self.rendezvous: Rendezvous | None = None  # while the ranks are epoch
         self.last_rejection = ""
         self.host = ""  # what this rank's host counts as; "": what it is
-        self.commons: Commons | None = None  # what this rank shows to others of its host
+        self.domain: HostDomain | None = None  # what this rank shows to others of its host
 
     @property
     def rank(self) -> int:
@@ -74,28 +74,28 @@ class Mesh:
 
     def send(self, send: PostedSend) -> None:
         """Send a message. To a peer whose loss is just being told, it goes nowhere."""
-        link = self.links.get(send.peer)
-        if link is not None:
-            link.outbox.send(send)
+        connection = self.connections.get(send.peer)
+        if connection is not None:
+            connection.send_queue.send(send)
 
     def retract(self, send: PostedSend) -> None:
         """Give up a message."""
-        link = self.links.get(send.peer)
-        if link is not None:
-            link.outbox.retract(send)
+        connection = self.connections.get(send.peer)
+        if connection is not None:
+            connection.send_queue.retract(send)
 
     def settle(self, send: PostedSend) -> bool:
         """Whether a message that would be given up has gone already."""
-        link = self.links.get(send.peer)
-        return link is not None and link.outbox.settle(send)
+        connection = self.connections.get(send.peer)
+        return connection is not None and connection.send_queue.settle(send)
 
     def resume(self, peer: int) -> None:
         """There may be room again for what a peer sends."""
-        link = self.links.get(peer)
-        if link is not None:
-            link.resume()
+        connection = self.connections.get(peer)
+        if connection is not None:
+            connection.resume()
 
-    def control_came(self, link: Link, header: Header, payload: bytes) -> None:
+    def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
         """A control frame came from a peer. Raises `FrameError` for one that makes no sense."""
         group, kind = header.channel.group, header.channel.kind
         if kind is Kind.FAILURE:
@@ -110,31 +110,31 @@ class Mesh:
                 self.rendezvous.told(failure)
             self.engine.failure_came(group, failure)
         elif kind is Kind.LEAVE_GROUP:
-            self.engine.member_left(group, link.peer)
+            self.engine.member_left(group, connection.peer)
         elif kind is Kind.LEAVE:
-            link.left = True
-            self.left.add(link.peer)
-            self.engine.peer_left(link.peer)
+            connection.left = True
+            self.left.add(connection.peer)
+            self.engine.peer_left(connection.peer)
         elif kind is Kind.ASK:
-            self.engine.asked(group, link.peer, decode(payload, Ask))
+            self.engine.asked(group, connection.peer, decode(payload, Ask))
         elif kind is Kind.ANSWER:
-            self.engine.answered(link.peer, decode(payload, Answer))
-        elif kind is Kind.BEAT:
+            self.engine.answered(connection.peer, decode(payload, Answer))
+        elif kind is Kind.HEARTBEAT:
             pass  # that it came is all that it says
         elif self.rendezvous is not None:
-            self.rendezvous.control_came(link, header, payload)
+            self.rendezvous.control_came(connection, header, payload)
         else:
             raise FrameError(f"a {kind.name} frame after the rendezvous")
 
     # Connections that come to be ------------------------------------------------------------
 
-    def open_door(self, listener: socket.socket) -> None:
+    def open_acceptor(self, listener: socket.socket) -> None:
         """Let peers in there."""
-        self.door = Door(self, listener)
+        self.acceptor = Acceptor(self, listener)
 
     def admit(self, peer: int) -> str | None:
         """Why a peer that has proved itself is turned away all the same, or None."""
-        if peer in self.links or peer in self.left or peer in self.engine.lost:
+        if peer in self.connections or peer in self.left or peer in self.engine.lost:
             return f"rank {peer} is, or was, connected already: is a second copy of it running?"
         if peer < self.rank:
             return f"rank {self.rank} calls rank {peer}, not the other way round"
@@ -147,59 +147,66 @@ class Mesh:
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer has proved itself: messages can flow."""
-        link = Link(self, peer, sock)
-        self.links[peer] = link
+        connection = Connection(self, peer, sock)
+        self.connections[peer] = connection
         if self.rendezvous is not None:
-            self.rendezvous.link_opened(link)
+            self.rendezvous.link_opened(connection)
         if surplus:
-            link.take(surplus)
+            connection.take(surplus)
 
     # Connections that end -------------------------------------------------------------------
 
-    def link_ended(self, link: Link, *, clean: bool) -> None:
+    def link_ended(self, connection: Connection, *, clean: bool) -> None:
         """The peer has closed its side."""
-        self.link_broke(link, "its connection ended" + ("" if clean else " within a message"))
+        self.link_broke(connection, "its connection ended" + ("" if clean else " within a message"))
 
-    def link_broke(self, link: Link, reason: str) -> None:
+    def link_broke(self, connection: Connection, reason: str) -> None:
         """The connection to a peer is of no use any more."""
-        if self.links.get(link.peer) is not link:
+        if self.connections.get(connection.peer) is not connection:
             return
-        del self.links[link.peer]
-        link.close()
-        if link.left:
-            self.engine.peer_left(link.peer)
+        del self.connections[connection.peer]
+        connection.close()
+        if connection.left:
+            self.engine.peer_left(connection.peer)
         elif self.rendezvous is not None:
-            self.rendezvous.link_lost(link, reason)
+            self.rendezvous.link_lost(connection, reason)
         else:
-            self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {reason}")
+            self.engine.peer_lost(connection.peer, f"rank {connection.peer} was lost: {reason}")
 
-    def give_up(self, link: Link, reason: str) -> None:
+    def give_up(self, connection: Connection, reason: str) -> None:
         """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
-        link.given_up = True
-        who = f"rank {self.rank} gave rank {link.peer} up"
-        self.engine.peer_lost(link.peer, f"rank {link.peer} was lost: {who}, since {reason}")
+        connection.given_up = True
+        who = f"rank {self.rank} gave rank {connection.peer} up"
+        self.engine.peer_lost(
+            connection.peer, f"rank {connection.peer} was lost: {who}, since {reason}"
+        )
 
     def close_in_child(self) -> None:
         """After a fork: this copy of the sockets would hide this rank's death from its peers."""
-        sockets = [link.sock for link in self.links.values()]
-        if self.door is not None:
-            sockets += [self.door.listener, *(knock.sock for knock in self.door.knocks)]
+        sockets = [connection.sock for connection in self.connections.values()]
+        if self.acceptor is not None:
+            sockets += [
+                self.acceptor.listener,
+                *(pending.sock for pending in self.acceptor.pending),
+            ]
         for sock in sockets:
             sock.close()
 
     def close(self) -> None:
-        """Close every connection, and the door."""
-        if self.door is not None:
-            self.door.close()
-        for link in self.links.values():
-            link.close()
-        self.links.clear()
+        """Close every connection, and the acceptor."""
+        if self.acceptor is not None:
+            self.acceptor.close()
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()
 
     def all_sent(self) -> bool:
         """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
-        links = [link for link in self.links.values() if not link.given_up]
-        waiting = [link for link in links if not link.outbox.all_sent()]
-        if waiting and all(link.outbox.idle for link in waiting):
+        connections = [
+            connection for connection in self.connections.values() if not connection.given_up
+        ]
+        waiting = [connection for connection in connections if not connection.send_queue.all_sent()]
+        if waiting and all(connection.send_queue.idle for connection in waiting):
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting

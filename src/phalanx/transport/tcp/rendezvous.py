@@ -4,10 +4,10 @@
     rank k  -- ADDRESS: I listen there -->          (on the interface by which it reached rank 0)
             <-- TABLE: everyone's address --        when the last one has come
     rank k  -- calls, proves itself -->  ranks 1 to k-1
-    rank k  -- MEMORY: I have attached my neighbours' -->  all         (where memory is shared)
+    rank k  -- MEMORY: I have attached my local peers' -->  all         (where memory is shared)
 
 Done when every connection is open, and everyone has said the last. Nobody else may come then, and
-nobody comes back: the door is closed, and this rank listens nowhere until it ends.
+nobody comes back: the acceptor is closed, and this rank listens nowhere until it ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from phalanx.errors import (
     DistributedError,
     PeerLostError,
 )
-from phalanx.transport.tcp.admission import Unproved, listen_at, resolve
-from phalanx.transport.tcp.connection import Link
+from phalanx.transport.tcp.admission import Handshaking, listen_at, resolve
+from phalanx.transport.tcp.connection import Connection
 from phalanx.transport.tcp.heartbeat import host_id, process_id
 from phalanx.wire.control import Address, Attached, Endpoint, Table, decode, encode, is_loopback
 from phalanx.wire.frame import FrameError, Header, Kind
@@ -51,7 +51,7 @@ class Rendezvous:
 
     def __init__(self, mesh: Mesh, endpoint: Endpoint, attach: Attach | None = None) -> None:
         self.mesh = mesh
-        self.problems: dict[int, str] = {}  # what each rank says of its neighbours' memory
+        self.problems: dict[int, str] = {}  # what each rank says of its local peers' memory
         self.endpoint = endpoint
         self.done = False
         self.error: DistributedError | None = None
@@ -70,12 +70,12 @@ class Rendezvous:
         mesh = self.mesh
         try:
             if mesh.rank == 0:
-                assert mesh.door is not None
-                self._learn(0, self._here(mesh.door.listener))
+                assert mesh.acceptor is not None
+                self._learn(0, self._here(mesh.acceptor.listener))
             else:
                 self._call(0, self.endpoint, patient=True)
             drive(self, monotonic() + timeout)
-            if not self.done and 0 in mesh.links:
+            if not self.done and 0 in mesh.connections:
                 # Rank 0 knows who did not come, and says so when its own time is over.
                 drive(self, monotonic() + GRACE)
             if not self.done:
@@ -88,39 +88,39 @@ class Rendezvous:
                 dial.drop()
         if self.error is not None:
             raise self.error
-        if mesh.door is not None:
-            mesh.door.close()
-            mesh.door = None
+        if mesh.acceptor is not None:
+            mesh.acceptor.close()
+            mesh.acceptor = None
         return [self._known[rank] for rank in range(mesh.world_size)]
 
     # Called by the mesh ---------------------------------------------------------------------
 
-    def link_opened(self, link: Link) -> None:
+    def link_opened(self, connection: Connection) -> None:
         """A peer has proved itself."""
-        self._dials.pop(link.peer, None)
-        self._connected.add(link.peer)
-        if link.peer == 0:
+        self._dials.pop(connection.peer, None)
+        self._connected.add(connection.peer)
+        if connection.peer == 0:
             # Only where rank 0 reaches us: not on other interfaces.
-            name = link.sock.getsockname()
+            name = connection.sock.getsockname()
             try:
-                listener = listen_at(link.sock.family, (name[0], 0, *name[2:]))
+                listener = listen_at(connection.sock.family, (name[0], 0, *name[2:]))
             except OSError as error:
                 reason = f"this rank cannot listen at {name[0]}: {error.strerror or error}"
                 self._fail(BackendUnavailableError, None, reason)
                 return
-            self.mesh.open_door(listener)
-            link.send_control(Kind.ADDRESS, encode(self._here(listener)))
+            self.mesh.open_acceptor(listener)
+            connection.send_control(Kind.ADDRESS, encode(self._here(listener)))
         self._check_done()
 
-    def link_lost(self, link: Link, reason: str) -> None:
+    def link_lost(self, connection: Connection, reason: str) -> None:
         """A peer is gone before all have met. Rank 0 lets it come again, until it has the table."""
         if self.mesh.rank == 0 and len(self._known) < self.mesh.world_size:
-            self._known.pop(link.peer, None)
-            self._connected.discard(link.peer)
-            self._went[link.peer] = reason
-            log.warning("rank 0: rank %d came and was lost: %s", link.peer, reason)
+            self._known.pop(connection.peer, None)
+            self._connected.discard(connection.peer)
+            self._went[connection.peer] = reason
+            log.warning("rank 0: rank %d came and was lost: %s", connection.peer, reason)
         else:
-            self._lost(link.peer, reason)
+            self._lost(connection.peer, reason)
 
     def told(self, failure: Failure) -> None:
         """Rank 0 has given up, and says why; once all are known, the first call says it."""
@@ -130,17 +130,17 @@ class Rendezvous:
     def _tell(self, error: DistributedError) -> None:
         culprit = 0 if error.peer is None else error.peer
         notice = Failure(type(error), culprit, 0, str(error)).notice()
-        for link in list(self.mesh.links.values()):
-            link.send_control(Kind.FAILURE, encode(notice))
+        for connection in list(self.mesh.connections.values()):
+            connection.send_control(Kind.FAILURE, encode(notice))
 
-    def control_came(self, link: Link, header: Header, payload: bytes) -> None:
+    def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
         kind = header.channel.kind
-        if kind is Kind.ADDRESS and self.mesh.rank == 0 and link.peer not in self._known:
+        if kind is Kind.ADDRESS and self.mesh.rank == 0 and connection.peer not in self._known:
             address = decode(payload, Address)
-            _check_number(link.peer, address)
-            self._learn(link.peer, address)
-        elif kind is Kind.TABLE and link.peer == 0 and not self._known:
+            _check_number(connection.peer, address)
+            self._learn(connection.peer, address)
+        elif kind is Kind.TABLE and connection.peer == 0 and not self._known:
             table = decode(payload, Table).addresses
             if len(table) != self.mesh.world_size:
                 raise FrameError(f"a table of {len(table)} ranks")
@@ -150,25 +150,25 @@ class Rendezvous:
             for peer in range(1, self.mesh.rank):
                 self._call(peer, Endpoint(table[peer].host, table[peer].port), patient=False)
             self._check_done()
-        elif kind is Kind.MEMORY and link.peer not in self.problems:
-            self.problems[link.peer] = decode(payload, Attached).problem
+        elif kind is Kind.MEMORY and connection.peer not in self.problems:
+            self.problems[connection.peer] = decode(payload, Attached).problem
             self._check_done()
         else:
-            raise FrameError(f"a {kind.name} frame from rank {link.peer}")
+            raise FrameError(f"a {kind.name} frame from rank {connection.peer}")
 
     # ----------------------------------------------------------------------------------------
 
     def _here(self, listener: socket.socket) -> Address:
         name = listener.getsockname()
         mesh = self.mesh
-        commons = mesh.commons
+        domain = mesh.domain
         return Address(
             str(name[0]),
             int(name[1]),
             mesh.host or host_id(),
             process_id(),
-            commons.memory if commons is not None else -1,
-            commons.rope if commons is not None else -1,
+            domain.memory if domain is not None else -1,
+            domain.wakeup_end if domain is not None else -1,
         )
 
     def _learn(self, rank: int, address: Address) -> None:
@@ -177,8 +177,8 @@ class Rendezvous:
         self._known[rank] = address
         if len(self._known) == mesh.world_size:
             table = encode(Table([self._known[rank] for rank in range(mesh.world_size)]))
-            for link in list(mesh.links.values()):
-                link.send_control(Kind.TABLE, table)
+            for connection in list(mesh.connections.values()):
+                connection.send_control(Kind.TABLE, table)
             self._check_done()
 
     def _check_done(self) -> None:
@@ -190,9 +190,9 @@ class Rendezvous:
             if mesh.rank not in self.problems:
                 problem = self._attach([self._known[rank] for rank in range(everyone)])
                 self.problems[mesh.rank] = problem
-                for link in list(mesh.links.values()):
-                    link.send_control(Kind.MEMORY, encode(Attached(problem)))
-            gone = everyone - 1 - len(mesh.links)
+                for connection in list(mesh.connections.values()):
+                    connection.send_control(Kind.MEMORY, encode(Attached(problem)))
+            gone = everyone - 1 - len(mesh.connections)
             if len(self.problems) < everyone - gone:
                 return
         self.done = True
@@ -318,7 +318,7 @@ _IDLE, _CALLING, _TALKING = range(3)
 SocketAddress = tuple[int, tuple[object, ...]]  # family, socket address
 
 
-class Dial(Unproved):
+class Dial(Handshaking):
     """A call to `peer`. `patient`: it may not have started yet, so a refusal means nothing.
 
     `failed` is told, once, if there is no hope; `drop()` ends it. `trouble` is what the last

@@ -54,7 +54,7 @@ class Ours(Peer):
         super().__init__(place)
         self.backend = backend
         self.memories = frozenset({"ordinary", "fresh", "into"})
-        if any(place.control.gather(self.backend.group.window is not None)):
+        if any(place.control.gather(self.backend.group.shared is not None)):
             self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
 
     @property

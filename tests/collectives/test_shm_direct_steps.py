@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 import torch
-from flat_model import Call, members, perform
 from forms import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shm_direct_model import Call, members, perform
 
 from phalanx import ReduceOp
 from phalanx.collectives import shm_direct
-from phalanx.collectives.shm_direct import FLAT
+from phalanx.collectives.shm_direct import SHM_DIRECT
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -66,7 +66,7 @@ def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, 
             in_place=in_place,
         )
         for length in slices_around_thresholds(size)
-        for collective in FLAT
+        for collective in SHM_DIRECT
     ]
     random.shuffle(calls)
     with members(size) as everyone:
@@ -79,7 +79,7 @@ def calls_of(draw: st.DrawFn, size: int) -> Call:
     lengths = st.one_of(st.integers(1, 40), st.integers(1, 4 * PIECE // dtype.itemsize))
     bits = st.sampled_from((0, EVERY, EVERY - 1, 0b0101, 0b0010))
     return Call(
-        draw(st.sampled_from(sorted(FLAT))),
+        draw(st.sampled_from(sorted(SHM_DIRECT))),
         draw(lengths),
         draw(st.integers(0, size)),
         dtype,
@@ -119,7 +119,7 @@ def test_one_that_is_always_last_or_always_first(size: int, laggard: int) -> Non
     random = Random(laggard)
     calls = [
         Call(collective, length, 1, root=root, registered=bits, results_registered=bits)
-        for collective in FLAT
+        for collective in SHM_DIRECT
         for length in (1, 50, 600)
         for root in (0, size - 1)
         for bits in (0, EVERY, 1)

@@ -1,4 +1,4 @@
-"""The door: bad hellos of every kind are told so, and logged, and the job goes on forming."""
+"""The acceptor: bad hellos of every kind are told so, and logged, and the job goes on forming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.wire.frame import Channel, Kind, pack_header
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
 
-def knock(address: str, identity: Identity, *, token: str = TOKEN, target: int = 0) -> str:
+def pending(address: str, identity: Identity, *, token: str = TOKEN, target: int = 0) -> str:
     """Call as somebody, and hang up; what this caller is told."""
     sock, told = stay(address, identity, token=token, target=target)
     sock.close()
@@ -37,16 +37,16 @@ def stay(
 ) -> tuple[socket.socket, str]:
     """Call as somebody; the connection, and what this caller is told."""
     host, _, port = address.rpartition(":")
-    caller = DialerHandshake(identity, token.encode(), target)
+    call_site = DialerHandshake(identity, token.encode(), target)
     sock = socket.create_connection((host, int(port)), timeout=20)
-    words = caller.start()
+    words = call_site.start()
     try:
-        while not caller.complete:
+        while not call_site.complete:
             sock.sendall(words)
-            words = caller.receive(sock.recv(4096))
+            words = call_site.receive(sock.recv(4096))
     except Refused as refused:
-        if caller.farewell:
-            sock.sendall(caller.farewell)
+        if call_site.farewell:
+            sock.sendall(call_site.farewell)
         return sock, refused.reason
     return sock, "welcome"
 
@@ -95,7 +95,7 @@ def test_every_bad_hello_is_told_what_is_wrong_with_it_and_so_is_the_log(
     for kind, (identity, words) in BAD.items():
         another_version(kind)
         token = "another token of some length" if kind == "token" else TOKEN
-        told = knock(address, identity, token=token, target=int(kind == "target"))
+        told = pending(address, identity, token=token, target=int(kind == "target"))
         assert words in told, kind
         done += 1
     another_version("")
@@ -151,8 +151,8 @@ def test_a_timeout_quotes_the_rank_that_was_turned_away_and_not_only_the_noise(
     zero = start(0, 3, address, listener=listener, timeout=1)
     with pytest.raises(CollectiveTimeoutError, match="ranks 1, 2 of 3 did not come") as info:
         zero.result()
-    for caller in callers:
-        caller.close()
+    for call_site in callers:
+        call_site.close()
     assert "last turned away: 127.0.0.1: what came is not Phalanx's handshake" in str(info.value)
     assert "before that 127.0.0.1, as rank 1: the caller has world size 4" in str(info.value)
 
@@ -167,7 +167,7 @@ def test_a_scanner_cannot_fill_the_log_nor_hide_a_rank_in_it(
         with socket.create_connection(listener.getsockname(), timeout=20) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     # It was accepted after all of them, so they have been counted when it is answered.
-    assert "same token" in knock(
+    assert "same token" in pending(
         address, Identity("", 0, 1, 2), token="another token of some length"
     )
     works(zero, start(1, 2, address))
@@ -185,7 +185,7 @@ def test_no_log_line_and_no_error_has_the_token_in_it(
     start: Start,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whichever way a meeting fails, and whatever the level of the log."""
+    """Whichever way an epoch fails, and whatever the level of the log."""
     caplog.set_level(logging.DEBUG)
     mine, other = "mine-" + "0123456789abcdef" * 2, "other-" + "fedcba9876543210" * 2
     told: list[object] = []
@@ -240,7 +240,7 @@ def test_a_rank_that_came_and_went_is_told_apart_from_one_that_never_came(
 ) -> None:
     listener, address = place()
     zero = start(0, 3, address, listener=listener, timeout=1)
-    assert knock(address, RIGHT._replace(rank=2)) == "welcome"
+    assert pending(address, RIGHT._replace(rank=2)) == "welcome"
     with pytest.raises(CollectiveTimeoutError, match="ranks 1, 2 of 3 did not come") as info:
         zero.result()
     assert "; rank 2 came and was lost: its connection ended" in str(info.value)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.watchdog import LONGEST_INQUIRY, chain_of_waits, inquiry_time
+from phalanx.core.watchdog import LONGEST_QUERY, chain_of_waits, query_lead_time
 from phalanx.wire.control import Answer
 
 Answers = dict[int, Answer | None]
@@ -93,4 +93,4 @@ def test_a_chain_may_be_as_long_as_the_job(size: int) -> None:
 def test_the_questions_are_asked_before_the_deadline_and_after_most_of_the_time(
     timeout: float,
 ) -> None:
-    assert 0 < inquiry_time(timeout) <= min(timeout / 4, LONGEST_INQUIRY)
+    assert 0 < query_lead_time(timeout) <= min(timeout / 4, LONGEST_QUERY)

@@ -1,4 +1,4 @@
-"""Trails: equal where ranks have issued the same, and nowhere else."""
+"""Rolling hashes: equal where ranks have issued the same, and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SimulatedBackend
-from phalanx.core.checker import START, further
+from phalanx.core.checker import EMPTY_HASH, extend_hash
 
 FINGERPRINT = st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ISSUED = st.lists(FINGERPRINT, max_size=6)
 
 
 def trail_of(issued: list[int]) -> int:
-    trail = START
+    rolling_hash = EMPTY_HASH
     for fingerprint in issued:
-        trail = further(trail, fingerprint)
-    return trail
+        rolling_hash = extend_hash(rolling_hash, fingerprint)
+    return rolling_hash
 
 
 @given(ISSUED, ISSUED)
@@ -40,6 +40,6 @@ def test_a_group_has_a_trail_of_its_own() -> None:
     with SimulatedBackend.create_group(1)[0] as backend:
         group = backend.subgroup([0]).group
         backend.group.next_sequence(5)
-        assert group.trail == START
+        assert group.rolling_hash == EMPTY_HASH
         assert [group.next_sequence(5), group.next_sequence(6)] == [0, 1]
-        assert group.trail == trail_of([5, 6])
+        assert group.rolling_hash == trail_of([5, 6])

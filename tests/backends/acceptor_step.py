@@ -1,4 +1,4 @@
-"""A door that the test drives itself, with strangers in front of it."""
+"""An acceptor that the test drives itself, with strangers in front of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from time import monotonic
 
 from clusters import PATIENCE, TOKEN, loopback_listener
 
-from phalanx.transport.tcp.admission import Door
+from phalanx.transport.tcp.admission import Acceptor
 from phalanx.transport.tcp.engine import TcpEngine
 from phalanx.wire.handshake import DialerHandshake, Identity
 
@@ -29,21 +29,21 @@ def drive_until(engine: TcpEngine, done: Callable[[], bool]) -> None:
 
 
 class Doorstep:
-    """Rank 0 of `world_size`, of which only the door is there; `drive_until` lets it work."""
+    """Rank 0 of `world_size`, of which only the acceptor is there; `drive_until` lets it work."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._listener = loopback_listener()
         self._address = self._listener.getsockname()
         self._engine = lonely_engine(0, world_size)
-        self._engine.mesh.open_door(self._listener)
+        self._engine.mesh.open_acceptor(self._listener)
         self._outside: list[socket.socket] = []
 
     @property
-    def door(self) -> Door:
-        door = self._engine.mesh.door
-        assert door is not None
-        return door
+    def acceptor(self) -> Acceptor:
+        acceptor = self._engine.mesh.acceptor
+        assert acceptor is not None
+        return acceptor
 
     @property
     def connected(self) -> set[int]:
@@ -60,11 +60,11 @@ class Doorstep:
 
     def rank(self, rank: int) -> tuple[socket.socket, DialerHandshake]:
         """A rank calls and says hello, and has said nothing more so far."""
-        caller = DialerHandshake(Identity("", 0, rank, self.world_size), TOKEN.encode(), 0)
-        return self.call(caller.start()), caller
+        call_site = DialerHandshake(Identity("", 0, rank, self.world_size), TOKEN.encode(), 0)
+        return self.call(call_site.start()), call_site
 
     def drive_until(self, done: Callable[[], bool]) -> None:
-        """Let the door do its work until then."""
+        """Let the acceptor do its work until then."""
         drive_until(self._engine, done)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class _Until:
 
 
 @contextmanager
-def doorstep(world_size: int = 4) -> Iterator[Doorstep]:
+def acceptor_step(world_size: int = 4) -> Iterator[Doorstep]:
     step = Doorstep(world_size)
     try:
         yield step
@@ -92,18 +92,18 @@ def doorstep(world_size: int = 4) -> Iterator[Doorstep]:
         step.close()
 
 
-def answer(sock: socket.socket, caller: DialerHandshake) -> bool:
-    """The rank hears what the door has said, and answers; whether it is in."""
+def answer(sock: socket.socket, call_site: DialerHandshake) -> bool:
+    """The rank hears what the acceptor has said, and answers; whether it is in."""
     words = sock.recv(4096)
     if words:
-        reply = caller.receive(words)
+        reply = call_site.receive(words)
         if reply:
             sock.sendall(reply)
-    return caller.complete
+    return call_site.complete
 
 
 def hung_up(sock: socket.socket) -> bool:
-    """Whether the door has closed that connection. Does not wait."""
+    """Whether the acceptor has closed that connection. Does not wait."""
     sock.setblocking(False)
     try:
         return sock.recv(4096) == b""

@@ -1,4 +1,4 @@
-"""The door, when the process has no file descriptor left to accept a call with."""
+"""The acceptor, when the process has no file descriptor left to accept a call with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from acceptor_step import acceptor_step, answer, hung_up
 from clusters import PATIENCE, TOKEN
-from doorstep import answer, doorstep, hung_up
 from test_tcp_rendezvous import Start, place, start, works  # noqa: F401
 
 import phalanx
@@ -76,8 +76,8 @@ def test_without_a_descriptor_the_door_rests_and_looks_again(
 
     real = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", accept)
-    with doorstep() as step:
-        sock, caller = step.rank(1)
+    with acceptor_step() as step:
+        sock, call_site = step.rank(1)
         turns = 0
 
         def after_many_turns() -> bool:
@@ -87,10 +87,10 @@ def test_without_a_descriptor_the_door_rests_and_looks_again(
 
         step._engine.mesh.reactor.wake()
         step.drive_until(after_many_turns)
-        assert turns < 50, "each look at the door is a turn or two, not many"
+        assert turns < 50, "each look at the acceptor is a turn or two, not many"
         plenty = True
-        step.drive_until(lambda: any(k.standing == 2 for k in step.door.knocks))
-        assert not answer(sock, caller)
+        step.drive_until(lambda: any(k.standing == 2 for k in step.acceptor.pending))
+        assert not answer(sock, call_site)
         step.drive_until(lambda: 1 in step.connected)
     assert "Too many open files; this process may need more (ulimit -n)" in caplog.text
 
@@ -107,7 +107,7 @@ def test_a_caller_that_went_wrong_is_no_fault_of_the_door(monkeypatch: pytest.Mo
 
     real = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", accept)
-    with doorstep() as step:
+    with acceptor_step() as step:
         stranger = step.call(b"GET /")
         step.drive_until(lambda: hung_up(stranger))
     assert not troubles

@@ -1,8 +1,9 @@
-"""How long a job takes to form with a crowd of strangers at its door, and without.
+"""How long a job takes to form with a crowd of strangers at its acceptor, and without.
 
-    python tests/backends/door_flood.py [--ranks 4] [--runs 5] [--idle 500] [--partial 300] ...
+    python tests/backends/acceptor_flood.py [--ranks 4] [--runs 5] [--idle 500] [--partial 300] ...
 
-Each rank is a process, and so is the crowd, which stands at the door before the ranks come. Rows:
+Each rank is a process, and so is the crowd, which stands at the acceptor before the ranks come.
+Rows:
 
     rank 0           the crowd calls rank 0; what it is hung up on stays away
     insistent        the same, and whoever is hung up on calls again at once
@@ -89,7 +90,7 @@ def form(ranks: list[Player], crowd: Player, options: dict[str, Any], where: str
     ranks[0].tell("listen")
     port = ranks[0].hear()
     early: list[Player] = []
-    if where.endswith("rank 1"):  # its door opens when it has met rank 0
+    if where.endswith("rank 1"):  # its acceptor opens when it has met rank 0
         early = ranks[:2]
         for rank in early:
             rank.tell(port)

@@ -1,10 +1,10 @@
 """Ranks that share memory without an engine: a test steps each of them by hand.
 
-    members(3)                        three ranks' windows on each other
+    members(3)                        three ranks' control blocks on each other
     Performance(member, call, ...)    one rank's part in one collective
     perform(...)                      all ranks' parts in several, in an order that the test chooses
 
-What a rank does between two meetings is one step here. Two steps of different ranks that may be
+What a rank does between two epochs is one step here. Two steps of different ranks that may be
 under way at the same time come in either order, as the test chooses. So if one of them writes what
 the other reads, there is an order in which the values are wrong.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 from phalanx import ReduceOp
 from phalanx.collectives.plan import Key, make_plan
 from phalanx.collectives.request import Task
-from phalanx.collectives.shm_direct import FLAT, Flat
+from phalanx.collectives.shm_direct import SHM_DIRECT, Flat
 from phalanx.core.group import Group
-from phalanx.transport.shm.control import FLAG, Meet, Window
-from phalanx.transport.shm.domain import Commons
+from phalanx.transport.shm.control import FLAG, ControlBlock, ShmEpoch
+from phalanx.transport.shm.domain import HostDomain
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "gather", "broadcast", "scatter")
@@ -36,14 +36,14 @@ IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "gather")
 
 @dataclass
 class SomeEngine:
-    """What a window wants to know of an engine."""
+    """What a control block wants to know of an engine."""
 
     rank: int
 
 
 @dataclass
 class SomeGroup:
-    """What a window wants to know of a group."""
+    """What a control block wants to know of a group."""
 
     engine: SomeEngine
     id: int
@@ -106,35 +106,35 @@ class Everything(NamedTuple):
 
 
 class Member:
-    """A rank: its commons, and its window on the others'."""
+    """A rank: its host domain, and its control block on the others'."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.commons = Commons(rank, size)
-        self.window: Window | None = None
+        self.domain = HostDomain(rank, size)
+        self.control: ControlBlock | None = None
         self.flats: dict[Key, Flat] = {}
 
     def empty(self, count: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory in the arena, or not."""
         if registered:
-            return self.commons.arena.empty((count,), dtype)
+            return self.domain.arena.empty((count,), dtype)
         return torch.empty(count, dtype=dtype)
 
-    def make_window(self, ident: int, ranks: tuple[int, ...]) -> Window:
+    def make_window(self, ident: int, ranks: tuple[int, ...]) -> ControlBlock:
         """A group is made."""
         group = SomeGroup(SomeEngine(self.rank), ident, ranks)
-        window = self.commons.window(cast("Group", group))
-        assert window is not None
-        return window
+        control = self.domain.control(cast("Group", group))
+        assert control is not None
+        return control
 
     def flat(self, call: Call) -> Flat:
         """How this rank does it: worked out once, as `collectives/run.py` does."""
-        assert self.window is not None
+        assert self.control is not None
         op = call.op if call.collective in REDUCING else None
         shape = (call.shape(self.size),)
-        key = Key(call.collective, FLAT[call.collective], shape, call.dtype, op, call.root)
+        key = Key(call.collective, SHM_DIRECT[call.collective], shape, call.dtype, op, call.root)
         if key not in self.flats:
-            self.flats[key] = Flat(make_plan(key, self.rank, self.size), self.window)
+            self.flats[key] = Flat(make_plan(key, self.rank, self.size), self.control)
         return self.flats[key]
 
 
@@ -145,15 +145,15 @@ def members(size: int) -> Iterator[list[Member]]:
     for one in all_:
         for other in all_:
             if other is not one:
-                there = other.commons
-                one.commons.meet(other.rank, os.getpid(), there.memory, there.rope)
+                there = other.domain
+                one.domain.epoch(other.rank, os.getpid(), there.memory, there.wakeup_end)
     for one in all_:
-        one.window = one.make_window(0, tuple(range(size)))
+        one.control = one.make_window(0, tuple(range(size)))
     try:
         yield all_
     finally:
         for one in all_:
-            one.commons.close()
+            one.domain.close()
 
 
 class Performance:
@@ -188,22 +188,22 @@ class Performance:
             root=call.root,
         )
         self.steps = member.flat(call).steps(task)
-        self.meet: Meet | None = None
+        self.epoch: ShmEpoch | None = None
 
     def may_go_on(self) -> bool:
         """Whether everybody has come to where this rank waits."""
-        if self.meet is None:
+        if self.epoch is None:
             return True
-        absent = self.meet.absent()
-        assert self.meet.stranger() is None
+        absent = self.epoch.absent()
+        assert self.epoch.diverged() is None
         return not absent
 
     def go_on(self, sequence: int) -> bool:
         """One step; False when it was the last."""
-        self.meet = next(self.steps, None)
-        if self.meet is None:
+        self.epoch = next(self.steps, None)
+        if self.epoch is None:
             return False
-        self.meet.begin(sequence)
+        self.epoch.begin(sequence)
         return True
 
     def check_and_overwrite(self, what: str) -> None:
@@ -252,7 +252,7 @@ def perform(everyone: list[Member], calls: list[Call], choose: Choose, seed: int
         if not part.go_on(number):
             part.check_and_overwrite(f"rank {rank} of {size}, #{number}: {calls[number]}")
             now[rank] = None
-        flags = [member.window.words[FLAG] for member in everyone if member.window is not None]
-        assert max(flags) - min(flags) <= 1, "somebody is ahead by more than one meeting"
+        flags = [member.control.words[FLAG] for member in everyone if member.control is not None]
+        assert max(flags) - min(flags) <= 1, "somebody is ahead by more than one epoch"
     assert now == [None] * size, "nobody can go on"
     assert begun == [len(calls)] * size

@@ -1,4 +1,4 @@
-"""Ranks that have parted do not meet, though a flag in memory comes before messages that say so.
+"""Ranks that have diverged do not meet, though a flag in memory comes before messages that say so.
 
 Who only sends has done its part when the socket has the message. So ranks of which each takes
 itself for the root may all have gone on, and come to the same barrier, before anyone has read a
@@ -80,7 +80,7 @@ def test_nobody_passes_a_barrier_with_a_rank_that_was_another_root(
 
     for rank, error in enumerate(SHM.run(part_and_meet, 2, timeout=PROMPT)):
         assert error.peer == 1 - rank
-        if broadcasts < 64:  # or it is forgotten where they have parted
+        if broadcasts < 64:  # or it is forgotten where they have diverged
             mine, theirs = (
                 f"broadcast #{before} (float32 [4], root {r}," for r in (rank, 1 - rank)
             )

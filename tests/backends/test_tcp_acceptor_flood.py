@@ -1,4 +1,4 @@
-"""A job forms with a crowd of strangers at its door: the short form of `door_flood.py`."""
+"""A job forms with a crowd of strangers at its acceptor: the short form of `acceptor_flood.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door: what a stranger may cost before it has proved itself, and who gives way to whom."""
+"""The acceptor: what a stranger may cost before it has proved itself, and who gives way to whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import tracemalloc
 
 import pytest
-from doorstep import Doorstep, answer, doorstep, hung_up
+from acceptor_step import Doorstep, acceptor_step, answer, hung_up
 
 from phalanx.transport.tcp import admission as door_module
 from phalanx.transport.tcp.admission import PLACES, TICKS
@@ -32,18 +32,18 @@ HALF_OPEN = {
 
 @pytest.mark.parametrize("words", HALF_OPEN.values(), ids=HALF_OPEN.keys())
 def test_a_thousand_half_open_connections_cost_a_kibibyte_each(words: bytes) -> None:
-    with doorstep(world_size=1000) as step:  # so large that nobody has to give way
+    with acceptor_step(world_size=1000) as step:  # so large that nobody has to give way
         step.call(words)
         standing = 0 if not words else 2 if words.startswith(HELLO) else 1
-        step.drive_until(lambda: [k.standing for k in step.door.knocks] == [standing])
+        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [standing])
         callers = [step.call(words) for _ in range(1000)]
         gc.collect()
         tracemalloc.start()
         try:
             step.drive_until(
                 lambda: (
-                    len(step.door.knocks) == 1001
-                    and all(k.standing == standing for k in step.door.knocks)
+                    len(step.acceptor.pending) == 1001
+                    and all(k.standing == standing for k in step.acceptor.pending)
                 )
             )
             gc.collect()
@@ -58,19 +58,19 @@ def test_a_thousand_half_open_connections_cost_a_kibibyte_each(words: bytes) -> 
 def test_who_never_proves_itself_is_dropped_however_busily_it_talks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with doorstep() as step:
+    with acceptor_step() as step:
         slow, silent = step.call(HELLO[:1]), step.call()
-        step.drive_until(lambda: len(step.door.knocks) == 2)
+        step.drive_until(lambda: len(step.acceptor.pending) == 2)
         said = 1
         seen: set[int] = set()
 
         def both_are_gone() -> bool:
             nonlocal said
-            seen.update(step.door.now - knock.born for knock in step.door.knocks)
-            if step.door.knocks and step.door.now >= said:  # a byte with every tick
+            seen.update(step.acceptor.now - pending.born for pending in step.acceptor.pending)
+            if step.acceptor.pending and step.acceptor.now >= said:  # a byte with every tick
                 slow.sendall(HELLO[said : said + 1])
                 said += 1
-            return not step.door.knocks
+            return not step.acceptor.pending
 
         step.drive_until(both_are_gone)
         assert said > TICKS // 2
@@ -87,15 +87,15 @@ def test_a_rank_that_was_away_does_not_count_it_against_who_waited(
     """Stopped, or with something that holds the interpreter, between any two steps."""
     monkeypatch.setattr(door_module, "TICK", 0.002)
     away = 3 * 0.002 * TICKS
-    with doorstep() as step:
-        sock, caller = step.rank(1)
-        step.drive_until(lambda: bool(step.door.knocks))
+    with acceptor_step() as step:
+        sock, call_site = step.rank(1)
+        step.drive_until(lambda: bool(step.acceptor.pending))
         time.sleep(away)
-        step.drive_until(lambda: [k.standing for k in step.door.knocks] == [2])
-        assert not answer(sock, caller)
+        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [2])
+        assert not answer(sock, call_site)
         time.sleep(away)
         step.drive_until(lambda: 1 in step.connected)
-        assert answer(sock, caller)
+        assert answer(sock, call_site)
 
 
 def silent_ones(step: Doorstep, count: int) -> list[socket.socket]:
@@ -103,55 +103,57 @@ def silent_ones(step: Doorstep, count: int) -> list[socket.socket]:
 
 
 def test_the_oldest_silent_one_gives_way(caplog: pytest.LogCaptureFixture) -> None:
-    with doorstep(world_size=4) as step:
-        assert step.door.places == PLACES + 4
+    with acceptor_step(world_size=4) as step:
+        assert step.acceptor.places == PLACES + 4
         speakers = [step.call(HELLO[:40])]
-        first, *others = silent_ones(step, step.door.places - 1)
-        step.drive_until(lambda: len(step.door.knocks) == step.door.places)
+        first, *others = silent_ones(step, step.acceptor.places - 1)
+        step.drive_until(lambda: len(step.acceptor.pending) == step.acceptor.places)
         assert not hung_up(first)
-        sock, caller = step.rank(1)
-        step.drive_until(lambda: any(k.standing == 2 for k in step.door.knocks))
+        sock, call_site = step.rank(1)
+        step.drive_until(lambda: any(k.standing == 2 for k in step.acceptor.pending))
         assert hung_up(first)
         assert not any(map(hung_up, [*others, *speakers]))
-        assert not answer(sock, caller)
+        assert not answer(sock, call_site)
         step.drive_until(lambda: 1 in step.connected)
-        assert answer(sock, caller)
+        assert answer(sock, call_site)
     assert "had to give way to other callers" in caplog.text
 
 
 def test_who_has_said_the_least_gives_way_first() -> None:
     """A rank in the middle of its handshake outlives any number of those that never begin one."""
-    with doorstep(world_size=4) as step:
-        sock, caller = step.rank(1)
-        step.drive_until(lambda: [k.standing for k in step.door.knocks] == [2])
+    with acceptor_step(world_size=4) as step:
+        sock, call_site = step.rank(1)
+        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [2])
         crowd = [step.call(HELLO[:40]) for _ in range(2 * PLACES)]
-        step.drive_until(lambda: len(step.door.knocks) == step.door.places and hung_up(crowd[0]))
+        step.drive_until(
+            lambda: len(step.acceptor.pending) == step.acceptor.places and hung_up(crowd[0])
+        )
         silent_ones(step, PLACES)
-        step.drive_until(lambda: sum(map(hung_up, crowd)) >= 2 * PLACES + 1 - step.door.places)
-        assert not answer(sock, caller)
+        step.drive_until(lambda: sum(map(hung_up, crowd)) >= 2 * PLACES + 1 - step.acceptor.places)
+        assert not answer(sock, call_site)
         step.drive_until(lambda: 1 in step.connected)
-        assert answer(sock, caller)
+        assert answer(sock, call_site)
 
 
 def test_a_rank_that_calls_first_and_is_heard_last_is_not_taken_for_silent() -> None:
-    """All have called, and the rank has said hello, before the door looks for the first time."""
-    with doorstep(world_size=4) as step:
-        sock, caller = step.rank(1)
+    """All have called, and the rank has said hello, before the acceptor looks the first time."""
+    with acceptor_step(world_size=4) as step:
+        sock, call_site = step.rank(1)
         silent_ones(step, 3 * PLACES)
-        step.drive_until(lambda: len(step.door.knocks) == step.door.places)
-        assert not answer(sock, caller)
+        step.drive_until(lambda: len(step.acceptor.pending) == step.acceptor.places)
+        assert not answer(sock, call_site)
         step.drive_until(lambda: 1 in step.connected)
-        assert answer(sock, caller)
+        assert answer(sock, call_site)
 
 
 def test_a_door_without_strangers_has_nothing_to_do() -> None:
     """No timer ticks when nobody stands there."""
-    with doorstep() as step:
+    with acceptor_step() as step:
         sock = step.call(b"GET / HTTP/1.1\r\n\r\n")
         step.drive_until(lambda: hung_up(sock))
-        ticks = step.door.now
-        step.drive_until(lambda: not step.door._ticking)
-        assert step.door.now <= ticks + 1
+        ticks = step.acceptor.now
+        step.drive_until(lambda: not step.acceptor._ticking)
+        assert step.acceptor.now <= ticks + 1
 
 
 def test_nobodys_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +163,13 @@ def test_nobodys_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("getaddrinfo", "gethostbyaddr", "getfqdn", "getnameinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, lookup)
     monkeypatch.setattr(door_module, "TICK", 0.002)
-    with doorstep() as step:
+    with acceptor_step() as step:
         strangers = [socket.socket() for _ in range(3)]
         for stranger, words in zip(strangers, (b"", HELLO[:9], b"GET /"), strict=True):
             stranger.connect(step._address)
             stranger.send(words)
-        step.drive_until(lambda: len(step.door.knocks) == 2)
-        step.drive_until(lambda: not step.door.knocks)
+        step.drive_until(lambda: len(step.acceptor.pending) == 2)
+        step.drive_until(lambda: not step.acceptor.pending)
         for stranger in strangers:
             stranger.close()
 
@@ -176,7 +178,7 @@ def test_what_is_refused_is_told_at_debug_level_only_if_it_said_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with doorstep() as step:
+    with acceptor_step() as step:
         step.call().close()
         step.call(HELLO[:10]).close()
         sentinel = step.call(b"GET /")

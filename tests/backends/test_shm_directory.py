@@ -1,4 +1,4 @@
-"""The ledger: what one rank writes there, the others read, whenever they look."""
+"""The directory: what one rank writes there, the others read, whenever they look."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import BackendUnavailableError
-from phalanx.transport.shm.domain import EDITION, SEGMENTS, USED, WINDOWS, Ledger, LedgerOfPeer
+from phalanx.transport.shm.domain import EDITION, SEGMENTS, USED, WINDOWS, Directory, PeerDirectory
 from phalanx.transport.shm.segments import Segment
 
 ME = os.getpid()
 
 
 @pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    ledger = Ledger()
-    yield ledger
-    ledger.segment.close()
+def directory() -> Iterator[Directory]:
+    directory = Directory()
+    yield directory
+    directory.segment.close()
 
 
-def peer_of(ledger: Ledger) -> LedgerOfPeer:
-    return LedgerOfPeer(ME, ledger.segment.fd)
+def peer_of(directory: Directory) -> PeerDirectory:
+    return PeerDirectory(ME, directory.segment.fd)
 
 
-def test_what_one_side_writes_the_other_reads(ledger: Ledger) -> None:
-    peer = peer_of(ledger)
-    assert peer.window(7) is None
-    ledger.add_window(7, 3, 4096)
-    ledger.add_window(0, 0, 64)
-    assert peer.window(7) == (3, 4096)
-    assert peer.window(0) == (0, 64)  # 0 is a group, a segment and an offset like any other
-    ledger.remove_window(7)
-    assert peer.window(7) is None
-    assert peer_of(ledger).window(0) == (0, 64)  # and who comes later
+def test_what_one_side_writes_the_other_reads(directory: Directory) -> None:
+    peer = peer_of(directory)
+    assert peer.control(7) is None
+    directory.add_control_block(7, 3, 4096)
+    directory.add_control_block(0, 0, 64)
+    assert peer.control(7) == (3, 4096)
+    assert peer.control(0) == (0, 64)  # 0 is a group, a segment and an offset like any other
+    directory.remove_control_block(7)
+    assert peer.control(7) is None
+    assert peer_of(directory).control(0) == (0, 64)  # and who comes later
 
 
-def test_groups_are_known_by_64_bits(ledger: Ledger) -> None:
-    peer = peer_of(ledger)
-    ledger.add_window(2**64 - 1, 1, 2**40)
-    assert peer.window(2**64 - 1) == (1, 2**40)
+def test_groups_are_known_by_64_bits(directory: Directory) -> None:
+    peer = peer_of(directory)
+    directory.add_control_block(2**64 - 1, 1, 2**40)
+    assert peer.control(2**64 - 1) == (1, 2**40)
 
 
-def test_a_segment_is_attached_once_and_is_the_same_memory(ledger: Ledger) -> None:
+def test_a_segment_is_attached_once_and_is_the_same_memory(directory: Directory) -> None:
     segment = Segment.create(1 << 16)
-    ledger.add_segment(1, segment)
-    peer = peer_of(ledger)
+    directory.add_segment(1, segment)
+    peer = peer_of(directory)
     there = peer.segment(1)
     assert there is peer.segment(1)
     segment.words[5] = 42
@@ -61,23 +61,23 @@ def test_a_segment_is_attached_once_and_is_the_same_memory(ledger: Ledger) -> No
     segment.close()
     assert there.words[5] == 42  # whoever has attached it keeps it
     with pytest.raises(OSError):
-        peer_of(ledger).segment(1)
+        peer_of(directory).segment(1)
 
 
-def test_a_segment_that_was_never_published_is_not_found(ledger: Ledger) -> None:
+def test_a_segment_that_was_never_published_is_not_found(directory: Directory) -> None:
     with pytest.raises(OSError):
-        peer_of(ledger).segment(2)
+        peer_of(directory).segment(2)
 
 
-def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(ledger: Ledger) -> None:
+def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(directory: Directory) -> None:
     segment = Segment.create(1 << 16)
-    ledger.add_segment(1, segment)
+    directory.add_segment(1, segment)
     segment.close()
     other = Segment.create(1 << 12)  # takes the same number
     try:
-        assert other.fd == ledger.words[8 + 2]
+        assert other.fd == directory.words[8 + 2]
         with pytest.raises(OSError):
-            peer_of(ledger).segment(1)
+            peer_of(directory).segment(1)
     finally:
         other.close()
 
@@ -90,24 +90,24 @@ changes = st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.booleans()), m
 def test_a_reader_that_looks_now_and_then_always_sees_what_is_there(
     changes: list[tuple[bool, int, bool]],
 ) -> None:
-    ledger = Ledger()
-    reader = peer_of(ledger)
+    directory = Directory()
+    reader = peer_of(directory)
     there: dict[int, tuple[int, int]] = {}
     for number, (adds, group, looks) in enumerate(changes):
         if adds and group not in there:
             there[group] = (number % 3, 64 * number)
-            ledger.add_window(group, *there[group])
+            directory.add_control_block(group, *there[group])
         elif group in there:
             del there[group]
-            ledger.remove_window(group)
+            directory.remove_control_block(group)
         if looks:
-            assert [reader.window(one) for one in range(7)] == [there.get(n) for n in range(7)]
-    assert ledger.words[USED] <= 7  # entries are used again
-    ledger.segment.close()
+            assert [reader.control(one) for one in range(7)] == [there.get(n) for n in range(7)]
+    assert directory.words[USED] <= 7  # entries are used again
+    directory.segment.close()
 
 
 class Watched:
-    """The words of a ledger, which the other side changes between two looks."""
+    """The words of a directory, which the other side changes between two looks."""
 
     def __init__(self, words: memoryview, at: int, change: Callable[[], None]) -> None:
         self._words = words
@@ -122,7 +122,7 @@ class Watched:
 
 
 class HalfWay:
-    """The words of a ledger whose owner is stopped before its nth change."""
+    """The words of a directory whose owner is stopped before its nth change."""
 
     def __init__(self, words: memoryview, changes: int) -> None:
         self._words = words
@@ -149,37 +149,37 @@ def test_what_changes_while_it_is_read_is_read_again_or_not_seen(writes: int) ->
     """
     for at in range(20):
         for wanted in (1, 2, 3):
-            ledger = Ledger()
-            reader = peer_of(ledger)
+            directory = Directory()
+            reader = peer_of(directory)
             for group, place in BEFORE.items():
-                ledger.add_window(group, *place)
+                directory.add_control_block(group, *place)
 
-            def change(ledger: Ledger = ledger) -> None:
-                ledger.words = HalfWay(ledger.segment.words, writes)  # type: ignore[assignment]
+            def change(directory: Directory = directory) -> None:
+                directory.words = HalfWay(directory.segment.words, writes)  # type: ignore[assignment]
                 with suppress(InterruptedError):
-                    ledger.remove_window(2)
-                    ledger.add_window(3, *AFTER[3])
+                    directory.remove_control_block(2)
+                    directory.add_control_block(3, *AFTER[3])
 
             reader.words = Watched(reader.words, at, change)  # type: ignore[assignment]
-            seen = reader.window(wanted)
-            ledger.segment.close()
+            seen = reader.control(wanted)
+            directory.segment.close()
             assert seen in (BEFORE.get(wanted), AFTER.get(wanted)), at
 
 
-def test_a_table_that_is_full_says_what_to_do(ledger: Ledger) -> None:
+def test_a_table_that_is_full_says_what_to_do(directory: Directory) -> None:
     segment = Segment.create(4096)
     try:
-        ledger.add_segment(SEGMENTS - 1, segment)
+        directory.add_segment(SEGMENTS - 1, segment)
         with pytest.raises(BackendUnavailableError, match=rf"{SEGMENTS} pieces .* free tensors"):
-            ledger.add_segment(SEGMENTS, segment)
+            directory.add_segment(SEGMENTS, segment)
     finally:
         segment.close()
     for group in range(WINDOWS):
-        ledger._entries[group] = 8 + 2 * SEGMENTS + 3 * group
+        directory._entries[group] = 8 + 2 * SEGMENTS + 3 * group
     with pytest.raises(BackendUnavailableError, match=rf"{WINDOWS} groups .* close\(\)"):
-        ledger.add_window(WINDOWS, 0, 64)
-    before = ledger.words[EDITION]
-    ledger.remove_window(17)
-    ledger.add_window(WINDOWS, 0, 64)
-    assert ledger.words[EDITION] == before + 2
-    assert peer_of(ledger).window(WINDOWS) == (0, 64)
+        directory.add_control_block(WINDOWS, 0, 64)
+    before = directory.words[EDITION]
+    directory.remove_control_block(17)
+    directory.add_control_block(WINDOWS, 0, 64)
+    assert directory.words[EDITION] == before + 2
+    assert peer_of(directory).control(WINDOWS) == (0, 64)

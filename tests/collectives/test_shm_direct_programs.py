@@ -1,7 +1,7 @@
 """Sequences of collectives in shared memory, from several threads and groups, on real engines.
 
-Whether a rank finds at a meeting that all have come, and goes on at once, or waits for them as an
-operation does, is drawn: so every way is taken at every meeting.
+Whether a rank finds at a epoch that all have come, and goes on at once, or waits for them as an
+operation does, is drawn: so every way is taken at every epoch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from clusters import SharedMemory
-from flat_model import IN_PLACE, REDUCING, ROOTED, Call, same_bits
+from shm_direct_model import IN_PLACE, REDUCING, ROOTED, Call, same_bits
 from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
 from phalanx.collectives import shm_direct
-from phalanx.collectives.shm_direct import FLAT
-from phalanx.transport.shm.control import Meet
+from phalanx.collectives.shm_direct import SHM_DIRECT
+from phalanx.transport.shm.control import ShmEpoch
 
 PIECE, SMALL = 1 << 10, 256
 LONG = 40  # collectives of a thread
@@ -37,7 +37,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_call(random: Random, size: int) -> Call:
     bits = (0, 255, random.randrange(256))
     return Call(
-        random.choice(sorted(FLAT)),
+        random.choice(sorted(SHM_DIRECT)),
         random.choice((1, random.randrange(1, 50), random.randrange(1, 4 * PIECE // 8))),
         random.randrange(size),
         random.choice(DTYPES),
@@ -96,14 +96,14 @@ def perform(backend: Backend, seed: int) -> None:
 def test_many_collectives_of_several_threads_and_groups_are_right(
     size: int, at_once: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain_spin, random = Meet.spin, Random(size)
+    plain_spin, random = ShmEpoch.spin, Random(size)
 
-    def spin(meet: Meet) -> bool:
+    def spin(epoch: ShmEpoch) -> bool:
         if random.random() >= at_once:
             return False
-        return any(plain_spin(meet) for _ in range(20))
+        return any(plain_spin(epoch) for _ in range(20))
 
-    monkeypatch.setattr(Meet, "spin", spin)
+    monkeypatch.setattr(ShmEpoch, "spin", spin)
 
     def run(backend: Backend) -> None:
         everyone = backend.subgroup(range(size))

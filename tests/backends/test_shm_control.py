@@ -1,0 +1,222 @@
+"""Control blocks: nobody is more than one epoch ahead, and who does something else is seen."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import pytest
+import torch
+from forms import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shm_peers import local_peers, make_window
+
+from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch
+from phalanx.transport.shm.domain import USED, HostDomain
+
+
+def windows_of(domain: list[HostDomain], ident: int = 0) -> list[ControlBlock]:
+    return [make_window(domain, rank, ident) for rank in range(len(domain))]
+
+
+def show(control: ControlBlock, turn: int, value: int) -> None:
+    control.mine.slot(turn, 100, torch.int64).fill_(value)
+
+
+def sees(control: ControlBlock, turn: int, value: int) -> bool:
+    slots = [control.slot(place).slot(turn, 100, torch.int64) for place in range(control.size)]
+    return all(bool((slot == value).all()) for slot in slots)
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(2, 4), st.lists(st.integers(0, 3), max_size=80), st.integers(0, 2**16))
+def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_have_shown(
+    size: int, order: list[int], seed: int
+) -> None:
+    random = Random(seed)
+    meetings = 12
+    with local_peers(size) as domain:
+        controls: list[ControlBlock | None] = [None] * size
+        epochs: list[ShmEpoch | None] = [None] * size
+        done = [0] * size
+        order = list(order)
+        while min(done) < meetings:
+            rank = order.pop() % size if order else random.randrange(size)
+            control, epoch = controls[rank], epochs[rank]
+            if done[rank] == meetings:
+                continue
+            if control is None:  # some make the group when others have come to its first epoch
+                controls[rank] = make_window(domain, rank)
+                continue
+            if epoch is None:
+                epochs[rank] = epoch = ShmEpoch(control, first=True)
+                show(control, 1 - control.turn, done[rank])
+                epoch.begin(done[rank])
+                epoch.begin(done[rank])  # again: nothing
+            came = [other is not None and other.words[FLAG] > done[rank] for other in controls]
+            assert epoch.diverged() is None
+            assert epoch.absent() == [r for r in range(size) if not came[r]]
+            assert epoch.spin() == all(came)
+            if all(came):
+                assert sees(control, control.turn, done[rank])
+                epochs[rank] = None
+                done[rank] += 1
+            flags = [other.words[FLAG] if other is not None else 0 for other in controls]
+            assert max(flags) - min(flags) <= 1
+
+
+def test_threads_that_run_freely_see_what_was_shown() -> None:
+    size, meetings = 3, 50
+    wrong: list[str] = []
+    with local_peers(size) as domain:
+        controls = windows_of(domain)
+
+        def attend(control: ControlBlock) -> None:
+            for number in range(meetings):
+                epoch = ShmEpoch(control, first=True)
+                show(control, 1 - control.turn, number)
+                epoch.begin(number)
+                while not epoch.spin():
+                    pass
+                if not sees(control, control.turn, number):
+                    wrong.append(f"#{number}")
+
+        threads = [threading.Thread(target=attend, args=(control,)) for control in controls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_whoever_comes_by_another_trail_is_found_by_all_in_whatever_order_they_come(
+    before: int, size: int
+) -> None:
+    random = Random(before)
+    for odd in range(size):
+        with local_peers(size) as domain:
+            controls = windows_of(domain)
+            for number in range(before):
+                epochs = [ShmEpoch(control, first=True) for control in controls]
+                for epoch in epochs:
+                    epoch.begin(number)
+                assert all(epoch.spin() for epoch in epochs)
+            epochs = [ShmEpoch(control, first=True) for control in controls]
+            order = random.sample(range(size), size)
+            for rank in order:
+                epochs[rank].begin(1000 if rank == odd else before)
+            for rank, epoch in enumerate(epochs):
+                assert not epoch.spin()
+                assert epoch.absent() == []
+                assert (epoch.diverged() == odd) if rank != odd else (epoch.diverged() != odd)
+                assert epoch.diverged() is not None
+
+
+def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
+    """It has begun what comes next, which is something else."""
+    with local_peers(2) as domain:
+        first, second = windows_of(domain)
+        epochs = ShmEpoch(first, first=True), ShmEpoch(second, first=True)
+        for epoch in epochs:
+            epoch.begin(1)
+        assert epochs[0].spin()
+        ahead = ShmEpoch(first, first=True, shown=Descriptors((1, 2), (3, 4)))
+        ahead.begin(2)
+        assert epochs[1].diverged() is None
+        assert epochs[1].spin()
+        assert not ahead.spin()
+        assert ahead.diverged() is None
+
+
+def test_a_meeting_inside_a_collective_asks_nobody_what_he_does() -> None:
+    with local_peers(2) as domain:
+        epochs = [ShmEpoch(control) for control in windows_of(domain)]
+        epochs[0].begin(1)
+        epochs[1].begin(2)
+        assert all(epoch.spin() and epoch.diverged() is None for epoch in epochs)
+
+
+def test_what_is_shown_is_found_where_it_lies() -> None:
+    with local_peers(2) as domain:
+        controls = windows_of(domain)
+        tensors = [
+            one.arena.empty((1000,), torch.int32).fill_(7 + r) for r, one in enumerate(domain)
+        ]
+        for control, tensor in zip(controls, tensors, strict=True):
+            where = control.find(tensor.data_ptr(), tensor.nbytes)
+            assert where is not None
+            ShmEpoch(control, first=True, shown=Descriptors(where, where)).begin(1)
+            assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
+        for control, peer in ((controls[0], 1), (controls[1], 0)):
+            assert control.spin(1)
+            slot = control.slot(peer)
+            assert slot.shown(control.turn)
+            assert slot.given_address(control.turn) == slot.result_address(control.turn)
+            assert slot.given_address(control.turn) != tensors[peer].data_ptr()  # mapped once more
+            assert not slot.shown(1 - control.turn)
+
+
+def test_windows_are_used_again_only_when_all_members_have_closed_the_group() -> None:
+    with local_peers(3) as domain:
+        old = windows_of(domain, 1)
+        for epoch in [ShmEpoch(control, first=True) for control in old]:
+            epoch.begin(1)
+        places = [control.mine.slot_address(0) for control in old]
+        for closed in range(3):
+            fresh = make_window(domain, 0, ident=10 + closed)
+            assert fresh.mine.slot_address(0) not in places
+            assert old[2 - closed].words[FLAG] == 1
+            assert domain[1].local_peers[0].slot(1) is not None
+            old[closed].close()
+        again = make_window(domain, 0, ident=20)
+        assert again.mine.slot_address(0) == places[0]
+        assert again.words[FLAG] == 0, "the flag of another group"
+        assert domain[1].local_peers[0].slot(1) is None
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bool) -> None:
+    with local_peers(3) as domain:
+        for ident in range(1, 201):
+            controls = windows_of(domain, ident)
+            for control in controls:
+                if staged:
+                    control.make_stage()
+                epoch = ShmEpoch(control, first=True)
+                epoch.begin(1)
+            for rank in range(3):
+                controls[(ident + rank) % 3].close()
+        for one in domain:
+            assert len(one.arena.segments) == 1
+            assert one.directory.words[USED] <= 3
+
+
+def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_it() -> None:
+    """The others learn over the connections that they are too late."""
+    with local_peers(2) as domain:
+        make_window(domain, 0, ident=1).close()
+        make_window(domain, 0, ident=2)
+        late = ShmEpoch(make_window(domain, 1, ident=1), first=True)
+        late.begin(1)
+        assert late.absent() == [0]
+        assert not late.spin()
+
+
+def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_there_are() -> None:
+    """Local peers attach a rank's first segment when they meet: there control blocks have to be."""
+    with local_peers(2) as domain:
+        for ident in range(1, 41):
+            for control in windows_of(domain, ident):
+                control.make_stage()
+        last = windows_of(domain, 50)
+        last[0].make_stage()
+        last[0].mine.slot(1, 1, torch.int64).fill_(42)
+        for control in last:
+            ShmEpoch(control, first=True).begin(1)
+        domain[0].arena.close()  # as when its process ends
+        assert last[1].spin(1)
+        assert last[1].slot(0).slot(1, 1, torch.int64).item() == 42
+        assert last[1].slot(0).stage_address
