@@ -48,7 +48,7 @@ class Doorstep:
     @property
     def connected(self) -> set[int]:
         """The ranks that were let in."""
-        return set(self._engine.mesh.links)
+        return set(self._engine.mesh.connections)
 
     def call(self, words: bytes = b"") -> socket.socket:
         """Somebody calls, and says that."""

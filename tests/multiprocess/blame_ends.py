@@ -42,8 +42,8 @@ def crash() -> None:
 def reset(backend: Backend) -> None:
     """End so that the others' connections are reset, as by a firewall or a host that came back."""
     assert isinstance(backend.engine, TcpEngine)
-    for link in backend.engine.mesh.links.values():
-        link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    for connection in backend.engine.mesh.connections.values():
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     os._exit(4)
 
 
