@@ -1,4 +1,4 @@
-"""Pipeline: every rank has some of the layers, and the parts of a batch go through all of them.
+"""Pipeline: every rank has some of the layers, and each micro-batch passes through all of them.
 
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -16,9 +16,10 @@ from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import chunk_ranges
+from phalanx.collectives import all_gather, chunk_ranges
 from phalanx.core.backend import Backend
 from phalanx.core.work import check_timeout
 from phalanx.errors import (
@@ -29,12 +30,18 @@ from phalanx.errors import (
     SizeMismatchError,
 )
 from phalanx.parallel.wrapper import Wrapper
-from phalanx.pipeline.agreement import NO_BATCH, Turn, begin, check_same_plan
-from phalanx.pipeline.plan import PipelineParallelConfig, Plan, make_plan, named_layers
-from phalanx.pipeline.schedules import SCHEDULES, Action, Kind, PipelineBubble, measure_bubble
+from phalanx.pipeline.handshake import (
+    NO_BATCH,
+    check_same_plan,
+    handshake,
+    step_metadata,
+)
+from phalanx.pipeline.message import Tree, map_tensors
+from phalanx.pipeline.plan import PipelineParallelConfig, PipelinePlan, make_plan, named_layers
+from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
 from phalanx.pipeline.split import PipelineStage
-from phalanx.pipeline.stage_p2p import KnownLayouts, Tree, Wires, map_tensors
-from phalanx.pipeline.step import Batch, Step, circumstances
+from phalanx.pipeline.stage_p2p import Layouts, StageP2P
+from phalanx.pipeline.step import Step
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -97,7 +104,7 @@ class Pipeline(Wrapper):
         *,
         stages: Sequence[PipelineStage] | None = None,
     ) -> None:
-        plan, problem = Plan((), (), []), None
+        plan, problem = PipelinePlan(), None
         named: dict[str, nn.Module] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
@@ -112,13 +119,13 @@ class Pipeline(Wrapper):
         super().__init__(own, backend)
         self.config = config
         self._plan = plan
-        self._known = KnownLayouts()
+        self._layouts: Layouts = {}
         self._measured: tuple[float, float] | None = None
         self._peak = 0
 
     @property
     def stages(self) -> list[PipelineStage]:
-        """All stages, p * v of them: which layers, and on which rank."""
+        """All stages, p * v of them: which layers each has, and on which rank."""
         return list(self._plan.stages)
 
     @property
@@ -173,7 +180,7 @@ class Pipeline(Wrapper):
         its rank as it is; the others learn of it at once, as a `PeerLostError`, and the group is
         broken, since nobody knows what is still under way.
         """
-        began, step, result = self._run(Turn.TRAIN, inputs, targets, loss, timeout)
+        began, step, result = self._run("train_step", inputs, targets, loss, timeout)
         self._measured = step.busy, perf_counter() - began
         self._peak = step.most_alive
         return result
@@ -191,7 +198,7 @@ class Pipeline(Wrapper):
         Modes are as before afterwards. Fewer samples than micro-batches are as many micro-batches.
         """
         with _eval_mode(self.module):
-            return self._run(Turn.EVALUATE, inputs, targets, loss, timeout)[2]
+            return self._run("evaluate", inputs, targets, loss, timeout)[2]
 
     def pipeline_bubble(self) -> PipelineBubble:
         """The share of the last train_step in which ranks waited, measured, beside the theory.
@@ -206,7 +213,11 @@ class Pipeline(Wrapper):
                 rank=self.backend.rank,
                 op="pipeline_bubble",
             )
-        return measure_bubble(*self._measured, self.config.bubble, self.backend)
+        mine = torch.tensor([self._measured], dtype=torch.float64)
+        busy, span = all_gather(mine, self.backend).unbind(1)
+        # The ranks begin a step together, and rank 0 ends it: the longest span is the step's.
+        measured = 1 - busy.sum() / (self.backend.world_size * span.max())
+        return PipelineBubble(float(measured), self.config.bubble)
 
     def forward(self, *_: object) -> None:
         """A pipeline is not called: a rank has only some of the layers. `MisuseError`."""
@@ -217,50 +228,48 @@ class Pipeline(Wrapper):
             op="Pipeline",
         )
 
-    # One step -------------------------------------------------------------------------------
-
     def _run(
-        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
+        self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
     ) -> tuple[float, Step, Tensor]:
-        """When it began, what was done, and the loss."""
-        config, backend = self.config, self.backend
+        """When the step began, the step, and the loss."""
+        config, backend, plan = self.config, self.backend, self._plan
         rank, size = backend.rank, backend.world_size
+        train = call == "train_step"
         samples, problem = (NO_BATCH, NO_BATCH), None
         try:
             if timeout is not None:
                 check_timeout(timeout)
-            samples = self._samples(turn, inputs, targets, loss)
+            samples = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
         except Exception as error:
             problem = error
-        mine = circumstances(self.module, inputs if rank == 0 and problem is None else None)
+        metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
         seconds = timeout if problem is None else None
-        agreed = begin(turn, samples, mine, problem, backend, timeout=seconds)
+        agreed = handshake(call, samples, metadata, problem, backend, timeout=seconds)
         began = perf_counter()
         m = min(config.num_micro_batches, agreed.samples)
         ranges = chunk_ranges(agreed.samples, m)
         sizes = [end - start for start, end in ranges]
+        p2p = StageP2P(
+            backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=timeout
+        )
         step = Step(
-            self._plan,
+            plan,
             self.module,
-            Wires(
-                *(backend, self._known, agreed.circumstances, sizes, len(self._plan.stages)),
-                timeout=timeout,
-            ),
-            Batch(
-                cut(inputs, ranges, "inputs") if rank == 0 else [],
-                cut(targets, ranges, "targets") if rank == size - 1 else [],
-                [count / agreed.samples for count in sizes],
-            ),
+            p2p,
+            _micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
+            _micro_batches(targets, ranges, "targets") if rank == size - 1 else [],
+            [count / agreed.samples for count in sizes],
             loss,
             rank,
             size,
-            train=turn is Turn.TRAIN,
+            train,
         )
-        with self._telling_the_others(step):
-            return began, step, step.run(self._actions(turn, m))
+        actions = SCHEDULES[config.schedule].generator(rank, size, m, config.chunks)
+        with self._failing_all(step):
+            return began, step, step.run([a for a in actions if train or a.kind is ActionKind.F])
 
     def _samples(
-        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction
+        self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
     ) -> tuple[int, int]:
         """The samples of the inputs and of the targets, if they are there and can be used."""
         rank, last = self.backend.rank, self.backend.world_size - 1
@@ -269,27 +278,21 @@ class Pipeline(Wrapper):
                 raise MisuseError(f"there are no {name}, and this is the rank that uses them")
         if rank == last and not callable(loss):
             raise MisuseError(f"the loss has to be a function of outputs and targets, not {loss!r}")
-        counts = [
-            NO_BATCH if tree is None else samples_in(tree, name)
-            for name, tree in (("inputs", inputs), ("targets", targets))
-        ]
-        needed = self.config.num_micro_batches if turn is Turn.TRAIN else 1
+        counts = (
+            NO_BATCH if inputs is None else _samples_in(inputs, "inputs"),
+            NO_BATCH if targets is None else _samples_in(targets, "targets"),
+        )
         for count in counts:
             if NO_BATCH < count < needed:
                 raise SizeMismatchError(
                     f"a batch of {count} samples cannot be {needed} micro-batches: each needs a "
                     "sample. Give a larger batch, or leave the last one out (drop_last)"
                 )
-        return counts[0], counts[1]
-
-    def _actions(self, turn: Turn, m: int) -> list[Action]:
-        p, v = self.config.num_stages, self.config.chunks
-        actions = SCHEDULES[self.config.schedule].generator(self.backend.rank, p, m, v)
-        return [a for a in actions if turn is Turn.TRAIN or a.kind is Kind.F]
+        return counts
 
     @contextmanager
-    def _telling_the_others(self, step: Step) -> Iterator[None]:
-        """They wait for this rank: whatever ends its step ends theirs, with its reason."""
+    def _failing_all(self, step: Step) -> Iterator[None]:
+        """Fail the group with the error that ends this rank's step: the others wait for it."""
         rank = self.backend.rank
         try:
             yield
@@ -323,11 +326,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-# ------------------------------------------------------------------------------
-# A batch becomes micro-batches: whatever it consists of is cut along dim 0.
-
-
-def samples_in(tree: Tree, name: str) -> int:
+def _samples_in(tree: Tree, name: str) -> int:
     """How many samples a batch has: the length of its tensors' first dim.
 
     Raises `SizeMismatchError` if they differ, and for a batch without tensors;
@@ -355,8 +354,8 @@ def samples_in(tree: Tree, name: str) -> int:
     return next(iter(lengths.values()))
 
 
-def cut(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
-    """The micro-batches: for each range these rows of every tensor, as views."""
+def _micro_batches(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
+    """For each range these rows of every tensor, as views."""
 
     def rows(start: int, end: int) -> Tree:
         return map_tensors(lambda _, tensor: tensor[start:end], tree, name)
