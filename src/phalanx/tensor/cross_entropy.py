@@ -20,9 +20,9 @@ from torch.autograd import Function
 from phalanx.collectives import ReduceOp
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
-from phalanx.tensor.functions import Ranks, all_reduce, copy_to_ranks, reduce_from_ranks
+from phalanx.tensor.functions import LabeledBackend, all_reduce, copy_to_ranks, reduce_from_ranks
 from phalanx.tensor.layer import check_units
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 NAME = "parallel_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
@@ -60,11 +60,11 @@ def parallel_cross_entropy(
     """
     _check(logits, targets, reduction, label_smoothing)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    ranks = Ranks(backend, NAME)
+    ranks = LabeledBackend(backend, NAME)
     if num_classes is not None:
         check_units(num_classes, 1, backend.world_size, "num_classes")
     total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes
-    classes = Cut.of(total, backend.world_size)
+    classes = ShardSpec.of(total, backend.world_size)
     if num_classes is not None and classes.sizes()[backend.rank] != logits.shape[-1]:
         raise SizeMismatchError(
             f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has "
@@ -93,7 +93,7 @@ class _Piece(NamedTuple):
     known      V was given; else the ranks have to find that all have as many classes
     """
 
-    ranks: Ranks
+    ranks: LabeledBackend
     total: int
     first: int
     smoothing: float
@@ -175,7 +175,7 @@ def _largest(z: Tensor, piece: _Piece) -> Tensor:
     return found[:-2]
 
 
-def _sum(values: Tensor, ranks: Ranks) -> Tensor:
+def _sum(values: Tensor, ranks: LabeledBackend) -> Tensor:
     return values if ranks.backend.world_size == 1 else all_reduce(values, ranks)
 
 

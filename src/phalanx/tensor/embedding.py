@@ -1,4 +1,6 @@
-"""ParallelEmbedding: each rank has the vectors of some of the words.
+r"""The embedding, cut by its words, and norms of a sequence that is cut.
+
+ParallelEmbedding: each rank has the vectors of some of the words.
 
     vocabulary     | 0 1 2 3 | 4 5 6 7 |          tokens        5  1  7
     rank 0            E_0                   ->                  0  e1 0  --\
@@ -6,13 +8,18 @@
     rank 1                       E_1        ->                  e5 0  e7 --/
 
 (Shoeybi et al. 2019, "Megatron-LM", section 3: the input embedding.)
+
+SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or of the heads.
+
+  rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
+  rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
+
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,7 +30,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks, scatter_sum
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +55,10 @@ class EmbeddingStyle(Style):
                 f"a ParallelEmbedding has no {names}: leave it out of the embedding"
             )
         check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
-        return {"weight": Split(0, Cut.of(embedding.num_embeddings, ranks))}
+        return {"weight": Split(0, ShardSpec.of(embedding.num_embeddings, ranks))}
 
     def layer(self) -> ParallelLayer:
-        """An empty one."""
+        """An empty `ParallelEmbedding`."""
         return ParallelEmbedding.empty(self)
 
 
@@ -92,7 +99,7 @@ class ParallelEmbedding(ParallelLayer):
         plain = nn.Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
         )
-        self.hold_alike(plain, backend)
+        self.shard_checked_from(plain, backend)
 
     @classmethod
     def from_embedding(
@@ -104,13 +111,11 @@ class ParallelEmbedding(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses, and for one with hooks.
         """
-        layer = cls.empty(EmbeddingStyle(**options))
-        layer.hold_alike(embedding, backend)
-        return layer
+        return cls.from_plain(embedding, backend, EmbeddingStyle(**options))
 
-    def hold(self, plain: nn.Module, *args: Any, **options: Any) -> None:
-        """With the word that is not trained."""
-        super().hold(plain, *args, **options)
+    def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
+        """The same with `padding_idx`."""
+        super().shard_from(plain, *args, **options)
         self.padding_idx = cast(nn.Embedding, plain).padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -146,51 +151,30 @@ class ParallelEmbedding(ParallelLayer):
     @property
     def num_embeddings(self) -> int:
         """How many words all ranks have together."""
-        return self.splits["weight"].cut.total
+        return self.whole_size(0)
 
     @property
     def embedding_dim(self) -> int:
         """How long a vector is."""
-        return self.weight.shape[1]
+        return self.whole_size(1)
 
     def extra_repr(self) -> str:
         """The whole embedding's sizes, and this rank's part."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {self.part_of('weight')}"
-
-
-# ------------------------------------------------------------------------------
-# SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or the heads.
-#
-#   rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
-#   rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
-#
-# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
-
-Compute = Callable[
-    ["tuple[int, ...]", Tensor, "Tensor | None", "Tensor | None", "float | None"], Tensor
-]
-_NORMS: MappingProxyType[type[nn.Module], Compute] = MappingProxyType(
-    {
-        nn.LayerNorm: lambda shape, x, weight, bias, eps: F.layer_norm(
-            x, shape, weight, bias, cast(float, eps)
-        ),
-        nn.RMSNorm: lambda shape, x, weight, _, eps: F.rms_norm(x, shape, weight, eps),
-    }
-)
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.describe_part()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceNormStyle(Style):
     """A `SequenceParallelNorm` has no options."""
 
-    takes = tuple(_NORMS)
+    takes = (nn.LayerNorm, nn.RMSNorm)
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
         """Nothing is cut."""
         return {}
 
     def layer(self) -> ParallelLayer:
-        """An empty one."""
+        """An empty `SequenceParallelNorm`."""
         return SequenceParallelNorm.empty(self)
 
 
@@ -210,13 +194,11 @@ class SequenceParallelNorm(ParallelLayer):
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
         """A plain norm's parameters, copied. Blocks for a message of 16 bytes."""
-        layer = cls.empty(SequenceNormStyle())
-        layer.hold_alike(norm, backend)
-        return layer
+        return cls.from_plain(norm, backend, SequenceNormStyle())
 
-    def hold(self, plain: nn.Module, *args: object, **options: object) -> None:
-        """With what kind of norm it is."""
-        super().hold(plain, *args, **options)  # type: ignore[arg-type]
+    def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
+        """The same with the kind of norm and its options."""
+        super().shard_from(plain, *args, **options)
         norm = cast("nn.LayerNorm | nn.RMSNorm", plain)
         self.kind = type(norm)
         self.normalized_shape = tuple(norm.normalized_shape)
@@ -226,15 +208,16 @@ class SequenceParallelNorm(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, normalized. Sends nothing; backward does."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if weight is not None and bias is not None:  # one message for both
-            weight_, bias_ = self._copied(torch.stack([weight, bias])).unbind()
-            return _NORMS[self.kind](self.normalized_shape, x, weight_, bias_, self.eps)
-        whole = None if weight is None else self._copied(weight)
-        return _NORMS[self.kind](self.normalized_shape, x, whole, None, self.eps)
-
-    def _copied(self, values: Tensor) -> Tensor:
-        return copy_to_ranks(values, self.backend, label=self.label)
+            both = copy_to_ranks(torch.stack([weight, bias]), self.backend, label=self.label)
+            weight, bias = both.unbind()
+        elif weight is not None:
+            weight = copy_to_ranks(weight, self.backend, label=self.label)
+        if self.kind is nn.RMSNorm:
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, cast(float, self.eps))
 
     def extra_repr(self) -> str:
         """As of the plain norm."""

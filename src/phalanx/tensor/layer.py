@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.guards import check_agreement, describe_with_values
-from phalanx.tensor.functions import Ranks
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
 SAME_MODEL = (
     "Build the same model, with the same values, on every rank: call torch.manual_seed(seed) "
     "before it is built, or load one state into it"
@@ -28,14 +28,14 @@ class Split(NamedTuple):
     """Along which dimension a parameter is cut, and how."""
 
     dim: int
-    cut: Cut
+    cut: ShardSpec
 
 
 class Style(ABC):
-    """How a plain layer becomes a parallel one: the options of the latter, as `parallelize` takes.
+    """How a plain layer becomes a parallel one: the parallel layer's options, for `parallelize`.
 
-    takes   the kinds of plain layers that it knows; exactly these, since it cannot know what else
-            a subclass does
+    takes   the kinds of plain layers that it knows; exactly these, since a subclass may do
+            something else
     """
 
     takes: ClassVar[tuple[type[nn.Module], ...]]
@@ -44,12 +44,12 @@ class Style(ABC):
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
         """How the parameters are cut; those that are not named are whole on every rank.
 
-        Raises `ValueError` if there is nothing to be cut for some rank, or the options do not fit.
+        Raises `ValueError` if some rank would get nothing, or the options do not fit.
         """
 
     @abstractmethod
     def layer(self) -> ParallelLayer:
-        """A parallel layer with these options, which holds nothing yet."""
+        """A parallel layer with these options, without parameters yet."""
 
 
 class ParallelLayer(nn.Module):
@@ -64,16 +64,24 @@ class ParallelLayer(nn.Module):
     backend: Backend
     splits: Mapping[str, Split]
     label: str
+    weight: Tensor | None
 
     @classmethod
     def empty(cls, style: Style) -> Self:
-        """A layer that holds nothing yet: `hold` comes next."""
+        """A layer without parameters yet: `shard_from` comes next."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.style = style
         return layer
 
-    def hold(
+    @classmethod
+    def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
+        """This rank's part of a plain layer. Blocks for a message of 16 bytes."""
+        layer = cls.empty(style)
+        layer.shard_checked_from(plain, backend)
+        return layer
+
+    def shard_from(
         self,
         plain: nn.Module,
         splits: Mapping[str, Split],
@@ -84,7 +92,7 @@ class ParallelLayer(nn.Module):
     ) -> None:
         """Take this rank's part of a plain layer. Nothing is sent.
 
-        tied   this rank's parts of parameters that other layers have, too
+        tied   this rank's parts of parameters that other layers have too
         """
         self.backend, self.splits, self.label = backend, dict(splits), label
         for name, parameter in plain._parameters.items():
@@ -95,22 +103,27 @@ class ParallelLayer(nn.Module):
             self.register_parameter(name, own)
         self.train(plain.training)
 
-    def hold_alike(self, plain: nn.Module, backend: Backend) -> None:
-        """`hold`, once all ranks were found to mean the same. Blocks for a message of 16 bytes."""
+    def shard_checked_from(self, plain: nn.Module, backend: Backend) -> None:
+        """Check that the ranks' layers are the same, then `shard_from`. Blocks for 16 bytes."""
         style, label = self.style, type(self).__name__
         splits = checked_splits(plain, style, backend.world_size, label)
         lines = [f"{label} of {plain} with {style}", *described(plain)]
         check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
-        self.hold(plain, splits, backend, label=label)
+        self.shard_from(plain, splits, backend, label=label)
 
-    def part_of(self, name: str) -> str:
-        """Which part of a parameter this rank has, for `extra_repr`."""
-        cut = self.splits[name].cut
+    def whole_size(self, dim: int) -> int:
+        """How long the whole weight is along `dim`."""
+        split = self.splits["weight"]
+        return split.cut.total if split.dim == dim else cast(Tensor, self.weight).shape[dim]
+
+    def describe_part(self) -> str:
+        """Which part of the weight this rank has, for `extra_repr`."""
+        cut = self.splits["weight"].cut
         rank = self.backend.rank
         return f"rank {rank} of {self.backend.world_size}: {cut.sizes()[rank]} of {cut.total}"
 
     def check_width(self, x: Tensor, width: int, remedy: str) -> None:
-        """Raise `SizeMismatchError` unless the last dimension of an input is as long as it must."""
+        """Raise `SizeMismatchError` unless an input has `width` features in the last dim."""
         if x.dim() == 0 or x.shape[-1] != width:
             rank = self.backend.rank
             raise SizeMismatchError(
@@ -129,13 +142,8 @@ class ParallelLayer(nn.Module):
                 "is that of the features"
             )
 
-    @property
-    def ranks(self) -> Ranks:
-        """Who takes part in its messages, and what they are called."""
-        return Ranks(self.backend, self.label)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
-        """A copy for the same ranks: there is one connection to them."""
+        """A copy on the same backend, which is shared."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
         copy.__dict__ = deepcopy(rest, memo)
@@ -155,7 +163,7 @@ def described(plain: nn.Module, prefix: str = "") -> list[str]:
 
 
 def checked_splits(plain: nn.Module, style: Style, ranks: int, label: str) -> dict[str, Split]:
-    """How a layer's parameters are cut. Raises, naming `label`, if it is none that can be."""
+    """How a layer's parameters are cut. Raises, naming `label`, if they cannot be."""
     _check_plain(plain, style, label)
     try:
         return style.splits(plain, ranks)
@@ -199,7 +207,7 @@ def check_units(total: int, unit: int, ranks: int, what: str) -> None:
 
 
 def part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
-    """This rank's part, in memory of its own: that of the whole can be freed."""
+    """This rank's part, copied, so that the whole's memory can be freed."""
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
     return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)

@@ -1,11 +1,23 @@
-"""ColumnParallelLinear: each rank computes some of the outputs.
+r"""Linear layers cut by their outputs (columns) or their inputs (rows).
+
+ColumnParallelLinear: each rank computes some of the outputs.
 
                     A = [ A_0 | A_1 ]              (a Linear's weight is A transposed: its rows)
 
     rank 0   x -- f --> x A_0 + b_0 = y_0          gather_output: y = [ y_0 | y_1 ] everywhere
     rank 1   x -- f --> x A_1 + b_1 = y_1
 
-(Shoeybi et al. 2019, "Megatron-LM", section 3.)
+RowParallelLinear: each rank computes with some of the inputs, and the results are summed.
+
+                        [ A_0 ]
+                    A = [ --- ]                    (a Linear's weight is A transposed: its columns)
+                        [ A_1 ]
+
+    rank 0   x_0 --> x_0 A_0 --\
+                                g --> y + b
+    rank 1   x_1 --> x_1 A_1 --/
+
+f is `copy_to_ranks`, g `reduce_from_ranks` (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -27,7 +39,7 @@ from phalanx.tensor.functions import (
     scatter_to_ranks,
 )
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +67,37 @@ class ColumnStyle(Style):
             )
         for part in parts:
             check_units(part, self.unit, ranks, "out_features" if len(parts) == 1 else "a part of")
-        split = Split(0, Cut.of(out_features, ranks, parts=parts, unit=self.unit))
+        split = Split(0, ShardSpec.of(out_features, ranks, parts=parts, unit=self.unit))
         return {"weight": split, "bias": split}
 
     def layer(self) -> ParallelLayer:
-        """An empty one."""
+        """An empty `ColumnParallelLinear`."""
         return ColumnParallelLinear.empty(self)
 
 
-class ColumnParallelLinear(ParallelLayer):
+class _ParallelLinear(ParallelLayer):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def in_features(self) -> int:
+        """How many features the whole layer's inputs have."""
+        return self.whole_size(1)
+
+    @property
+    def out_features(self) -> int:
+        """How many outputs the whole layer has."""
+        return self.whole_size(0)
+
+    def extra_repr(self) -> str:
+        """The whole layer's sizes, and this rank's part."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.describe_part()}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some of the outputs.
 
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
@@ -93,8 +127,6 @@ class ColumnParallelLinear(ParallelLayer):
     """
 
     style: ColumnStyle
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -115,7 +147,7 @@ class ColumnParallelLinear(ParallelLayer):
             gather_output=gather_output, sequence_dim=sequence_dim, parts=parts, unit=unit
         )
         plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.hold_alike(plain, backend)
+        self.shard_checked_from(plain, backend)
 
     @classmethod
     def from_linear(
@@ -127,12 +159,10 @@ class ColumnParallelLinear(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses of `nn.Linear`, and for one with hooks.
         """
-        layer = cls.empty(ColumnStyle(**options))
-        layer.hold_alike(linear, backend)
-        return layer
+        return cls.from_plain(linear, backend, ColumnStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all; see the class. Blocks where that says that it sends."""
+        """This rank's outputs, or all; see the class. Blocks where the class says that it sends."""
         self.check_width(x, self.in_features, "It takes all features: see gather_output")
         backend, label, style = self.backend, self.label, self.style
         if style.sequence_dim is None:
@@ -144,37 +174,6 @@ class ColumnParallelLinear(ParallelLayer):
         if style.gather_output:
             y = gather_from_ranks(y, backend, -1, cut=self.splits["weight"].cut, label=label)
         return y
-
-    @property
-    def in_features(self) -> int:
-        """How many features an input has."""
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """How many outputs all ranks have together."""
-        return self.splits["weight"].cut.total
-
-    def extra_repr(self) -> str:
-        """The whole layer's sizes, and this rank's part."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.part_of('weight')}"
-        )
-
-
-# ------------------------------------------------------------------------------
-# RowParallelLinear: each rank computes with some of the inputs, and the results are summed.
-#
-#                         [ A_0 ]
-#                     A = [ --- ]                  (a Linear's weight is A transposed: its columns)
-#                         [ A_1 ]
-#
-#     rank 0   x_0 --> x_0 A_0 --\
-#                                 g --> y + b
-#     rank 1   x_1 --> x_1 A_1 --/
-#
-# (Shoeybi et al. 2019, "Megatron-LM", section 3.)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +190,14 @@ class RowStyle(Style):
         """The weight's columns."""
         in_features = cast(nn.Linear, plain).in_features
         check_units(in_features, self.unit, ranks, "in_features")
-        return {"weight": Split(1, Cut.of(in_features, ranks, unit=self.unit))}
+        return {"weight": Split(1, ShardSpec.of(in_features, ranks, unit=self.unit))}
 
     def layer(self) -> ParallelLayer:
-        """An empty one."""
+        """An empty `RowParallelLinear`."""
         return RowParallelLinear.empty(self)
 
 
-class RowParallelLinear(ParallelLayer):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes with some of the inputs.
 
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
@@ -223,8 +222,6 @@ class RowParallelLinear(ParallelLayer):
     """
 
     style: RowStyle
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -244,7 +241,7 @@ class RowParallelLinear(ParallelLayer):
             input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, unit=unit
         )
         plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.hold_alike(plain, backend)
+        self.shard_checked_from(plain, backend)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: Backend, **options: Any) -> RowParallelLinear:
@@ -254,9 +251,7 @@ class RowParallelLinear(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses of `nn.Linear`, and for one with hooks.
         """
-        layer = cls.empty(RowStyle(**options))
-        layer.hold_alike(linear, backend)
-        return layer
+        return cls.from_plain(linear, backend, RowStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
         """The output, or this rank's part of its sequence; see the class. Blocks for all ranks."""
@@ -276,24 +271,7 @@ class RowParallelLinear(ParallelLayer):
             return y if bias is None else y + bias.to(y.dtype)
         self.check_sequence_dim(x, style.sequence_dim)
         y = scatter_sum(F.linear(x, weight), backend, style.sequence_dim, label=label)
-        # Each rank adds it to other rows, so that its gradient is a sum over the ranks.
+        # Each rank adds the bias to other rows: its gradient is a sum over the ranks.
         if bias is not None:
             y = y + copy_to_ranks(bias, backend, label=f"{label}'s bias").to(y.dtype)
         return y
-
-    @property
-    def in_features(self) -> int:
-        """How many features the inputs of all ranks have together."""
-        return self.splits["weight"].cut.total
-
-    @property
-    def out_features(self) -> int:
-        """How many outputs there are."""
-        return self.weight.shape[0]
-
-    def extra_repr(self) -> str:
-        """The whole layer's sizes, and this rank's part."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.part_of('weight')}"
-        )
