@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -137,7 +136,7 @@ class Pipeline(Wrapper):
         return self._peak
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """A copy on the same ranks, on which every rank makes one: there is one connection."""
+        """A copy on the same backend, which is shared. Every rank makes one."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
         rest = {name: value for name, value in self.__dict__.items() if name not in shared}
@@ -180,8 +179,8 @@ class Pipeline(Wrapper):
         its rank as it is; the others learn of it at once, as a `PeerLostError`, and the group is
         broken, since nobody knows what is still under way.
         """
-        began, step, result = self._run("train_step", inputs, targets, loss, timeout)
-        self._measured = step.busy, perf_counter() - began
+        step, result = self._run("train_step", inputs, targets, loss, timeout)
+        self._measured = step.busy, step.span
         self._peak = step.most_alive
         return result
 
@@ -198,7 +197,7 @@ class Pipeline(Wrapper):
         Modes are as before afterwards. Fewer samples than micro-batches are as many micro-batches.
         """
         with _eval_mode(self.module):
-            return self._run("evaluate", inputs, targets, loss, timeout)[2]
+            return self._run("evaluate", inputs, targets, loss, timeout)[1]
 
     def pipeline_bubble(self) -> PipelineBubble:
         """The share of the last train_step in which ranks waited, measured, beside the theory.
@@ -230,8 +229,8 @@ class Pipeline(Wrapper):
 
     def _run(
         self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
-    ) -> tuple[float, Step, Tensor]:
-        """When the step began, the step, and the loss."""
+    ) -> tuple[Step, Tensor]:
+        """Carry out a step; the mean loss."""
         config, backend, plan = self.config, self.backend, self._plan
         rank, size = backend.rank, backend.world_size
         train = call == "train_step"
@@ -245,7 +244,6 @@ class Pipeline(Wrapper):
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
         seconds = timeout if problem is None else None
         agreed = handshake(call, samples, metadata, problem, backend, timeout=seconds)
-        began = perf_counter()
         m = min(config.num_micro_batches, agreed.samples)
         ranges = chunk_ranges(agreed.samples, m)
         sizes = [end - start for start, end in ranges]
@@ -256,17 +254,17 @@ class Pipeline(Wrapper):
             plan,
             self.module,
             p2p,
-            _micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
-            _micro_batches(targets, ranges, "targets") if rank == size - 1 else [],
-            [count / agreed.samples for count in sizes],
-            loss,
-            rank,
-            size,
-            train,
+            inputs=_micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
+            targets=_micro_batches(targets, ranges, "targets") if rank == size - 1 else [],
+            weights=[count / agreed.samples for count in sizes],
+            loss_function=loss,
+            rank=rank,
+            num_ranks=size,
+            train=train,
         )
         actions = SCHEDULES[config.schedule].generator(rank, size, m, config.chunks)
         with self._failing_all(step):
-            return began, step, step.run([a for a in actions if train or a.kind is ActionKind.F])
+            return step, step.run([a for a in actions if train or a.kind is ActionKind.F])
 
     def _samples(
         self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
@@ -355,7 +353,7 @@ def _samples_in(tree: Tree, name: str) -> int:
 
 
 def _micro_batches(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
-    """For each range these rows of every tensor, as views."""
+    """The batch cut along dim 0: for each range these rows of every tensor, as views."""
 
     def rows(start: int, end: int) -> Tree:
         return map_tensors(lambda _, tensor: tensor[start:end], tree, name)

@@ -105,6 +105,7 @@ class Step:
     train     whether there are backward passes
     loss      the mean over the batch, on the last stage's rank, after its last forward pass
     busy      seconds in layers and loss, forward and backward
+    span      seconds of the whole step
     most_alive   the most micro-batches whose activations were kept at a time
     doing     the action under way, for messages
     """
@@ -121,6 +122,7 @@ class Step:
     train: bool
     loss: Tensor | None = None
     busy: float = 0.0
+    span: float = 0.0
     most_alive: int = 0
     doing: str = ""
     _losses: list[float] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Step:
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """Carry them out; the loss of the step. Blocks until all messages have been sent."""
+        began = perf_counter()
         with torch.set_grad_enabled(self.train):
             for number, action in enumerate(actions):
                 stage = self._stage_of(action)
@@ -141,7 +144,9 @@ class Step:
                         self._backward(stage, action.micro_batch)
             self.doing = "the end of the step"
             self.p2p.wait_sends()
-            return self.p2p.recv_loss() if self.loss is None else self.loss
+            loss = self.p2p.recv_loss() if self.loss is None else self.loss
+        self.span = perf_counter() - began
+        return loss
 
     def _stage_of(self, action: Action) -> int:
         return action.chunk * self.num_ranks + self.rank

@@ -33,35 +33,6 @@ from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
 from phalanx.tensor.shards import ShardSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingStyle(Style):
-    """The options of a `ParallelEmbedding`, which explains them."""
-
-    sequence_dim: int | None = None
-
-    takes = (nn.Embedding,)
-
-    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The vocabulary."""
-        embedding = cast(nn.Embedding, plain)
-        given = {
-            "max_norm": embedding.max_norm is not None,
-            "scale_grad_by_freq": embedding.scale_grad_by_freq,
-            "sparse": embedding.sparse,
-        }
-        if any(given.values()):
-            names = ", ".join(name for name, is_given in given.items() if is_given)
-            raise UnsupportedOperationError(
-                f"a ParallelEmbedding has no {names}: leave it out of the embedding"
-            )
-        check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
-        return {"weight": Split(0, ShardSpec.of(embedding.num_embeddings, ranks))}
-
-    def layer(self) -> ParallelLayer:
-        """An empty `ParallelEmbedding`."""
-        return ParallelEmbedding.empty(self)
-
-
 class ParallelEmbedding(ParallelLayer):
     """An embedding of which each rank has the vectors of some of the words.
 
@@ -94,12 +65,10 @@ class ParallelEmbedding(ParallelLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = EmbeddingStyle(sequence_dim=sequence_dim)
         plain = nn.Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
         )
-        self.shard_checked_from(plain, backend)
+        super().__init__(plain, backend, EmbeddingStyle(sequence_dim=sequence_dim))
 
     @classmethod
     def from_embedding(
@@ -164,18 +133,29 @@ class ParallelEmbedding(ParallelLayer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceNormStyle(Style):
-    """A `SequenceParallelNorm` has no options."""
+class EmbeddingStyle(Style):
+    """The options of a `ParallelEmbedding`, which explains them."""
 
-    takes = (nn.LayerNorm, nn.RMSNorm)
+    sequence_dim: int | None = None
+
+    takes = (nn.Embedding,)
+    makes = ParallelEmbedding
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """Nothing is cut."""
-        return {}
-
-    def layer(self) -> ParallelLayer:
-        """An empty `SequenceParallelNorm`."""
-        return SequenceParallelNorm.empty(self)
+        """The vocabulary."""
+        embedding = cast(nn.Embedding, plain)
+        given = {
+            "max_norm": embedding.max_norm is not None,
+            "scale_grad_by_freq": embedding.scale_grad_by_freq,
+            "sparse": embedding.sparse,
+        }
+        if any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise UnsupportedOperationError(
+                f"a ParallelEmbedding has no {names}: leave it out of the embedding"
+            )
+        check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
+        return {"weight": Split(0, ShardSpec.of(embedding.num_embeddings, ranks))}
 
 
 class SequenceParallelNorm(ParallelLayer):
@@ -222,3 +202,15 @@ class SequenceParallelNorm(ParallelLayer):
     def extra_repr(self) -> str:
         """As of the plain norm."""
         return f"{self.kind.__name__}, {self.normalized_shape}, eps={self.eps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceNormStyle(Style):
+    """A `SequenceParallelNorm` has no options."""
+
+    takes = (nn.LayerNorm, nn.RMSNorm)
+    makes = SequenceParallelNorm
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """Nothing is cut."""
+        return {}

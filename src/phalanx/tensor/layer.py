@@ -36,9 +36,11 @@ class Style(ABC):
 
     takes   the kinds of plain layers that it knows; exactly these, since a subclass may do
             something else
+    makes   the kind of parallel layer
     """
 
     takes: ClassVar[tuple[type[nn.Module], ...]]
+    makes: ClassVar[type[ParallelLayer]]
 
     @abstractmethod
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
@@ -46,10 +48,6 @@ class Style(ABC):
 
         Raises `ValueError` if some rank would get nothing, or the options do not fit.
         """
-
-    @abstractmethod
-    def layer(self) -> ParallelLayer:
-        """A parallel layer with these options, without parameters yet."""
 
 
 class ParallelLayer(nn.Module):
@@ -66,19 +64,28 @@ class ParallelLayer(nn.Module):
     label: str
     weight: Tensor | None
 
+    def __init__(self, plain: nn.Module, backend: Backend, style: Style) -> None:
+        super().__init__()
+        self.style = style
+        label = type(self).__name__
+        splits = checked_splits(plain, style, backend.world_size, label)
+        lines = [f"{label} of {plain} with {style}", *described(plain)]
+        check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
+        self.shard_from(plain, splits, backend, label=label)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
+        """This rank's part of a plain layer. Blocks for a message of 16 bytes."""
+        layer = cls.__new__(cls)
+        ParallelLayer.__init__(layer, plain, backend, style)
+        return layer
+
     @classmethod
     def empty(cls, style: Style) -> Self:
         """A layer without parameters yet: `shard_from` comes next."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.style = style
-        return layer
-
-    @classmethod
-    def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
-        """This rank's part of a plain layer. Blocks for a message of 16 bytes."""
-        layer = cls.empty(style)
-        layer.shard_checked_from(plain, backend)
         return layer
 
     def shard_from(
@@ -99,17 +106,9 @@ class ParallelLayer(nn.Module):
             own = None
             if parameter is not None:
                 own = tied.get(parameter)
-                own = part(parameter, splits.get(name), backend.rank) if own is None else own
+                own = own_part(parameter, splits.get(name), backend.rank) if own is None else own
             self.register_parameter(name, own)
         self.train(plain.training)
-
-    def shard_checked_from(self, plain: nn.Module, backend: Backend) -> None:
-        """Check that the ranks' layers are the same, then `shard_from`. Blocks for 16 bytes."""
-        style, label = self.style, type(self).__name__
-        splits = checked_splits(plain, style, backend.world_size, label)
-        lines = [f"{label} of {plain} with {style}", *described(plain)]
-        check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
-        self.shard_from(plain, splits, backend, label=label)
 
     def whole_size(self, dim: int) -> int:
         """How long the whole weight is along `dim`."""
@@ -146,19 +145,15 @@ class ParallelLayer(nn.Module):
         """A copy on the same backend, which is shared."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
-        copy.__dict__ = deepcopy(rest, memo)
-        copy.__dict__["backend"] = self.backend
+        copy.__dict__ = deepcopy(rest, memo) | {"backend": self.backend}
         return copy
 
 
-def described(plain: nn.Module, prefix: str = "") -> list[str]:
+def described(plain: nn.Module) -> list[str]:
     """A module's parameters and buffers, with hashes of their values, for `check_agreement`."""
     return [
-        *(describe_with_values(prefix + name, value) for name, value in plain.named_parameters()),
-        *(
-            f"buffer {describe_with_values(prefix + name, value)}"
-            for name, value in plain.named_buffers()
-        ),
+        *(describe_with_values(name, value) for name, value in plain.named_parameters()),
+        *(f"buffer {describe_with_values(name, value)}" for name, value in plain.named_buffers()),
     ]
 
 
@@ -206,7 +201,7 @@ def check_units(total: int, unit: int, ranks: int, what: str) -> None:
         )
 
 
-def part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
+def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
     """This rank's part, copied, so that the whole's memory can be freed."""
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)

@@ -42,39 +42,6 @@ from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
 from phalanx.tensor.shards import ShardSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnStyle(Style):
-    """The options of a `ColumnParallelLinear`, which explains them."""
-
-    gather_output: bool = False
-    sequence_dim: int | None = None
-    parts: tuple[int, ...] | None = None
-    unit: int = 1
-
-    takes = (nn.Linear,)
-
-    def __post_init__(self) -> None:
-        if self.parts is not None:
-            object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
-
-    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's rows, and the bias."""
-        out_features = cast(nn.Linear, plain).out_features
-        parts = (out_features,) if self.parts is None else self.parts
-        if sum(parts) != out_features:
-            raise ValueError(
-                f"parts={parts} are {sum(parts)} outputs, and the layer has {out_features}"
-            )
-        for part in parts:
-            check_units(part, self.unit, ranks, "out_features" if len(parts) == 1 else "a part of")
-        split = Split(0, ShardSpec.of(out_features, ranks, parts=parts, unit=self.unit))
-        return {"weight": split, "bias": split}
-
-    def layer(self) -> ParallelLayer:
-        """An empty `ColumnParallelLinear`."""
-        return ColumnParallelLinear.empty(self)
-
-
 class _ParallelLinear(ParallelLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -142,12 +109,11 @@ class ColumnParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = ColumnStyle(
+        plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        style = ColumnStyle(
             gather_output=gather_output, sequence_dim=sequence_dim, parts=parts, unit=unit
         )
-        plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.shard_checked_from(plain, backend)
+        super().__init__(plain, backend, style)
 
     @classmethod
     def from_linear(
@@ -177,24 +143,33 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowStyle(Style):
-    """The options of a `RowParallelLinear`, which explains them."""
+class ColumnStyle(Style):
+    """The options of a `ColumnParallelLinear`, which explains them."""
 
-    input_is_parallel: bool = True
+    gather_output: bool = False
     sequence_dim: int | None = None
+    parts: tuple[int, ...] | None = None
     unit: int = 1
 
     takes = (nn.Linear,)
+    makes = ColumnParallelLinear
+
+    def __post_init__(self) -> None:
+        if self.parts is not None:
+            object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's columns."""
-        in_features = cast(nn.Linear, plain).in_features
-        check_units(in_features, self.unit, ranks, "in_features")
-        return {"weight": Split(1, ShardSpec.of(in_features, ranks, unit=self.unit))}
-
-    def layer(self) -> ParallelLayer:
-        """An empty `RowParallelLinear`."""
-        return RowParallelLinear.empty(self)
+        """The weight's rows, and the bias."""
+        out_features = cast(nn.Linear, plain).out_features
+        parts = (out_features,) if self.parts is None else self.parts
+        if sum(parts) != out_features:
+            raise ValueError(
+                f"parts={parts} are {sum(parts)} outputs, and the layer has {out_features}"
+            )
+        for part in parts:
+            check_units(part, self.unit, ranks, "out_features" if len(parts) == 1 else "a part of")
+        split = Split(0, ShardSpec.of(out_features, ranks, parts=parts, unit=self.unit))
+        return {"weight": split, "bias": split}
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -236,12 +211,9 @@ class RowParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = RowStyle(
-            input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, unit=unit
-        )
         plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.shard_checked_from(plain, backend)
+        style = RowStyle(input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, unit=unit)
+        super().__init__(plain, backend, style)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: Backend, **options: Any) -> RowParallelLinear:
@@ -275,3 +247,21 @@ class RowParallelLinear(_ParallelLinear):
         if bias is not None:
             y = y + copy_to_ranks(bias, backend, label=f"{label}'s bias").to(y.dtype)
         return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStyle(Style):
+    """The options of a `RowParallelLinear`, which explains them."""
+
+    input_is_parallel: bool = True
+    sequence_dim: int | None = None
+    unit: int = 1
+
+    takes = (nn.Linear,)
+    makes = RowParallelLinear
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """The weight's columns."""
+        in_features = cast(nn.Linear, plain).in_features
+        check_units(in_features, self.unit, ranks, "in_features")
+        return {"weight": Split(1, ShardSpec.of(in_features, ranks, unit=self.unit))}

@@ -30,7 +30,7 @@ from phalanx.tensor.layer import (
     Style,
     checked_splits,
     described,
-    part,
+    own_part,
 )
 from phalanx.tensor.linear import ColumnStyle, RowStyle
 
@@ -96,7 +96,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     for name, style in styles.items():
         plain = module.get_submodule(name)
         if plain not in replaced:  # else it is in two places
-            replaced[plain] = layer = style.layer()
+            replaced[plain] = layer = style.makes.empty(style)
             layer.shard_from(plain, splits[name], backend, label=name, tied=tied)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -193,5 +193,5 @@ def _tied_parts(
                 "it the same way in each place. Name all of its layers in the plan, with styles "
                 "that cut it alike (an embedding, and a column of the same size), or untie them"
             )
-        parts[parameter] = part(parameter, cast("Split | None", cuts[0]), rank)
+        parts[parameter] = own_part(parameter, cast("Split | None", cuts[0]), rank)
     return parts
