@@ -1,8 +1,8 @@
 """The functions between ranks: forward as in their table, and backward the transpose of it.
 
-What goes forward is linear in the inputs of all ranks. That backward is its transpose is checked as
-such: for random x and v, <f(x), v> summed over the ranks is <x, f'(v)> summed over the ranks, with
-what is the same on every rank counted once.
+Forward is linear in the inputs of all ranks. That backward is its transpose is checked for random x
+and v: <f(x), v> summed over the ranks is <x, f'(v)> summed over the ranks, where a tensor that is
+the same on every rank counts once.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ class Pipeline(Wrapper):
     """Layers one after the other, cut into stages, one on each rank of `backend`.
 
     layers    all layers, on every rank: an nn.Sequential, or a list of modules. Only this rank's
-              are kept, as `module`, and nothing is done to the others, which may be on the meta
+              layers are kept, as `module`. The others are not touched, and may be on the meta
               device
     backend   the ranks; as many as the configuration has stages
-    config    how the layers are cut, and who does what when
-    stages    which layers are which stage, if not equally many: see `balance_stages`. Stage s is on
-              rank s % p
+    config    how the layers are cut, and the schedule
+    stages    which layers are which stage; by default equally many each. See `balance_stages`.
+              Stage s is on rank s % p
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
         optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -67,15 +67,15 @@ class Pipeline(Wrapper):
     every pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout
     draws on each rank from that rank's random state.
 
-    `parameters()` are this rank's, under the names that they have in the whole: the `state_dict`s
-    of all ranks together are the plain model's, which each rank can load. What layers pass on is a
-    tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
-    each kind of batch, and not again.
+    `parameters()` are this rank's, under the names that they have in the plain model: the
+    `state_dict`s of all ranks together are the plain model's, which each rank can load. A layer
+    takes and gives a tensor on the CPU, or tuples, lists and dicts of tensors and None; shapes are
+    sent once for each kind of batch.
 
-    What a loop needs besides: `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
-    stages (torch's takes each for itself); `GradScaler(backend)`; an optimizer for each stage's
-    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
-    the whole model's state, which any number of stages load, and a plain model.
+    A training loop also needs `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's function takes each stage for itself); `GradScaler(backend)`; an optimizer for
+    each stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer,
+    step=n)` writes the whole model's state. Any number of stages can load it, and a plain model.
 
     On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
     `mesh["data"]`, and after a step the mean of their gradients,
@@ -83,14 +83,14 @@ class Pipeline(Wrapper):
         gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
 
-    or layers that do it in each backward pass, in DDP or FSDP over `mesh["data"]`; and layers that
-    `parallelize` cut over `mesh["tensor"]`. Checkpoints are then of all ranks with the same part,
-    `backend=mesh["data", "stage"]`.
+    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass. Layers may
+    also be cut over `mesh["tensor"]` by `parallelize`. All ranks with the same part then save and
+    load a checkpoint together: `backend=mesh["data", "stage"]`.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
-    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for what cannot be a pipeline,
-    with nothing sent but that.
+    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that do not make
+    a pipeline. Only the comparison of the arguments has been sent then.
     """
 
     spreads = True
@@ -129,9 +129,9 @@ class Pipeline(Wrapper):
 
     @property
     def peak_activations(self) -> int:
-        """For how many micro-batches this rank held the activations of a chunk in the last step.
+        """The most micro-batches whose activations this rank held at one time in the last step.
 
-        At one time, at most; 1F1B: the number of stages from this one on.
+        Counted for each chunk. With 1F1B it is the number of stages from this one on.
         """
         return self._peak
 
@@ -168,16 +168,16 @@ class Pipeline(Wrapper):
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
         Gradients are added to `.grad` of this rank's parameters: zero them between steps, and step
-        the optimizer, yourself. Blocks until this rank's part is done; that of the last rank is
-        done before that of the first. Sends run while the rank computes. For each micro-batch, what
-        a stage gives moves once to the next, and its gradient once back; beside that 40 bytes to
-        agree and 16 for the loss.
+        the optimizer, yourself. Blocks until this rank's part is done; the last rank is done before
+        the first. Sends run while the rank computes. For each micro-batch the output of a stage is
+        sent once to the next, and its gradient once back; besides, 40 bytes to begin the step
+        together and 16 for the loss.
 
         Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
         than micro-batches, and for batches that differ in size; `MisuseError`,
         `UnsupportedObjectError`, `DesyncError`. An error in a layer, or in the loss, is raised on
-        its rank as it is; the others learn of it at once, as a `PeerLostError`, and the group is
-        broken, since nobody knows what is still under way.
+        its rank as it is; the other ranks raise a `PeerLostError` at once, and the group is broken,
+        since messages may still be under way.
         """
         step, result = self._run("train_step", inputs, targets, loss, timeout)
         self._measured = step.busy, step.span
@@ -194,7 +194,8 @@ class Pipeline(Wrapper):
     ) -> Tensor:
         """The mean loss of one batch, as `train_step`, without gradients and in eval mode.
 
-        Modes are as before afterwards. Fewer samples than micro-batches are as many micro-batches.
+        Restores the modes afterwards. A batch with fewer samples than micro-batches is cut into as
+        many micro-batches as it has samples.
         """
         with _eval_mode(self.module):
             return self._run("evaluate", inputs, targets, loss, timeout)[1]
@@ -202,9 +203,9 @@ class Pipeline(Wrapper):
     def pipeline_bubble(self) -> PipelineBubble:
         """The share of the last train_step in which ranks waited, measured, beside the theory.
 
-        Every rank calls it. Costs a message of 16 bytes. It says something about ranks that compute
-        at the same time: not about more of them than processors, nor about `simulate`, where they
-        take turns. Raises `MisuseError` before the first step.
+        Every rank calls it. Costs a message of 16 bytes. It has a meaning only where ranks compute
+        at the same time: not with more ranks than processors, nor in `simulate`, where they take
+        turns. Raises `MisuseError` before the first step.
         """
         if self._measured is None:
             raise MisuseError(
@@ -219,7 +220,7 @@ class Pipeline(Wrapper):
         return PipelineBubble(float(measured), self.config.bubble)
 
     def forward(self, *_: object) -> None:
-        """A pipeline is not called: a rank has only some of the layers. `MisuseError`."""
+        """Raises `MisuseError`: a pipeline is not called, since a rank has only some layers."""
         raise MisuseError(
             f"rank {self.backend.rank}: a Pipeline cannot be called, since this rank has only some "
             "of the layers: use train_step or evaluate",

@@ -24,7 +24,7 @@ MOST_PASSES = 2**29  # each has a tag
 class PipelineParallelConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How a model is cut into a pipeline, and what its ranks do when. The same on every rank.
+    """How a model is cut into a pipeline, and its schedule. The same on every rank.
 
     num_stages         p, how many ranks share the layers: the world size of the pipeline's backend
     num_micro_batches  m, how many parts a batch is cut into. The bubble's share shrinks with it;
@@ -239,12 +239,13 @@ def measure_layer_costs(
 ) -> list[float]:
     """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
 
-    inputs    those of the first layer: a micro-batch, say
-    repeats   how often each is measured; the median counts, after one that does not
+    inputs    of the first layer: a micro-batch, say
+    repeats   how often each is measured, after a first time that does not count; the median is
+              taken
 
-    Layers are copied, one at a time: nothing of them changes, no gradient, buffer or random state.
-    Two ranks measure two things, and have to cut alike: let one of them measure, and
-    `broadcast_object` what it found.
+    Layers are copied, one at a time: none of their gradients, buffers or random states changes.
+    Two ranks measure different costs, and have to cut alike: let one of them measure, and
+    `broadcast_object` the result.
     """
     costs = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

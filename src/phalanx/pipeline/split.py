@@ -1,4 +1,4 @@
-"""Which layers are a stage: equal numbers of them, or equal costs."""
+"""How layers are cut into stages: by equal numbers of layers, or by equal costs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from phalanx.pipeline.schedules import ActionKind
 
 FIRST_TAG = 2**30
 LOSS_TAG = FIRST_TAG - 1
-A_DAY = 86_400.0  # seconds; while this rank computes, nobody waits, and no timeout runs
+A_DAY = 86_400.0  # seconds; a timeout runs only while this rank waits, not while it computes
 MOST_LAYOUTS = 1024  # of one edge that are kept; one is some hundred bytes
 MOST_LAYOUT_BYTES = 1 << 20  # a message that announces a longer layout is malformed
 _LENGTH = struct.Struct("<q")

@@ -47,10 +47,10 @@ def parallel_cross_entropy(
     reduction        `mean` over the rows that count, `sum`, or `none`: a loss for each row
     label_smoothing  the share of the target that goes to all classes alike
 
-    Classes that weigh differently: `weight[targets]` times the losses that `none` gives. The
-    classes are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same.
-    The result is float32 (float64 for such logits), and the same bits on every rank. Large logits
-    do no harm: the largest of all ranks is taken off before `exp`.
+    For weighted classes, multiply the losses that `none` gives by `weight[targets]`. The classes
+    are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same. The result is
+    float32 (float64 for float64 logits), and the same bits on every rank. Large logits do no harm:
+    the largest of all ranks is subtracted before `exp`.
 
     Blocks for two all_reduces, of n and 2n float32 numbers for n rows (3n with label smoothing),
     whatever V is. Backward sends nothing (n numbers where it is differentiated again). Raises,
@@ -61,19 +61,19 @@ def parallel_cross_entropy(
     _check(logits, targets, reduction, label_smoothing)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     ranks = LabeledBackend(backend, NAME)
-    if num_classes is not None:
-        check_units(num_classes, 1, backend.world_size, "num_classes")
     total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes
     classes = ShardSpec.of(total, backend.world_size)
-    if num_classes is not None and classes.sizes()[backend.rank] != logits.shape[-1]:
-        raise SizeMismatchError(
-            f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has "
-            f"{classes.sizes()[backend.rank]}, and its logits are of shape {list(logits.shape)}",
-            rank=backend.rank,
-            op=NAME,
-        )
     counts = flat != ignore_index
-    if num_classes is not None:  # else it is known once the ranks have compared
+    if num_classes is not None:  # else targets are checked once the ranks have compared
+        check_units(num_classes, 1, backend.world_size, "num_classes")
+        mine = classes.sizes()[backend.rank]
+        if mine != logits.shape[-1]:
+            raise SizeMismatchError(
+                f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has {mine}, and "
+                f"its logits are of shape {list(logits.shape)}",
+                rank=backend.rank,
+                op=NAME,
+            )
         _check_classes(flat, counts, total)
     ((first, _),) = classes.runs[backend.rank]
     shard = _ClassShard(ranks, total, first, label_smoothing, known=num_classes is not None)

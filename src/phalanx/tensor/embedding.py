@@ -47,7 +47,7 @@ class ParallelEmbedding(ParallelLayer):
 
     Initial values and the names of parameters are as for `ColumnParallelLinear`; `from_embedding`
     takes a plain one. `max_norm`, `scale_grad_by_freq` and `sparse` are refused. Raises
-    `IndexError`, on every rank, for a token that is not in the vocabulary: which nobody would have.
+    `IndexError`, on every rank, for a token that is not in the vocabulary.
     """
 
     style: EmbeddingStyle
@@ -88,7 +88,7 @@ class ParallelEmbedding(ParallelLayer):
         self.padding_idx = cast(nn.Embedding, plain).padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Their vectors, or this rank's part of the sequence of them. Blocks for all ranks."""
+        """The vectors, or this rank's part of their sequence. Blocks until all ranks call it."""
         self._check_tokens(tokens)
         ((start, end),) = self.splits["weight"].cut.runs[self.backend.rank]
         elsewhere = (tokens < start) | (tokens >= end)
@@ -161,10 +161,10 @@ class EmbeddingStyle(Style):
 class SequenceParallelNorm(ParallelLayer):
     """A `LayerNorm` or `RMSNorm` of inputs of which each rank has a part.
 
-    Of the sequence, between layers with `sequence_dim`; or of the heads, as norms of queries and
-    keys have. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every rank,
-    and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm there
-    would learn on each rank from its own rows only, and the ranks would drift apart.
+    A part of the sequence, between layers with `sequence_dim`; or of the heads, for norms of
+    queries and keys. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every
+    rank, and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm
+    there would learn on each rank from its own rows only, and the ranks would drift apart.
     """
 
     style: SequenceNormStyle

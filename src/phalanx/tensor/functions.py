@@ -1,4 +1,4 @@
-"""How activations and their gradients cross between ranks: pairs, each the other's backward.
+"""Functions that move activations between ranks: pairs, of which each is the other's backward.
 
                           forward             backward
     copy_to_ranks         nothing             all_reduce              f of the paper
@@ -8,7 +8,7 @@
     gather_sequence       all_gather          reduce_scatter          g of the second paper
     scatter_sum           reduce_scatter      all_gather              and its conjugate
 
-             same on every rank              of its own on each              same again
+             same on every rank              different on each               same again
     x ------ copy_to_ranks (f) ------> gelu(x A_r) B_r ------ reduce_from_ranks (g) ------> y
     dx <----- sum over ranks <----------------------------------- as it is <--------------- dy
 

@@ -70,7 +70,7 @@ class ColumnParallelLinear(_ParallelLinear):
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
     backend         the ranks that share it
     gather_output   give every rank all outputs, [..., out_features]; else its own part of them,
-        which is what a `RowParallelLinear` takes, and what works element by element
+        as input for a `RowParallelLinear`, or for functions that work element by element
     sequence_dim    the input is this rank's part of a sequence, cut along this dimension (sequence
         parallelism): it is gathered, and its gradient reduced and scattered
     parts           the sizes of several layers in one, such as (width, width, width) for queries,
@@ -79,15 +79,15 @@ class ColumnParallelLinear(_ParallelLinear):
     unit            how many outputs stay together: a head's width, so that no head is torn
 
     The input, [..., in_features], is the same on every rank. Outputs and gradients are those of the
-    plain layer, or this rank's part of them. What does not divide gives the earlier ranks more.
+    plain layer, or this rank's part of them. If outputs do not divide, the earlier ranks have more.
 
-    Initial values are a plain layer's with the same seed, cut: the random state moves as if there
-    were one, and for a moment the whole weight is there. `from_linear` takes them from a layer.
-    Parameters are this rank's, under the names `weight` and `bias`; for whole ones see
-    `full_state_dict`.
+    Initial values are those of a plain layer with the same seed, cut: a plain layer is built first,
+    so the random state advances in the same way, and the whole weight is in memory for a moment.
+    `from_linear` takes the values from a layer. Parameters are this rank's, under the names
+    `weight` and `bias`; for whole ones see `full_state_dict`.
 
-    Forward sends nothing, but to gather; backward sums the gradient of the input, an all_reduce of
-    its bytes, if it needs one. With `sequence_dim` these are an all_gather (and a message of 8
+    Forward sends nothing, except to gather; backward sums the gradient of the input, an all_reduce
+    of its bytes, if it needs one. With `sequence_dim` these are an all_gather (and a message of 8
     bytes) and a reduce_scatter, together the same bytes. Construction blocks for a message of 16
     bytes: `DesyncError` if the ranks' options or values differ. Raises `ValueError` if there are
     fewer units than ranks; in forward, `SizeMismatchError` for an input of another width.
@@ -128,7 +128,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return cls.from_plain(linear, backend, ColumnStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all; see the class. Blocks where the class says that it sends."""
+        """This rank's outputs, or all of them. Blocks where the class says that it sends."""
         self.check_width(x, self.in_features, "It takes all features: see gather_output")
         backend, label, style = self.backend, self.label, self.style
         if style.sequence_dim is None:
@@ -226,7 +226,7 @@ class RowParallelLinear(_ParallelLinear):
         return cls.from_plain(linear, backend, RowStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, or this rank's part of its sequence; see the class. Blocks for all ranks."""
+        """The output, or this rank's part of its sequence. Blocks until all ranks call it."""
         backend, label, style = self.backend, self.label, self.style
         weight, bias = self.weight, self.bias
         if style.input_is_parallel:

@@ -53,28 +53,28 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     """Replace layers of a model by parallel ones, in place, and return the model.
 
     plan   patterns of the names of submodules, as `named_modules()` has them, where `*` is anything
-        (dots, too), and for each what becomes of the layers: "column" (`ColumnParallelLinear`),
-        "row" (`RowParallelLinear`), "embedding" (`ParallelEmbedding`), "sequence_norm"
-        (`SequenceParallelNorm`), each as it is by default, or a `ColumnStyle`, `RowStyle`,
+        (dots, too), and for each the style of the layers: "column" (`ColumnParallelLinear`), "row"
+        (`RowParallelLinear`), "embedding" (`ParallelEmbedding`) or "sequence_norm"
+        (`SequenceParallelNorm`) with default options, or a `ColumnStyle`, `RowStyle`,
         `EmbeddingStyle` or `SequenceNormStyle` with options. A model that is itself a layer has the
         name ""; its replacement is returned
 
     Every rank calls it with the same model and plan, before the optimizer is made and before the
     model is wrapped (in DDP, over the ranks that have the same parts: `mesh["data"]`). Each rank
-    keeps its part of what is cut, under the same names; all else is whole, and stays equal, since
-    its gradients are equal. Code between the layers has to go by the sizes of what it gets: heads
-    by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to drop the same
-    on every rank: seed the ranks alike, and let what is random between the layers draw equally
-    many numbers on each (as it does if heads and features divide by the ranks).
+    keeps its part of the parameters that are cut, under the same names; all others are whole, and
+    stay equal, since their gradients are equal. Code between the layers has to use the sizes of its
+    inputs: heads by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to
+    drop the same on every rank: seed the ranks alike, and let random functions between the layers
+    draw equally many numbers on each (as they do if heads and features divide by the ranks).
 
     Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
     layers are in the plan and cut them alike ("embedding" and "column").
 
-    What lies between a "column" and a "row" sees this rank's part of the features, and what lies
-    between two layers with `sequence_dim` its part of the sequence. Layers there that have
-    parameters learn from that part only, which nobody can see here: norms have to be
-    "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
-    `check_whole_parameters` finds what was forgotten.
+    Layers between a "column" and a "row" see this rank's part of the features, and layers between
+    two with `sequence_dim` its part of the sequence. If they have parameters, these would learn
+    from that part only, which cannot be seen here: norms have to be "sequence_norm", and other
+    parameters go through `copy_to_ranks` before they are used. `check_whole_parameters` finds those
+    that were forgotten.
 
     Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that

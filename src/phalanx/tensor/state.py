@@ -32,9 +32,9 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
     rank0_only   only rank 0 of each layer's group keeps it; the others get {}
 
-    Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut;
-    what is gathered is a copy, all else the module's own. For a model in DDP, too, or in FSDP,
-    whose shards are gathered first, and one that has such in it; of a pipeline, this rank's layers.
+    Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut.
+    A gathered tensor is a copy, any other the module's own. Also for a model in DDP or FSDP, or
+    with such parts: FSDP's shards are gathered first. Of a pipeline, it gives this rank's layers.
     """
     own = dict(module.state_dict())
     for prefix, part in walk(module):
@@ -72,7 +72,7 @@ def load_full_state_dict(
     strict   the keys have to be exactly the model's, as in `Module.load_state_dict`
 
     Raises `SizeMismatchError`, naming the first, for a tensor that is not as large as the whole;
-    nothing is changed then. For a model in DDP or FSDP, too, or with such in it, and a pipeline.
+    nothing is changed then. Also for a model in DDP or FSDP, or with such parts, and a pipeline.
     Every rank that shards parameters with others (FSDP) calls it.
     """
     cut, slices = _cut_parameters(module), _slices(module)
@@ -146,12 +146,13 @@ def clip_grad_norm_(
     norm_type   a number above 0, or `inf` for the largest
     shards      for a model in FSDP, the ranks that it shards over, such as `mesh["data"]`
 
-    Returns the norm before, float64, the same on every rank. What is cut counts on each rank for
-    its part, a stage's layers on their rank, and what is whole counts once. (torch's function of
-    this name would find another norm on each rank, and what is whole would drift apart.) Every rank
-    calls it when gradients are final: after `backward()` or `train_step()`, with DDP too. Blocks
-    for a message of one number to those with the other parts, for one to the other stages, and with
-    `shards` for one to these. Raises `MisuseError` for shards if nobody says over which ranks.
+    Returns the norm before, float64, the same on every rank. Each rank's part of a gradient that is
+    cut counts, and each stage's layers; a gradient that is whole counts once. (torch's function of
+    this name would find another norm on each rank, and whole parameters would drift apart.) Every
+    rank calls it when gradients are final: after `backward()` or `train_step()`, with DDP too.
+    Blocks for a message of one number to the ranks with the other parts, for one to the other
+    stages, and with `shards` for one to these. Raises `MisuseError` for FSDP's shards without
+    `shards`.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")
@@ -207,10 +208,10 @@ REMEDY = (
 def check_whole_parameters(module: nn.Module) -> None:
     """Raise `DesyncError`, on every rank, unless the parameters that are not cut are the same bits.
 
-    They are at first, and stay so if the plan is right. A plan that leaves out a norm in a region
-    where ranks have parts is not wrong in its shapes, so nothing else tells: call this after the
-    first step of a new model, and as often as you like. Names the first parameter that differs, and
-    the ranks in the minority. Every rank that shares layers calls it. Blocks for a message of 8
+    They are equal at first, and stay so if the plan is right. A plan that leaves out a norm in a
+    region where ranks have parts has the right shapes, so no other check finds it: call this after
+    the first step of a new model, and as often as you like. Names the first parameter that differs,
+    and the ranks in the minority. Every rank that shares layers calls it. Blocks for a message of 8
     bytes; costs reading the parameters once.
     """
     cut = owners(module)
