@@ -1,9 +1,9 @@
 """Runs the schedules of all ranks against each other, without tensors, and draws them.
 
 A rank takes its next action when the input of the action is there. Which of the ranks that can
-continue does so next is the caller's choice (`chance`), and must make no difference. Receives block,
-sends do not. An impossible action, such as a backward pass before its forward pass, is an error at
-once; the error of a deadlock says which action each rank waits in.
+continue does so next is the caller's choice (`chance`), and must make no difference. Receives
+block, sends do not. An impossible action, such as a backward pass before its forward pass, is an
+error at once; the error of a deadlock says which action each rank waits in.
 """
 
 from __future__ import annotations
