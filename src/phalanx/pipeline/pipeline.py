@@ -113,8 +113,9 @@ class Pipeline(Wrapper):
         except Exception as error:
             problem = error
         check_same_plan(plan.lines, problem, backend)
-        mine = [name for number in plan.of_rank(backend.rank) for name in plan.names_in(number)]
-        own = nn.Sequential(OrderedDict((name, named[name]) for name in mine))
+        mine = [number for number, stage in enumerate(plan.stages) if stage.rank == backend.rank]
+        names = [name for number in mine for name in plan.names_in(number)]
+        own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
         super().__init__(own, backend)
         self.config = config
         self._plan = plan
@@ -243,13 +244,15 @@ class Pipeline(Wrapper):
         except Exception as error:
             problem = error
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
-        seconds = timeout if problem is None else None
-        agreed = handshake(call, samples, metadata, problem, backend, timeout=seconds)
+        agreed = handshake(
+            call, samples, metadata, problem, backend, timeout=timeout if problem is None else None
+        )
         m = min(config.num_micro_batches, agreed.samples)
         ranges = chunk_ranges(agreed.samples, m)
         sizes = [end - start for start, end in ranges]
+        seconds = backend.timeout if timeout is None else timeout
         p2p = StageP2P(
-            backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=timeout
+            backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=seconds
         )
         step = Step(
             plan,

@@ -105,10 +105,6 @@ class PipelinePlan(NamedTuple):
         start, end, _ = self.stages[stage]
         return self.names[start:end]
 
-    def of_rank(self, rank: int) -> list[int]:
-        """The numbers of a rank's stages: its chunks."""
-        return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
-
     def describe_stage(self, stage: int) -> str:
         """A stage for a message: `stage 1 (layers 4 to 7)`."""
         names = self.names_in(stage)
@@ -157,22 +153,10 @@ def make_plan(
         stages = split_into_stages(len(layers), count)
     else:
         _check_stages(stages, len(layers), count)
-    lines = [
-        *(_describe(name, layer) for name, layer in layers.items()),
-        f"num_micro_batches={config.num_micro_batches}",
-        f"schedule={config.schedule!r}",
-        f"num_chunks={config.chunks}",
-        f"stages {[tuple(stage[:2]) for stage in stages]}",
-    ]
+    lines = _describe(layers, config, stages)
     on_ranks = tuple(stage._replace(rank=number % p) for number, stage in enumerate(stages))
     plan = PipelinePlan(tuple(layers), on_ranks, lines)
-    owner_of: dict[nn.Parameter, tuple[int, str]] = {}
-    for number, stage in enumerate(on_ranks):
-        for name in plan.names_in(number):
-            _check_not_shared(layers[name], name, stage.rank, owner_of)
-    for number in plan.of_rank(rank):
-        for name in plan.names_in(number):
-            _check_not_meta(layers[name], name, rank, plan.describe_stage(number))
+    _check_parameters(plan, layers, rank)
     return plan
 
 
@@ -196,42 +180,54 @@ def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) 
         raise ValueError(f"the stages end with layer {start} of {num_layers}")
 
 
-def _describe(name: str, layer: nn.Module) -> str:
-    """A layer for a comparison. Ranks may differ in whether it is frozen, and on which device."""
-    shapes = [
-        f"{key} {str(p.dtype).removeprefix('torch.')} "
-        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
-        for key, p in layer.named_parameters()
+def _describe(
+    layers: dict[str, nn.Module], config: PipelineParallelConfig, stages: Sequence[PipelineStage]
+) -> list[str]:
+    """The pipeline for a comparison. Ranks may differ in what is frozen, and on which device."""
+    lines = []
+    for name, layer in layers.items():
+        shapes = [
+            f"{key} {str(p.dtype).removeprefix('torch.')} "
+            + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
+            for key, p in layer.named_parameters()
+        ]
+        lines.append(f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})")
+    return [
+        *lines,
+        f"num_micro_batches={config.num_micro_batches}",
+        f"schedule={config.schedule!r}",
+        f"num_chunks={config.chunks}",
+        f"stages {[tuple(stage[:2]) for stage in stages]}",
     ]
-    return f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})"
 
 
-def _check_not_shared(
-    layer: nn.Module, name: str, rank: int, owner_of: dict[nn.Parameter, tuple[int, str]]
-) -> None:
-    """Note the owners of a layer's parameters. Of one that two ranks own, they would train two."""
-    for key, parameter in layer.named_parameters(remove_duplicate=False):
-        owner, first = owner_of.setdefault(parameter, (rank, f"{name}.{key}"))
-        if owner != rank:
-            raise UnsupportedOperationError(
-                f"{first} on rank {owner} and {name}.{key} on rank {rank} are one parameter, and "
-                "a pipeline would train two: put both layers on one rank (`stages=`), or give each "
-                "its own",
-                rank=owner,
-                peer=rank,
-                op="Pipeline",
-            )
-
-
-def _check_not_meta(layer: nn.Module, name: str, rank: int, stage: str) -> None:
-    for key, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-        if tensor.is_meta:
-            raise MisuseError(
-                f"rank {rank}: {name}.{key} is on the meta device, and this rank trains {stage}: "
-                "build those layers for real here",
-                rank=rank,
-                op="Pipeline",
-            )
+def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: int) -> None:
+    """Raise for a parameter that two ranks would train, or that is not in this rank's memory."""
+    first: dict[nn.Parameter, tuple[int, str]] = {}
+    placed = [(n, name) for n in range(len(plan.stages)) for name in plan.names_in(n)]
+    for number, name in placed:
+        owner = plan.stages[number].rank
+        for key, parameter in layers[name].named_parameters(remove_duplicate=False):
+            other, other_name = first.setdefault(parameter, (owner, f"{name}.{key}"))
+            if other != owner:
+                raise UnsupportedOperationError(
+                    f"{other_name} on rank {other} and {name}.{key} on rank {owner} are one "
+                    "parameter, and a pipeline would train two: put both layers on one rank "
+                    "(`stages=`), or give each its own",
+                    rank=other,
+                    peer=owner,
+                    op="Pipeline",
+                )
+    for number, name in placed:
+        layer, is_mine = layers[name], plan.stages[number].rank == rank
+        for key, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+            if is_mine and tensor.is_meta:
+                raise MisuseError(
+                    f"rank {rank}: {name}.{key} is on the meta device, and this rank trains "
+                    f"{plan.describe_stage(number)}: build those layers for real here",
+                    rank=rank,
+                    op="Pipeline",
+                )
 
 
 def measure_layer_costs(

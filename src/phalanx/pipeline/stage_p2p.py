@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ _LENGTH = struct.Struct("<q")
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Activations (F) or gradients (B) of one micro-batch, sent to stage `stage`."""
 
     kind: ActionKind
@@ -44,8 +45,10 @@ class Message(NamedTuple):
 
 Edge = dict[tuple[int, int], MessageLayout]  # by step metadata, and number of samples
 Layouts = dict[tuple[ActionKind, int], Edge]  # by kind, and the stage that receives
+Received = tuple[MessageLayout, list[Tensor], list[PendingCollective[int]]]
 
 
+@dataclass
 class StageP2P:
     """The messages that one rank sends to other stages, and receives from them, in one step.
 
@@ -53,40 +56,31 @@ class StageP2P:
     metadata     the hash of all that shapes may depend on; the same on every rank
     sizes        the number of samples of each micro-batch
     num_stages   of all ranks together, p * v
+    timeout      seconds that this rank waits for a message at most
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        layouts: Layouts,
-        metadata: int,
-        sizes: Sequence[int],
-        num_stages: int,
-        *,
-        timeout: float | None,
-    ) -> None:
-        for edge in layouts.values():
+    backend: Backend
+    layouts: Layouts
+    metadata: int
+    sizes: Sequence[int]
+    num_stages: int
+    timeout: float
+    _received: dict[StageMessage, Received] = field(default_factory=dict)
+    _sends: list[PendingCollective[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for edge in self.layouts.values():
             if len(edge) > MOST_LAYOUTS:  # between steps both ends have as many, and forget them
                 edge.clear()
-        self._backend = backend
-        self._layouts = layouts
-        self._metadata = metadata
-        self._sizes = sizes
-        self._num_stages = num_stages
-        self._timeout = backend.timeout if timeout is None else timeout
-        self._all_local = backend.world_size == 1  # all stages are on this rank: nothing is sent
-        self._received: dict[
-            Message, tuple[MessageLayout, list[Tensor], list[PendingCollective[int]]]
-        ] = {}
-        self._sends: list[PendingCollective[None]] = []
+        self._all_local = self.backend.world_size == 1  # all stages are here: nothing is sent
 
-    def post_recv(self, message: Message) -> None:
+    def post_recv(self, message: StageMessage) -> None:
         """Begin to receive a message if its layout is known; does not block."""
         known, key = self._known(message)
         if key in known and message not in self._received and not self._all_local:
             self._receive(message, known[key])
 
-    def recv(self, message: Message) -> tuple[MessageLayout, list[Tensor]]:
+    def recv(self, message: StageMessage) -> tuple[MessageLayout, list[Tensor]]:
         """The layout and the tensors of a message; blocks until they have arrived."""
         if message not in self._received:
             known, key = self._known(message)
@@ -95,10 +89,12 @@ class StageP2P:
             self._receive(message, known[key])
         layout, tensors, pending = self._received.pop(message)
         for work in pending:
-            work.wait(self._timeout)
+            work.wait(self.timeout)
         return layout, tensors
 
-    def isend(self, message: Message, tree: Tree, name: str) -> tuple[MessageLayout, list[Tensor]]:
+    def isend(
+        self, message: StageMessage, tree: Tree, name: str
+    ) -> tuple[MessageLayout, list[Tensor]]:
         """Begin to send; does not block. Gives the layout that the receiver knows, and the tensors.
 
         Raises `UnsupportedObjectError` for what is no tree of tensors, `UnsupportedOperationError`
@@ -127,7 +123,7 @@ class StageP2P:
                 f"like it were {layout}. In a pipeline, shapes, dtypes, and which tensors have a "
                 "gradient may depend on the shapes of the inputs, on train() and eval(), on frozen "
                 "parameters and on autocast, and on nothing else",
-                rank=self._backend.rank,
+                rank=self.backend.rank,
                 op="Pipeline",
             )
         if self._all_local:
@@ -141,22 +137,22 @@ class StageP2P:
     def isend_loss(self, loss: Tensor) -> None:
         """Begin to send the loss of the step to every other rank; does not block. 16 bytes each."""
         row = torch.tensor([loss.item(), _LOSS_DTYPES.index(loss.dtype)], dtype=torch.float64)
-        for peer in range(self._backend.world_size):
-            if peer != self._backend.rank:
-                self._sends.append(isend(row, peer, self._backend, tag=LOSS_TAG, timeout=A_DAY))
+        for peer in range(self.backend.world_size):
+            if peer != self.backend.rank:
+                self._sends.append(isend(row, peer, self.backend, tag=LOSS_TAG, timeout=A_DAY))
 
     def recv_loss(self) -> Tensor:
         """The loss that the last stage's rank has sent; blocks until it has arrived."""
         row = torch.empty(2, dtype=torch.float64)
-        last = self._backend.world_size - 1
-        self._backend.recv(row, last, tag=LOSS_TAG, timeout=self._timeout)
+        last = self.backend.world_size - 1
+        self.backend.recv(row, last, tag=LOSS_TAG, timeout=self.timeout)
         value, dtype = row.tolist()
         return torch.tensor(value, dtype=_LOSS_DTYPES[int(dtype)])
 
     def wait_sends(self) -> None:
         """Block until everything has been sent."""
         for work in self._sends:
-            work.wait(self._timeout)
+            work.wait(self.timeout)
         self._sends.clear()
 
     def _forget_ended_sends(self) -> None:
@@ -168,45 +164,45 @@ class StageP2P:
                 pending.append(work)
         self._sends = pending
 
-    def _known(self, message: Message) -> tuple[Edge, tuple[int, int]]:
+    def _known(self, message: StageMessage) -> tuple[Edge, tuple[int, int]]:
         """The layouts of the message's edge that have been sent, and the key of its own."""
-        key = self._metadata, self._sizes[message.micro_batch]
-        return self._layouts.setdefault(message[:2], {}), key
+        key = self.metadata, self.sizes[message.micro_batch]
+        return self.layouts.setdefault(message[:2], {}), key
 
-    def _sender(self, message: Message) -> int:
+    def _sender(self, message: StageMessage) -> int:
         stage = message.stage + (-1 if message.kind is ActionKind.F else 1)
-        return stage % self._backend.world_size
+        return stage % self.backend.world_size
 
-    def _tag(self, message: Message) -> int:
-        edge = message.kind * self._num_stages + message.stage
-        return FIRST_TAG + edge * len(self._sizes) + message.micro_batch
+    def _tag(self, message: StageMessage) -> int:
+        edge = message.kind * self.num_stages + message.stage
+        return FIRST_TAG + edge * len(self.sizes) + message.micro_batch
 
-    def _send(self, message: Message, content: Any) -> None:
-        receiver = message.stage % self._backend.world_size
+    def _send(self, message: StageMessage, content: Any) -> None:
+        receiver = message.stage % self.backend.world_size
         tag = self._tag(message)
-        self._sends.append(isend(content, receiver, self._backend, tag=tag, timeout=A_DAY))
+        self._sends.append(isend(content, receiver, self.backend, tag=tag, timeout=A_DAY))
 
-    def _irecv(self, message: Message, into: Any) -> PendingCollective[int]:
+    def _irecv(self, message: StageMessage, into: Any) -> PendingCollective[int]:
         sender, tag = self._sender(message), self._tag(message)
-        return irecv(into, sender, self._backend, tag=tag, timeout=A_DAY)
+        return irecv(into, sender, self.backend, tag=tag, timeout=A_DAY)
 
-    def _receive(self, message: Message, layout: MessageLayout) -> None:
+    def _receive(self, message: StageMessage, layout: MessageLayout) -> None:
         tensors = layout.empty()
         pending = [self._irecv(message, tensor) for tensor in tensors]
         self._received[message] = layout, tensors, pending
 
-    def _receive_layout(self, message: Message) -> MessageLayout:
+    def _receive_layout(self, message: StageMessage) -> MessageLayout:
         announced = bytearray(_LENGTH.size)
-        self._irecv(message, announced).wait(self._timeout)
+        self._irecv(message, announced).wait(self.timeout)
         (length,) = _LENGTH.unpack(announced)
         if not 0 < length <= MOST_LAYOUT_BYTES:
             sender = self._sender(message)
             raise MalformedObjectError(
                 f"rank {sender} announced a layout of {length:,} bytes; no layout has that length",
-                rank=self._backend.rank,
+                rank=self.backend.rank,
                 peer=sender,
                 op="Pipeline",
             )
         content = bytearray(length)
-        self._irecv(message, content).wait(self._timeout)
+        self._irecv(message, content).wait(self.timeout)
         return MessageLayout.decode(content)

@@ -27,7 +27,7 @@ from phalanx.errors import MisuseError
 from phalanx.pipeline.message import MessageLayout, Tree, unflatten
 from phalanx.pipeline.plan import PipelinePlan
 from phalanx.pipeline.schedules import Action, ActionKind
-from phalanx.pipeline.stage_p2p import Message, StageP2P
+from phalanx.pipeline.stage_p2p import StageMessage, StageP2P
 
 AHEAD = 2  # actions for which messages are being received while this one computes
 
@@ -163,13 +163,13 @@ class Step:
             alive = self._alive.get((stage, action.micro_batch))
             needed = alive is not None and bool(alive.sent.places)
         if needed:
-            self.p2p.post_recv(Message(action.kind, stage, action.micro_batch))
+            self.p2p.post_recv(StageMessage(action.kind, stage, action.micro_batch))
 
     def _forward(self, stage: int, j: int) -> None:
         if stage == 0:
             outputs, received = self.inputs[j], StageBoundary()
         else:
-            outputs, received = self._recv_inputs(Message(ActionKind.F, stage, j))
+            outputs, received = self._recv_inputs(StageMessage(ActionKind.F, stage, j))
         began = perf_counter()
         for name in self.plan.names_in(stage):
             outputs = getattr(self.module, name)(outputs)
@@ -179,7 +179,7 @@ class Step:
         else:
             self.busy += perf_counter() - began
             name = f"the outputs of {self.plan.describe_stage(stage)}"
-            layout, leaves = self.p2p.isend(Message(ActionKind.F, stage + 1, j), outputs, name)
+            layout, leaves = self.p2p.isend(StageMessage(ActionKind.F, stage + 1, j), outputs, name)
             sent = StageBoundary(layout, leaves)
             needing = [leaves[place] for place in sent.places if leaves[place].requires_grad]
             root = _SendBoundary.apply(sent, *needing)  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class Step:
             self._alive[stage, j] = _Activations(root, received, sent)
             self.most_alive = max(self.most_alive, len(self._alive))
 
-    def _recv_inputs(self, message: Message) -> tuple[Tree, StageBoundary]:
+    def _recv_inputs(self, message: StageMessage) -> tuple[Tree, StageBoundary]:
         """A stage's input, connected to its boundary where a gradient is sent back."""
         layout, leaves = self.p2p.recv(message)
         boundary = StageBoundary(layout)
@@ -223,7 +223,7 @@ class Step:
         alive, is_last = self._alive.pop((stage, j)), self._is_last(stage)
         received, sent = alive.received, alive.sent
         if sent.places:
-            layout, leaves = self.p2p.recv(Message(ActionKind.B, stage, j))
+            layout, leaves = self.p2p.recv(StageMessage(ActionKind.B, stage, j))
             returned = zip(unflatten(layout.structure, leaves), sent.connected, strict=True)
             sent.gradients = [gradient for gradient, connected in returned if connected]
         if is_last or any(gradient is not None for gradient in sent.gradients):
@@ -233,5 +233,5 @@ class Step:
             self.busy += perf_counter() - began
         if received.places:
             name = f"the gradients of {self.plan.describe_stage(stage)}"
-            message = Message(ActionKind.B, stage - 1, j)
+            message = StageMessage(ActionKind.B, stage - 1, j)
             self.p2p.isend(message, list(received.gradients), name)
