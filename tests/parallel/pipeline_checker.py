@@ -1,9 +1,9 @@
-"""Runs the schedules of all ranks against each other, on nothing, and proves what they promise.
+"""Runs the schedules of all ranks against each other, without tensors, and draws them.
 
-A rank takes its next action when what it needs has been given; which of the ranks that could go on
-does so next is the caller's choice (`chance`), and must make no difference. Receives block, sends
-do not. An action that cannot be, such as a backward pass before its forward pass, is an error at
-once; a deadlock is one that says who waits for what.
+A rank takes its next action when the input of the action is there. Which of the ranks that can
+continue does so next is the caller's choice (`chance`), and must make no difference. Receives
+block, sends do not. An impossible action, such as a backward pass before its forward pass, is an
+error at once; the error of a deadlock says which action each rank waits in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from phalanx.pipeline.schedules import Action, Kind, Schedule
+from phalanx.pipeline.schedules import SCHEDULES, Action, ActionKind, Schedule
 
 
 class BrokenScheduleError(AssertionError):
@@ -38,7 +38,7 @@ def check(schedules: list[Schedule], num_chunks: int, chance: random.Random) -> 
     def needs(rank: int, action: Action) -> bool:
         kind, j, c = action
         stage = c * p + rank
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             return stage == 0 or (stage - 1, j) in report.forward
         if (stage, j) not in report.forward:
             raise BrokenScheduleError(f"rank {rank}: {action} before its forward pass")
@@ -58,3 +58,67 @@ def check(schedules: list[Schedule], num_chunks: int, chance: random.Random) -> 
         report.most_alive[rank] = max(report.most_alive[rank], len(alive[rank]))
         next_action[rank] = next(schedules[rank], None)
     return report
+
+
+# A schedule in unit times: when each rank does what, and its picture as in the docstrings.
+
+Slot = tuple[int, int, Action]  # begins, ends, what
+
+
+def timeline(
+    schedule: str, p: int, m: int, v: int = 1, *, forward: int = 1, backward: int = 1
+) -> list[list[Slot]]:
+    """For each rank its actions and when they begin and end, if messages took no time.
+
+    forward, backward   how long a pass through one chunk takes
+
+    Raises RuntimeError if the schedule cannot go on, naming the action that each rank waits in.
+    """
+    todo = [list(SCHEDULES[schedule].generator(i, p, m, v))[::-1] for i in range(p)]
+    slots: list[list[Slot]] = [[] for _ in range(p)]
+    ends: dict[
+        tuple[ActionKind, int, int], int
+    ] = {}  # of the pass of a micro-batch through a stage
+    last = p * v - 1
+    waiting = list(range(p))
+    while waiting:
+        i = waiting.pop()
+        while todo[i]:
+            kind, j, c = action = todo[i][-1]
+            s = c * p + i
+            if kind is ActionKind.F:
+                ready = ends.get((ActionKind.F, s - 1, j)) if s else 0
+            else:
+                ready = ends.get((ActionKind.B, s + 1, j) if s < last else (ActionKind.F, s, j))
+            if ready is None:
+                break
+            todo[i].pop()
+            begins = max(ready, slots[i][-1][1] if slots[i] else 0)
+            ends[kind, s, j] = begins + (forward if kind is ActionKind.F else backward)
+            slots[i].append((begins, ends[kind, s, j], action))
+            waiting += {(i + 1) % p, (i - 1) % p} - {*waiting, i}
+    if any(todo):
+        stuck = ", ".join(f"rank {i} in {todo[i][-1]}" for i in range(p) if todo[i])
+        raise RuntimeError(f"{schedule} with p = {p}, m = {m}, v = {v} cannot go on: {stuck}")
+    return slots
+
+
+def picture(schedule: str, p: int, m: int, v: int = 1) -> str:
+    """Draw what the ranks do; a forward pass is as long as a backward pass.
+
+    >>> from pipeline_checker import picture
+    >>> print(picture("1f1b", 2, 3))
+    rank 0   F0 F1 .  B0 F2 B1 .  B2
+    rank 1   .  F0 B0 F1 B1 F2 B2 .
+    """
+    slots = timeline(schedule, p, m, v)
+    length = max(own[-1][1] for own in slots)
+    rows = [["."] * length for _ in slots]
+    for row, own in zip(rows, slots, strict=True):
+        for begins, _, action in own:
+            row[begins] = str(action)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        f"rank {i}   " + " ".join(map(str.ljust, row, widths)).rstrip()
+        for i, row in enumerate(rows)
+    )

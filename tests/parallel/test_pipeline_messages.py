@@ -1,4 +1,4 @@
-"""What crosses between stages, how often, and who waits for it; and what is kept meanwhile."""
+"""Messages between stages: how many, which ranks wait for them, and what is kept meanwhile."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sent:
         return sizes
 
 
-def test_shapes_are_told_before_the_first_micro_batch_of_a_kind_and_not_again() -> None:
+def test_layouts_are_sent_before_the_first_micro_batch_of_a_kind_and_not_again() -> None:
     def run(backend: Backend) -> None:
         sent, pipeline = Sent(backend), piped(backend, deep())
 

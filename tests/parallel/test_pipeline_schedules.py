@@ -8,11 +8,10 @@ import re
 from itertools import product
 
 import pytest
-from pipeline_checker import BrokenScheduleError, check
+from pipeline_checker import BrokenScheduleError, check, picture, timeline
 
 from phalanx.pipeline import pipeline as pipeline_file
-from phalanx.pipeline import schedules as timeline_file
-from phalanx.pipeline.schedules import SCHEDULES, Action, B, F, Kind, picture, timeline
+from phalanx.pipeline.schedules import SCHEDULES, Action, ActionKind, B, F
 
 SHAPES = [
     (name, p, m, v)
@@ -72,7 +71,7 @@ def test_the_picture_of_a_schedule_is_what_it_does(name: str) -> None:
 
 def test_the_other_pictures_are_of_the_same_schedules() -> None:
     assert indented(pipeline_file.__doc__ or "") == picture("1f1b", 3, 4)
-    example = (inspect.getdoc(timeline_file.picture) or "").split('picture("1f1b", 2, 3))\n')[1]
+    example = (inspect.getdoc(picture) or "").split('picture("1f1b", 2, 3))\n')[1]
     assert example == picture("1f1b", 2, 3)
 
 
@@ -120,11 +119,11 @@ def test_interleaving_divides_the_time_in_the_bubble_by_the_number_of_chunks() -
 
 def test_messages_between_two_stages_are_sent_and_awaited_in_one_order() -> None:
     for name, p, m, v in SHAPES:
-        orders: dict[tuple[Kind, int], list[int]] = {}
+        orders: dict[tuple[ActionKind, int], list[int]] = {}
         for i in range(p):
             for kind, j, c in actions_of(name, i, p, m, v):
                 orders.setdefault((kind, c * p + i), []).append(j)
-        for kind in Kind:
+        for kind in ActionKind:
             assert len({tuple(orders[kind, stage]) for stage in range(p * v)}) == 1, (name, p, m, v)
 
 
@@ -132,7 +131,8 @@ def test_forward_passes_alone_end_too() -> None:
     """That is what evaluate does."""
     for name, p, m, v in SHAPES:
         forward = [
-            iter([a for a in actions_of(name, i, p, m, v) if a.kind is Kind.F]) for i in range(p)
+            iter([a for a in actions_of(name, i, p, m, v) if a.kind is ActionKind.F])
+            for i in range(p)
         ]
         assert len(check(forward, v, random.Random(2)).forward) == p * v * m
 

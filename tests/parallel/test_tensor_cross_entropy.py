@@ -23,7 +23,7 @@ from phalanx import (
     parallel_cross_entropy,
     simulate,
 )
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
 def alone(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def together(
     logits: Tensor, targets: Tensor, ranks: int, *, say: bool = True, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The same of each rank's own classes; the gradients joined."""
-    classes = Cut.of(logits.shape[-1], ranks)
+    classes = ShardSpec.of(logits.shape[-1], ranks)
 
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
         z = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
@@ -130,7 +130,7 @@ def test_what_is_not_finite_does_what_it_does_in_one_place(value: float, where: 
 def test_it_is_the_same_on_every_backend(cluster: Cluster):
     logits, targets = noise(4, 7), torch.tensor([6, 0, -100, 3])
     expected, slope = alone(logits, targets)
-    classes = Cut.of(7, 2)
+    classes = ShardSpec.of(7, 2)
 
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
         z = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
@@ -227,7 +227,7 @@ def test_gradients_of_gradients_are_those_of_the_joined_logits(smoothing: float)
 
     z = logits.clone().requires_grad_()
     penalty(F.cross_entropy(z, targets, label_smoothing=smoothing), z).backward()
-    classes = Cut.of(7, 3)
+    classes = ShardSpec.of(7, 3)
 
     def run(backend: Backend) -> Tensor:
         own = classes.shard(logits, -1, backend.rank).clone().requires_grad_()

@@ -1,8 +1,8 @@
 """The functions between ranks: forward as in their table, and backward the transpose of it.
 
-What goes forward is linear in the inputs of all ranks. That backward is its transpose is checked as
-such: for random x and v, <f(x), v> summed over the ranks is <x, f'(v)> summed over the ranks, with
-what is the same on every rank counted once.
+Forward is linear in the inputs of all ranks. That backward is its transpose is checked for random x
+and v: <f(x), v> summed over the ranks is <x, f'(v)> summed over the ranks, where a tensor that is
+the same on every rank counts once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx import (
     scatter_to_ranks,
     simulate,
 )
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 SHAPE = (6, 5, 4)  # of the whole
 
@@ -54,8 +54,8 @@ MEANING: dict[str, Callable[[list[Tensor], int, int], Tensor]] = {
 }
 
 
-def cut(dim: int, ranks: int) -> Cut:
-    return Cut.of(SHAPE[dim], ranks)
+def cut(dim: int, ranks: int) -> ShardSpec:
+    return ShardSpec.of(SHAPE[dim], ranks)
 
 
 def value(kind: str, rank: int, size: int, seed: int, dim: int = 1) -> Tensor:
@@ -129,7 +129,7 @@ FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 def test_it_sends_what_the_table_says(name: str, p: int):
     """p-1 times the bytes of the whole for all ranks together, twice that for an all_reduce."""
     _, given, gives = FUNCTIONS[name]
-    function, whole = FUNCTIONS[name][0], Cut.of(8, p)
+    function, whole = FUNCTIONS[name][0], ShardSpec.of(8, p)
 
     def tensor(kind: str, rank: int) -> Tensor:
         x = noise(8, 6)
@@ -176,7 +176,7 @@ def test_gradients_of_gradients_are_those_of_the_plain_computation():
     assert expected_weight is not None
 
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
-        ours = Cut.of(6, backend.world_size)
+        ours = ShardSpec.of(6, backend.world_size)
         weight = ours.shard(a, 0, backend.rank).clone().requires_grad_()
         x = x0.clone().requires_grad_()
         hidden = torch.tanh(copy_to_ranks(x, backend) @ weight.t())
@@ -229,7 +229,7 @@ def test_a_dimension_that_is_not_there_is_refused_before_anything_is_sent(functi
 def test_a_cut_of_another_size_is_refused_before_anything_is_sent(function: Any):
     (backend, _) = phalanx.SimulatedBackend.create_group(2)
     with pytest.raises(SizeMismatchError, match="along dim 1, as it was cut"):
-        function(torch.ones(3, 4), backend, -1, cut=Cut.of(5, 2))
+        function(torch.ones(3, 4), backend, -1, cut=ShardSpec.of(5, 2))
 
 
 def test_a_shard_may_be_changed_in_place():

@@ -25,7 +25,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
@@ -83,8 +83,8 @@ def test_a_column_linear_is_the_plain_one(
     plain = linear(inputs, ranks + more, bias=bias)
     x, v = noise(2, length, inputs), noise(2, length, ranks + more, seed=1)
     y, dx, gradients = expected_of(plain, x, v)
-    along = Cut.of(length, ranks)
-    columns = Cut.of(ranks + more, ranks)
+    along = ShardSpec.of(length, ranks)
+    columns = ShardSpec.of(ranks + more, ranks)
 
     def run(backend: Backend) -> Result:
         rank = backend.rank
@@ -119,8 +119,8 @@ def test_a_row_linear_is_the_plain_one(
     plain = linear(ranks + more, outputs, bias=bias)
     x, v = noise(2, length, ranks + more), noise(2, length, outputs, seed=1)
     y, dx, gradients = expected_of(plain, x, v)
-    along = Cut.of(length, ranks)
-    rows = Cut.of(ranks + more, ranks)
+    along = ShardSpec.of(length, ranks)
+    rows = ShardSpec.of(ranks + more, ranks)
 
     def run(backend: Backend) -> Result:
         rank = backend.rank
@@ -197,7 +197,7 @@ def test_initial_values_are_those_of_a_plain_layer_whatever_the_ranks(kind: str,
         after = torch.rand(1)  # the random state has moved as far
         return {name: p.detach() for name, p in layer.named_parameters()}, after
 
-    def run(backend: Backend) -> tuple[list[tuple[str, Tensor, int, Cut]], Tensor]:
+    def run(backend: Backend) -> tuple[list[tuple[str, Tensor, int, ShardSpec]], Tensor]:
         torch.manual_seed(3)
         layer: Any = ours(backend)
         after = torch.rand(1)
@@ -260,7 +260,7 @@ def test_an_embedding_is_the_plain_one_to_the_bit(
     y = plain(tokens)
     y.backward(v)
     gradients = plain_gradients(plain)
-    along = Cut.of(4, ranks)
+    along = ShardSpec.of(4, ranks)
 
     def run(backend: Backend) -> tuple[Tensor, dict[str, Tensor]]:
         layer = ParallelEmbedding.from_embedding(plain, backend, sequence_dim=sequence_dim)
@@ -314,7 +314,7 @@ def test_a_norm_of_a_part_of_the_sequence_learns_from_the_whole(norm: str):
         nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
     x, v = noise(2, 5, 6), noise(2, 5, 6, seed=1)
     y, dx, gradients = expected_of(plain, x, v)
-    along = Cut.of(5, 3)
+    along = ShardSpec.of(5, 3)
 
     def run(backend: Backend) -> Result:
         layer = SequenceParallelNorm.from_norm(plain, backend)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SizeMismatchError, gather_shards, shard_tensor
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
 def test_the_earlier_shards_are_one_row_longer():
@@ -98,7 +98,7 @@ PICTURES = {
 @pytest.mark.parametrize("case", PICTURES)
 def test_a_cut_looks_like_its_picture(case: tuple[int, int, tuple[int, ...] | None, int]):
     total, ranks, parts, unit = case
-    cut = Cut.of(total, ranks, parts=parts, unit=unit)
+    cut = ShardSpec.of(total, ranks, parts=parts, unit=unit)
     shards = cut.shards(torch.arange(total), 0)
     assert " | ".join(" ".join(map(str, shard.tolist())) for shard in shards) == PICTURES[case]
 
@@ -111,7 +111,7 @@ def test_a_cut_looks_like_its_picture(case: tuple[int, int, tuple[int, ...] | No
 )
 def test_every_cut_is_undone_by_joining(ranks: int, unit: int, units: list[int], dim: int):
     parts = [unit * count for count in units]
-    cut = Cut.of(sum(parts), ranks, parts=parts, unit=unit)
+    cut = ShardSpec.of(sum(parts), ranks, parts=parts, unit=unit)
     shape = [2, 3, 4]
     shape[dim] = sum(parts)
     whole = torch.arange(2 * 3 * 4 * sum(parts) // [2, 3, 4][dim]).view(shape)

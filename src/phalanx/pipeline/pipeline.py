@@ -1,4 +1,4 @@
-"""Pipeline: every rank has some of the layers, and the parts of a batch go through all of them.
+"""Pipeline: every rank has some of the layers, and each micro-batch passes through all of them.
 
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import chunk_ranges
+from phalanx.collectives import all_gather, chunk_ranges
 from phalanx.core.backend import Backend
 from phalanx.core.work import check_timeout
 from phalanx.errors import (
@@ -29,12 +29,18 @@ from phalanx.errors import (
     SizeMismatchError,
 )
 from phalanx.parallel.wrapper import Wrapper
-from phalanx.pipeline.agreement import NO_BATCH, Turn, begin, check_same_plan
-from phalanx.pipeline.plan import PipelineParallelConfig, Plan, make_plan, named_layers
-from phalanx.pipeline.schedules import SCHEDULES, Action, Kind, PipelineBubble, measure_bubble
+from phalanx.pipeline.handshake import (
+    NO_BATCH,
+    check_same_plan,
+    handshake,
+    step_metadata,
+)
+from phalanx.pipeline.message import Tree, map_tensors
+from phalanx.pipeline.plan import PipelineParallelConfig, PipelinePlan, make_plan, named_layers
+from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
 from phalanx.pipeline.split import PipelineStage
-from phalanx.pipeline.stage_p2p import KnownLayouts, Tree, Wires, map_tensors
-from phalanx.pipeline.step import Batch, Step, circumstances
+from phalanx.pipeline.stage_p2p import Layouts, StageP2P
+from phalanx.pipeline.step import Step
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -43,12 +49,12 @@ class Pipeline(Wrapper):
     """Layers one after the other, cut into stages, one on each rank of `backend`.
 
     layers    all layers, on every rank: an nn.Sequential, or a list of modules. Only this rank's
-              are kept, as `module`, and nothing is done to the others, which may be on the meta
+              layers are kept, as `module`. The others are not touched, and may be on the meta
               device
     backend   the ranks; as many as the configuration has stages
-    config    how the layers are cut, and who does what when
-    stages    which layers are which stage, if not equally many: see `balance_stages`. Stage s is on
-              rank s % p
+    config    how the layers are cut, and the schedule
+    stages    which layers are which stage; by default equally many each. See `balance_stages`.
+              Stage s is on rank s % p
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
         optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -61,15 +67,15 @@ class Pipeline(Wrapper):
     every pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout
     draws on each rank from that rank's random state.
 
-    `parameters()` are this rank's, under the names that they have in the whole: the `state_dict`s
-    of all ranks together are the plain model's, which each rank can load. What layers pass on is a
-    tensor on the CPU, or tuples, lists and dicts of tensors and None; its shapes are sent once for
-    each kind of batch, and not again.
+    `parameters()` are this rank's, under the names that they have in the plain model: the
+    `state_dict`s of all ranks together are the plain model's, which each rank can load. A layer
+    takes and gives a tensor on the CPU, or tuples, lists and dicts of tensors and None; shapes are
+    sent once for each kind of batch.
 
-    What a loop needs besides: `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
-    stages (torch's takes each for itself); `GradScaler(backend)`; an optimizer for each stage's
-    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
-    the whole model's state, which any number of stages load, and a plain model.
+    A training loop also needs `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's function takes each stage for itself); `GradScaler(backend)`; an optimizer for
+    each stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer,
+    step=n)` writes the whole model's state. Any number of stages can load it, and a plain model.
 
     On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
     `mesh["data"]`, and after a step the mean of their gradients,
@@ -77,14 +83,14 @@ class Pipeline(Wrapper):
         gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
 
-    or layers that do it in each backward pass, in DDP or FSDP over `mesh["data"]`; and layers that
-    `parallelize` cut over `mesh["tensor"]`. Checkpoints are then of all ranks with the same part,
-    `backend=mesh["data", "stage"]`.
+    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass. Layers may
+    also be cut over `mesh["tensor"]` by `parallelize`. All ranks with the same part then save and
+    load a checkpoint together: `backend=mesh["data", "stage"]`.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
-    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for what cannot be a pipeline,
-    with nothing sent but that.
+    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that do not make
+    a pipeline. Only the comparison of the arguments has been sent then.
     """
 
     spreads = True
@@ -97,7 +103,7 @@ class Pipeline(Wrapper):
         *,
         stages: Sequence[PipelineStage] | None = None,
     ) -> None:
-        plan, problem = Plan((), (), []), None
+        plan, problem = PipelinePlan(), None
         named: dict[str, nn.Module] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
@@ -107,30 +113,31 @@ class Pipeline(Wrapper):
         except Exception as error:
             problem = error
         check_same_plan(plan.lines, problem, backend)
-        mine = [name for number in plan.of_rank(backend.rank) for name in plan.names_in(number)]
-        own = nn.Sequential(OrderedDict((name, named[name]) for name in mine))
+        mine = [number for number, stage in enumerate(plan.stages) if stage.rank == backend.rank]
+        names = [name for number in mine for name in plan.names_in(number)]
+        own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
         super().__init__(own, backend)
         self.config = config
         self._plan = plan
-        self._known = KnownLayouts()
+        self._layouts: Layouts = {}
         self._measured: tuple[float, float] | None = None
         self._peak = 0
 
     @property
     def stages(self) -> list[PipelineStage]:
-        """All stages, p * v of them: which layers, and on which rank."""
+        """All stages, p * v of them: which layers each has, and on which rank."""
         return list(self._plan.stages)
 
     @property
     def peak_activations(self) -> int:
-        """For how many micro-batches this rank held the activations of a chunk in the last step.
+        """The most micro-batches whose activations this rank held at one time in the last step.
 
-        At one time, at most; 1F1B: the number of stages from this one on.
+        Counted for each chunk. With 1F1B it is the number of stages from this one on.
         """
         return self._peak
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """A copy on the same ranks, on which every rank makes one: there is one connection."""
+        """A copy on the same backend, which is shared. Every rank makes one."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
         rest = {name: value for name, value in self.__dict__.items() if name not in shared}
@@ -162,19 +169,19 @@ class Pipeline(Wrapper):
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
         Gradients are added to `.grad` of this rank's parameters: zero them between steps, and step
-        the optimizer, yourself. Blocks until this rank's part is done; that of the last rank is
-        done before that of the first. Sends run while the rank computes. For each micro-batch, what
-        a stage gives moves once to the next, and its gradient once back; beside that 40 bytes to
-        agree and 16 for the loss.
+        the optimizer, yourself. Blocks until this rank's part is done; the last rank is done before
+        the first. Sends run while the rank computes. For each micro-batch the output of a stage is
+        sent once to the next, and its gradient once back; besides, 40 bytes to begin the step
+        together and 16 for the loss.
 
         Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
         than micro-batches, and for batches that differ in size; `MisuseError`,
         `UnsupportedObjectError`, `DesyncError`. An error in a layer, or in the loss, is raised on
-        its rank as it is; the others learn of it at once, as a `PeerLostError`, and the group is
-        broken, since nobody knows what is still under way.
+        its rank as it is; the other ranks raise a `PeerLostError` at once, and the group is broken,
+        since messages may still be under way.
         """
-        began, step, result = self._run(Turn.TRAIN, inputs, targets, loss, timeout)
-        self._measured = step.busy, perf_counter() - began
+        step, result = self._run("train_step", inputs, targets, loss, timeout)
+        self._measured = step.busy, step.span
         self._peak = step.most_alive
         return result
 
@@ -188,17 +195,18 @@ class Pipeline(Wrapper):
     ) -> Tensor:
         """The mean loss of one batch, as `train_step`, without gradients and in eval mode.
 
-        Modes are as before afterwards. Fewer samples than micro-batches are as many micro-batches.
+        Restores the modes afterwards. A batch with fewer samples than micro-batches is cut into as
+        many micro-batches as it has samples.
         """
         with _eval_mode(self.module):
-            return self._run(Turn.EVALUATE, inputs, targets, loss, timeout)[2]
+            return self._run("evaluate", inputs, targets, loss, timeout)[1]
 
     def pipeline_bubble(self) -> PipelineBubble:
         """The share of the last train_step in which ranks waited, measured, beside the theory.
 
-        Every rank calls it. Costs a message of 16 bytes. It says something about ranks that compute
-        at the same time: not about more of them than processors, nor about `simulate`, where they
-        take turns. Raises `MisuseError` before the first step.
+        Every rank calls it. Costs a message of 16 bytes. It has a meaning only where ranks compute
+        at the same time: not with more ranks than processors, nor in `simulate`, where they take
+        turns. Raises `MisuseError` before the first step.
         """
         if self._measured is None:
             raise MisuseError(
@@ -206,10 +214,14 @@ class Pipeline(Wrapper):
                 rank=self.backend.rank,
                 op="pipeline_bubble",
             )
-        return measure_bubble(*self._measured, self.config.bubble, self.backend)
+        mine = torch.tensor([self._measured], dtype=torch.float64)
+        busy, span = all_gather(mine, self.backend).unbind(1)
+        # The ranks begin a step together, and rank 0 ends it: the longest span is the step's.
+        measured = 1 - busy.sum() / (self.backend.world_size * span.max())
+        return PipelineBubble(float(measured), self.config.bubble)
 
     def forward(self, *_: object) -> None:
-        """A pipeline is not called: a rank has only some of the layers. `MisuseError`."""
+        """Raises `MisuseError`: a pipeline is not called, since a rank has only some layers."""
         raise MisuseError(
             f"rank {self.backend.rank}: a Pipeline cannot be called, since this rank has only some "
             "of the layers: use train_step or evaluate",
@@ -217,50 +229,49 @@ class Pipeline(Wrapper):
             op="Pipeline",
         )
 
-    # One step -------------------------------------------------------------------------------
-
     def _run(
-        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
-    ) -> tuple[float, Step, Tensor]:
-        """When it began, what was done, and the loss."""
-        config, backend = self.config, self.backend
+        self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
+    ) -> tuple[Step, Tensor]:
+        """Carry out a step; the mean loss."""
+        config, backend, plan = self.config, self.backend, self._plan
         rank, size = backend.rank, backend.world_size
+        train = call == "train_step"
         samples, problem = (NO_BATCH, NO_BATCH), None
         try:
             if timeout is not None:
                 check_timeout(timeout)
-            samples = self._samples(turn, inputs, targets, loss)
+            samples = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
         except Exception as error:
             problem = error
-        mine = circumstances(self.module, inputs if rank == 0 and problem is None else None)
-        seconds = timeout if problem is None else None
-        agreed = begin(turn, samples, mine, problem, backend, timeout=seconds)
-        began = perf_counter()
+        metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
+        agreed = handshake(
+            call, samples, metadata, problem, backend, timeout=timeout if problem is None else None
+        )
         m = min(config.num_micro_batches, agreed.samples)
         ranges = chunk_ranges(agreed.samples, m)
         sizes = [end - start for start, end in ranges]
-        step = Step(
-            self._plan,
-            self.module,
-            Wires(
-                *(backend, self._known, agreed.circumstances, sizes, len(self._plan.stages)),
-                timeout=timeout,
-            ),
-            Batch(
-                cut(inputs, ranges, "inputs") if rank == 0 else [],
-                cut(targets, ranges, "targets") if rank == size - 1 else [],
-                [count / agreed.samples for count in sizes],
-            ),
-            loss,
-            rank,
-            size,
-            train=turn is Turn.TRAIN,
+        seconds = backend.timeout if timeout is None else timeout
+        p2p = StageP2P(
+            backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=seconds
         )
-        with self._telling_the_others(step):
-            return began, step, step.run(self._actions(turn, m))
+        step = Step(
+            plan,
+            self.module,
+            p2p,
+            inputs=_micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
+            targets=_micro_batches(targets, ranges, "targets") if rank == size - 1 else [],
+            weights=[count / agreed.samples for count in sizes],
+            loss_function=loss,
+            rank=rank,
+            num_ranks=size,
+            train=train,
+        )
+        actions = SCHEDULES[config.schedule].generator(rank, size, m, config.chunks)
+        with self._failing_all(step):
+            return step, step.run([a for a in actions if train or a.kind is ActionKind.F])
 
     def _samples(
-        self, turn: Turn, inputs: Tree, targets: Tree, loss: LossFunction
+        self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
     ) -> tuple[int, int]:
         """The samples of the inputs and of the targets, if they are there and can be used."""
         rank, last = self.backend.rank, self.backend.world_size - 1
@@ -269,27 +280,21 @@ class Pipeline(Wrapper):
                 raise MisuseError(f"there are no {name}, and this is the rank that uses them")
         if rank == last and not callable(loss):
             raise MisuseError(f"the loss has to be a function of outputs and targets, not {loss!r}")
-        counts = [
-            NO_BATCH if tree is None else samples_in(tree, name)
-            for name, tree in (("inputs", inputs), ("targets", targets))
-        ]
-        needed = self.config.num_micro_batches if turn is Turn.TRAIN else 1
+        counts = (
+            NO_BATCH if inputs is None else _samples_in(inputs, "inputs"),
+            NO_BATCH if targets is None else _samples_in(targets, "targets"),
+        )
         for count in counts:
             if NO_BATCH < count < needed:
                 raise SizeMismatchError(
                     f"a batch of {count} samples cannot be {needed} micro-batches: each needs a "
                     "sample. Give a larger batch, or leave the last one out (drop_last)"
                 )
-        return counts[0], counts[1]
-
-    def _actions(self, turn: Turn, m: int) -> list[Action]:
-        p, v = self.config.num_stages, self.config.chunks
-        actions = SCHEDULES[self.config.schedule].generator(self.backend.rank, p, m, v)
-        return [a for a in actions if turn is Turn.TRAIN or a.kind is Kind.F]
+        return counts
 
     @contextmanager
-    def _telling_the_others(self, step: Step) -> Iterator[None]:
-        """They wait for this rank: whatever ends its step ends theirs, with its reason."""
+    def _failing_all(self, step: Step) -> Iterator[None]:
+        """Fail the group with the error that ends this rank's step: the others wait for it."""
         rank = self.backend.rank
         try:
             yield
@@ -323,11 +328,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-# ------------------------------------------------------------------------------
-# A batch becomes micro-batches: whatever it consists of is cut along dim 0.
-
-
-def samples_in(tree: Tree, name: str) -> int:
+def _samples_in(tree: Tree, name: str) -> int:
     """How many samples a batch has: the length of its tensors' first dim.
 
     Raises `SizeMismatchError` if they differ, and for a batch without tensors;
@@ -355,8 +356,8 @@ def samples_in(tree: Tree, name: str) -> int:
     return next(iter(lengths.values()))
 
 
-def cut(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
-    """The micro-batches: for each range these rows of every tensor, as views."""
+def _micro_batches(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
+    """The batch cut along dim 0: for each range these rows of every tensor, as views."""
 
     def rows(start: int, end: int) -> Tree:
         return map_tensors(lambda _, tensor: tensor[start:end], tree, name)

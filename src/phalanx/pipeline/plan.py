@@ -1,4 +1,4 @@
-"""The plan of a pipeline: which layers are which stage, and whether they can be."""
+"""The plan of a pipeline: its configuration, which layers are which stage, and what layers cost."""
 
 from __future__ import annotations
 
@@ -14,213 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
+from phalanx.pipeline.message import Tree, flatten, map_tensors
 from phalanx.pipeline.schedules import SCHEDULES
 from phalanx.pipeline.split import PipelineStage, split_into_stages
-from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
 
-
-class Plan(NamedTuple):
-    """The same on every rank.
-
-    names    of all layers, in their order
-    stages   p * v of them, each with its layers and its rank
-    lines    what it is, for comparison with other ranks
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[PipelineStage, ...]
-    lines: list[str]
-
-    def names_in(self, stage: int) -> tuple[str, ...]:
-        """The names of a stage's layers."""
-        start, end, _ = self.stages[stage]
-        return self.names[start:end]
-
-    def of_rank(self, rank: int) -> list[int]:
-        """The numbers of a rank's stages: its chunks."""
-        return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
-
-    def words_for(self, stage: int) -> str:
-        """A stage for a message: `stage 1 (layers 4 to 7)`."""
-        names = self.names_in(stage)
-        which = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
-        return f"stage {stage} ({which})"
-
-
-def named_layers(layers: nn.Sequential | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The layers by their names: a container's own, or else their numbers."""
-    if isinstance(layers, (nn.Sequential, nn.ModuleList)):
-        pairs = [(name, layer) for name, layer in layers._modules.items()]  # repeated ones, too
-    elif isinstance(layers, nn.Module) or not isinstance(layers, Sequence):
-        raise TypeError(
-            f"layers have to be an nn.Sequential or a list of modules, not a "
-            f"{type(layers).__qualname__}: a pipeline runs them one after the other"
-        )
-    else:
-        pairs = [(str(number), layer) for number, layer in enumerate(layers)]
-    for name, layer in pairs:
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layer {name} is a {type(layer).__qualname__}, not an nn.Module")
-    return {name: layer for name, layer in pairs if layer is not None}
-
-
-def make_plan(
-    layers: dict[str, nn.Module],
-    config: PipelineParallelConfig,
-    stages: Sequence[PipelineStage] | None,
-    rank: int,
-    world_size: int,
-) -> Plan:
-    """Decide which layers are which stage.
-
-    Raises `InvalidWorldSizeError` for another number of ranks than the configuration's stages,
-    ValueError for layers that cannot be cut up so, `UnsupportedOperationError` for parameters that
-    ranks would share, `MisuseError` for layers of this rank on the meta device.
-    """
-    p, count = config.num_stages, config.num_stages * config.chunks
-    if p != world_size:
-        raise InvalidWorldSizeError(
-            f"rank {rank}: the configuration has {p} stages, the backend {world_size} ranks: each "
-            "rank is one. For more ranks give each pipeline a subgroup of them",
-            rank=rank,
-        )
-    cuts = (
-        split_into_stages(len(layers), count)
-        if stages is None
-        else _checked(stages, len(layers), count)
-    )
-    plan = Plan(
-        tuple(layers),
-        tuple(cut._replace(rank=number % p) for number, cut in enumerate(cuts)),
-        [
-            *(_description(name, layer) for name, layer in layers.items()),
-            f"num_micro_batches={config.num_micro_batches}",
-            f"schedule={config.schedule!r}",
-            f"num_chunks={config.chunks}",
-            f"stages {[tuple(cut[:2]) for cut in cuts]}",
-        ],
-    )
-    _check_not_shared(plan, layers)
-    _check_is_real(plan, layers, rank)
-    return plan
-
-
-def _checked(
-    stages: Sequence[PipelineStage], num_layers: int, count: int
-) -> Sequence[PipelineStage]:
-    if not isinstance(stages, Sequence) or not all(isinstance(s, PipelineStage) for s in stages):
-        raise TypeError(
-            "stages have to be a list of PipelineStage(start_layer, end_layer, rank), such as "
-            f"balance_stages gives, not {stages!r}"
-        )
-    if len(stages) != count:
-        raise ValueError(f"{count} stages are needed (ranks x chunks), {len(stages)} were given")
-    start = 0
-    for number, stage in enumerate(stages):
-        if stage.start_layer != start or stage.end_layer <= start:
-            raise ValueError(
-                f"stage {number} has to begin with layer {start} and have a layer or more, not to "
-                f"be [{stage.start_layer}, {stage.end_layer})"
-            )
-        start = stage.end_layer
-    if start != num_layers:
-        raise ValueError(f"the stages end with layer {start} of {num_layers}")
-    return stages
-
-
-def _description(name: str, layer: nn.Module) -> str:
-    """A layer for a comparison. Whether it is frozen, and where it lies, each rank may decide."""
-    shapes = [
-        f"{key} {str(p.dtype).removeprefix('torch.')} "
-        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
-        for key, p in layer.named_parameters()
-    ]
-    return f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})"
-
-
-def _check_not_shared(plan: Plan, layers: dict[str, nn.Module]) -> None:
-    """A parameter in layers of two ranks would be two, which drift apart."""
-    seen: dict[nn.Parameter, tuple[int, str]] = {}
-    for number, stage in enumerate(plan.stages):
-        for name in plan.names_in(number):
-            for key, parameter in layers[name].named_parameters(remove_duplicate=False):
-                rank, first = seen.setdefault(parameter, (stage.rank, f"{name}.{key}"))
-                if rank != stage.rank:
-                    raise UnsupportedOperationError(
-                        f"{first} on rank {rank} and {name}.{key} on rank {stage.rank} are one "
-                        "parameter, and a pipeline would train two: put both layers on one rank "
-                        "(`stages=`), or give each its own",
-                        rank=rank,
-                        peer=stage.rank,
-                        op="Pipeline",
-                    )
-
-
-def _check_is_real(plan: Plan, layers: dict[str, nn.Module], rank: int) -> None:
-    for number in plan.of_rank(rank):
-        for name in plan.names_in(number):
-            layer = layers[name]
-            for key, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-                if tensor.is_meta:
-                    raise MisuseError(
-                        f"rank {rank}: {name}.{key} is on the meta device, and this rank trains "
-                        f"{plan.words_for(number)}: build those layers for real here",
-                        rank=rank,
-                        op="Pipeline",
-                    )
-
-
-# ------------------------------------------------------------------------------
-# What each layer costs, measured: seconds of a forward and a backward pass.
-
-
-def measure_layer_costs(
-    layers: nn.Sequential | Sequence[nn.Module], inputs: Tree, *, repeats: int = 3
-) -> list[float]:
-    """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
-
-    inputs    those of the first layer: a micro-batch, say
-    repeats   how often each is measured; the median counts, after one that does not
-
-    Layers are copied, one at a time: nothing of them changes, no gradient, buffer or random state.
-    Two ranks measure two things, and have to cut alike: let one of them measure, and
-    `broadcast_object` what it found.
-    """
-    costs = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for layer in named_layers(layers).values():
-            copied = deepcopy(layer)
-            times = []
-            for _ in range(repeats + 1):
-                given = map_tensors(_as_leaf, inputs, "inputs")
-                began = perf_counter()
-                outputs = copied(given)
-                results = [t for t in flatten(outputs, "outputs")[1] if t.requires_grad]
-                torch.autograd.backward(results, [torch.ones_like(t) for t in results])
-                times.append(perf_counter() - began)
-            costs.append(median(times[1:]))
-            inputs = map_tensors(lambda _, tensor: tensor.detach(), outputs, "outputs")
-    return costs
-
-
-def _as_leaf(_: str, tensor: Tensor) -> Tensor:
-    """A tensor through which a gradient goes back, and that may be changed in place."""
-    copy = tensor.detach().clone()
-    if copy.is_floating_point() or copy.is_complex():
-        return copy.requires_grad_().clone()
-    return copy
-
-
-# ------------------------------------------------------------------------------
-# `PipelineParallelConfig`: how a model is cut into a pipeline, and what its ranks do when.
-
-MOST_PASSES = 2**29  # for each there is a tag
+MOST_PASSES = 2**29  # each has a tag
 
 
 class PipelineParallelConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How a model is cut into a pipeline, and what its ranks do when. The same on every rank.
+    """How a model is cut into a pipeline, and its schedule. The same on every rank.
 
     num_stages         p, how many ranks share the layers: the world size of the pipeline's backend
     num_micro_batches  m, how many parts a batch is cut into. The bubble's share shrinks with it;
@@ -262,7 +66,7 @@ class PipelineParallelConfig(
 
     @property
     def chunks(self) -> int:
-        """How many runs of layers each rank has: `num_chunks`, or what the schedule makes of it."""
+        """How many runs of layers each rank has: `num_chunks`, or the schedule's default."""
         return self.num_chunks or (2 if SCHEDULES[self.schedule].interleaved else 1)
 
     @property
@@ -282,3 +86,183 @@ class PipelineParallelConfig(
     def from_json(cls, text: str | bytes) -> PipelineParallelConfig:
         """From JSON. Raises ValueError for text that is none, and for what a config cannot be."""
         return msgspec.json.decode(text, type=cls)
+
+
+class PipelinePlan(NamedTuple):
+    """Which layers are which stage; the same on every rank.
+
+    names    of all layers, in their order
+    stages   p * v of them, each with its layers and its rank
+    lines    a description of the pipeline, for comparison with other ranks
+    """
+
+    names: tuple[str, ...] = ()
+    stages: tuple[PipelineStage, ...] = ()
+    lines: Sequence[str] = ()
+
+    def names_in(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's layers."""
+        start, end, _ = self.stages[stage]
+        return self.names[start:end]
+
+    def describe_stage(self, stage: int) -> str:
+        """A stage for a message: `stage 1 (layers 4 to 7)`."""
+        names = self.names_in(stage)
+        which = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+        return f"stage {stage} ({which})"
+
+
+def named_layers(layers: nn.Sequential | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The layers by their names: a container's own, or else their numbers."""
+    if isinstance(layers, (nn.Sequential, nn.ModuleList)):
+        pairs = [(name, layer) for name, layer in layers._modules.items()]  # repeated ones, too
+    elif isinstance(layers, nn.Module) or not isinstance(layers, Sequence):
+        raise TypeError(
+            f"layers have to be an nn.Sequential or a list of modules, not a "
+            f"{type(layers).__qualname__}: a pipeline runs them one after the other"
+        )
+    else:
+        pairs = [(str(number), layer) for number, layer in enumerate(layers)]
+    for name, layer in pairs:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {name} is a {type(layer).__qualname__}, not an nn.Module")
+    return {name: layer for name, layer in pairs if layer is not None}
+
+
+def make_plan(
+    layers: dict[str, nn.Module],
+    config: PipelineParallelConfig,
+    stages: Sequence[PipelineStage] | None,
+    rank: int,
+    world_size: int,
+) -> PipelinePlan:
+    """Decide which layers are which stage.
+
+    Raises `InvalidWorldSizeError` for another number of ranks than the configuration's stages,
+    ValueError for layers that cannot be cut up so, `UnsupportedOperationError` for parameters that
+    ranks would share, `MisuseError` for layers of this rank on the meta device.
+    """
+    p, count = config.num_stages, config.num_stages * config.chunks
+    if p != world_size:
+        raise InvalidWorldSizeError(
+            f"rank {rank}: the configuration has {p} stages, the backend {world_size} ranks: each "
+            "rank is one. For more ranks give each pipeline a subgroup of them",
+            rank=rank,
+        )
+    if stages is None:
+        stages = split_into_stages(len(layers), count)
+    else:
+        _check_stages(stages, len(layers), count)
+    lines = _describe(layers, config, stages)
+    on_ranks = tuple(stage._replace(rank=number % p) for number, stage in enumerate(stages))
+    plan = PipelinePlan(tuple(layers), on_ranks, lines)
+    _check_parameters(plan, layers, rank)
+    return plan
+
+
+def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) -> None:
+    if not isinstance(stages, Sequence) or not all(isinstance(s, PipelineStage) for s in stages):
+        raise TypeError(
+            "stages have to be a list of PipelineStage(start_layer, end_layer, rank), such as "
+            f"balance_stages gives, not {stages!r}"
+        )
+    if len(stages) != count:
+        raise ValueError(f"{count} stages are needed (ranks x chunks), {len(stages)} were given")
+    start = 0
+    for number, stage in enumerate(stages):
+        if stage.start_layer != start or stage.end_layer <= start:
+            raise ValueError(
+                f"stage {number} has to begin with layer {start} and have a layer or more, not to "
+                f"be [{stage.start_layer}, {stage.end_layer})"
+            )
+        start = stage.end_layer
+    if start != num_layers:
+        raise ValueError(f"the stages end with layer {start} of {num_layers}")
+
+
+def _describe(
+    layers: dict[str, nn.Module], config: PipelineParallelConfig, stages: Sequence[PipelineStage]
+) -> list[str]:
+    """The pipeline for a comparison. Ranks may differ in what is frozen, and on which device."""
+    lines = []
+    for name, layer in layers.items():
+        shapes = [
+            f"{key} {str(p.dtype).removeprefix('torch.')} "
+            + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
+            for key, p in layer.named_parameters()
+        ]
+        lines.append(f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})")
+    return [
+        *lines,
+        f"num_micro_batches={config.num_micro_batches}",
+        f"schedule={config.schedule!r}",
+        f"num_chunks={config.chunks}",
+        f"stages {[tuple(stage[:2]) for stage in stages]}",
+    ]
+
+
+def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: int) -> None:
+    """Raise for a parameter that two ranks would train, or that is not in this rank's memory."""
+    first: dict[nn.Parameter, tuple[int, str]] = {}
+    placed = [(n, name) for n in range(len(plan.stages)) for name in plan.names_in(n)]
+    for number, name in placed:
+        owner = plan.stages[number].rank
+        for key, parameter in layers[name].named_parameters(remove_duplicate=False):
+            other, other_name = first.setdefault(parameter, (owner, f"{name}.{key}"))
+            if other != owner:
+                raise UnsupportedOperationError(
+                    f"{other_name} on rank {other} and {name}.{key} on rank {owner} are one "
+                    "parameter, and a pipeline would train two: put both layers on one rank "
+                    "(`stages=`), or give each its own",
+                    rank=other,
+                    peer=owner,
+                    op="Pipeline",
+                )
+    for number, name in placed:
+        layer, is_mine = layers[name], plan.stages[number].rank == rank
+        for key, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+            if is_mine and tensor.is_meta:
+                raise MisuseError(
+                    f"rank {rank}: {name}.{key} is on the meta device, and this rank trains "
+                    f"{plan.describe_stage(number)}: build those layers for real here",
+                    rank=rank,
+                    op="Pipeline",
+                )
+
+
+def measure_layer_costs(
+    layers: nn.Sequential | Sequence[nn.Module], inputs: Tree, *, repeats: int = 3
+) -> list[float]:
+    """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
+
+    inputs    of the first layer: a micro-batch, say
+    repeats   how often each is measured, after a first time that does not count; the median is
+              taken
+
+    Layers are copied, one at a time: none of their gradients, buffers or random states changes.
+    Two ranks measure different costs, and have to cut alike: let one of them measure, and
+    `broadcast_object` the result.
+    """
+    costs = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for layer in named_layers(layers).values():
+            copied = deepcopy(layer)
+            times = []
+            for _ in range(repeats + 1):
+                given = map_tensors(_with_grad, inputs, "inputs")
+                began = perf_counter()
+                outputs = copied(given)
+                results = [t for t in flatten(outputs, "outputs")[1] if t.requires_grad]
+                torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+                times.append(perf_counter() - began)
+            costs.append(median(times[1:]))
+            inputs = map_tensors(lambda _, tensor: tensor.detach(), outputs, "outputs")
+    return costs
+
+
+def _with_grad(_: str, tensor: Tensor) -> Tensor:
+    """A copy through which a gradient goes back, and that may be changed in place."""
+    copy = tensor.detach().clone()
+    if copy.is_floating_point() or copy.is_complex():
+        return copy.requires_grad_().clone()
+    return copy

@@ -1,18 +1,33 @@
-"""Who does what when: GPipe, 1F1B and interleaved 1F1B, as generators of actions.
+"""Pipeline schedules: GPipe, 1F1B and interleaved 1F1B, as generators of actions.
 
-All three give the same gradients. They differ in how many activations live at a time, and in how
-long ranks wait. A line is a rank, a column a unit of time, a dot is time in which it has to wait:
-the bubble. A forward pass is drawn as long as a backward pass; the bubble's share is the same if it
-is not.
+All three give the same gradients. They differ in how many activations are alive at a time, and in
+how long ranks wait. In the pictures a line is a rank, a column a unit of time, and a dot is time in
+which the rank waits: the bubble. A forward pass is drawn as long as a backward pass; the bubble's
+share is the same if it is not.
 
                           bubble's share            activations alive on rank i, of 1/v stage each
     gpipe                 (p-1) / (m+p-1)           m
     1f1b                  (p-1) / (m+p-1)           min(m, p-i)
     interleaved_1f1b      (p-1) / (v m + p-1)       min(v m, (v-1) g + 2(p-i-1) + 1)
 
-where g is about p: m divided by m // p, rounded up. The interleaved schedule pays for its shorter
-bubble with v times as many messages. For fewer micro-batches than ranks it gains little or nothing:
-its bubble is then longer by (v-1)(p-m) forward and as many backward passes of a chunk.
+Letters: p ranks, m micro-batches, v chunks on each rank; rank i, micro-batch j, chunk c; g is about
+p: m divided by m // p, rounded up. The interleaved schedule pays for its shorter bubble with v
+times as many messages. For fewer micro-batches than ranks it gains little or nothing: its bubble is
+then longer by (v-1)(p-m) forward and as many backward passes of a chunk.
+
+The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p. So with p = 2 and v = 2
+
+    stage      0       1       2       3
+    rank       0       1       0       1
+    chunk      0       0       1       1
+
+A schedule is one rank's part. It touches no tensor, socket, thread or clock, and may count on these
+rules, which every executor keeps:
+
+1. F of micro-batch j on stage s needs the result of F of j on stage s - 1; B of j on stage s needs
+   that of B of j on stage s + 1, and on the last stage that of F of j itself.
+2. A rank takes its actions one after the other, and waits before one whose input is not there.
+3. Sending does not block.
 
     Y. Huang et al.: GPipe: Efficient training of giant neural networks using pipeline parallelism.
     NeurIPS 2019.
@@ -28,12 +43,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-import torch
 from msgspec import Struct
 
-from phalanx.collectives import all_gather
-from phalanx.core.backend import Backend
-from phalanx.pipeline.split import sizes_of
+from phalanx.pipeline.split import even_sizes
+
+
+class ActionKind(enum.IntEnum):
+    """Forward or backward."""
+
+    F = 0
+    B = 1
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one of the rank's chunks: `F3`, `B1`, `F3.2`."""
+
+    kind: ActionKind
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Schedule: TypeAlias = Iterator[Action]
+
+
+def F(j: int, c: int = 0) -> Action:  # noqa: N802 - the papers' letters
+    """The forward pass of micro-batch j through chunk c."""
+    return Action(ActionKind.F, j, c)
+
+
+def B(j: int, c: int = 0) -> Action:  # noqa: N802
+    """The backward pass of micro-batch j through chunk c."""
+    return Action(ActionKind.B, j, c)
 
 
 def gpipe(i: int, p: int, m: int, v: int = 1) -> Schedule:
@@ -65,7 +108,7 @@ def one_f_one_b(i: int, p: int, m: int, v: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(i: int, p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B with v chunks on each rank, so that a pass is over a v-th as soon (ibid., SC 2021).
+    """1F1B with v chunks on each rank, so that a pass takes a v-th of the time (ibid., SC 2021).
 
     Micro-batches go in groups of p: a group goes through all chunks, one chunk after the other,
     before the next one begins. With 2 stages, 4 micro-batches and 2 chunks:
@@ -74,17 +117,17 @@ def interleaved_1f1b(i: int, p: int, m: int, v: int = 2) -> Schedule:
         rank 1   .  F0 F1   F0.1 B0.1 F1.1 B1.1 F2   B0   F3 B1   F2.1 B2.1 F3.1 B3.1 B2   B3 .
 
     In the paper m has to be a multiple of p. If it is not, groups are as even as they can be, of p
-    to 2p - 1 micro-batches, the larger first; then, too, nobody waits longer. A group of less than
-    p would come around before the first rank is through with it.
+    to 2p - 1 micro-batches, the larger first; no rank waits longer then. With a group of less than
+    p, a rank would wait for the first rank to end its part of the group.
     """
-    groups = sizes_of(m, max(1, m // p))
+    groups = even_sizes(m, max(1, m // p))
     forward = [F(j, c) for j, c in _in_groups(groups, range(v))]
     backward = [B(j, c) for j, c in _in_groups(groups, range(v)[::-1])]
     yield from _in_turn(forward, backward, ahead=(v - 1) * groups[0] + 2 * (p - i - 1))
 
 
 def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Schedule:
-    """So many forward passes ahead; then one forward and one backward in turn, and the rest."""
+    """`ahead` forward passes; then one forward and one backward in turn, and the rest."""
     ahead = min(ahead, len(forward))
     yield from forward[:ahead]
     for one_f, one_b in zip(forward[ahead:], backward, strict=False):
@@ -107,7 +150,7 @@ class ScheduleRow(NamedTuple):
 
     generator     rank i of p, m micro-batches, v chunks -> its actions
     interleaved   whether a rank has several chunks
-    alive         i, p, m, v -> how many chunks' activations live on rank i at most
+    alive         i, p, m, v -> the most chunks' activations that are alive on rank i
     """
 
     generator: Callable[[int, int, int, int], Schedule]
@@ -121,7 +164,7 @@ class ScheduleRow(NamedTuple):
 
 
 def _interleaved_alive(i: int, p: int, m: int, v: int) -> int:
-    return min(v * m, (v - 1) * sizes_of(m, max(1, m // p))[0] + 2 * (p - i - 1) + 1)
+    return min(v * m, (v - 1) * even_sizes(m, max(1, m // p))[0] + 2 * (p - i - 1) + 1)
 
 
 SCHEDULES: Mapping[str, ScheduleRow] = MappingProxyType(
@@ -132,125 +175,6 @@ SCHEDULES: Mapping[str, ScheduleRow] = MappingProxyType(
     }
 )
 """By the name that a configuration gives them."""
-
-
-# ------------------------------------------------------------------------------
-# The words in which pipeline schedules are written: `F3`, `B1`, and in chunks `F3.1`.
-#
-# The layers are cut into p stages, or with v chunks a rank into p * v of them, which lie on the
-# ranks like cards that are dealt: stage s is chunk s // p of rank s % p. So with p = 2 and v = 2
-#
-#     stage      0       1       2       3
-#     rank       0       1       0       1
-#     chunk      0       0       1       1
-#
-# A schedule is one rank's part: a generator of actions. It touches no tensor, socket, thread or
-# clock. Every executor keeps these rules, and every schedule may count on them:
-#
-# 1. F of micro-batch j on stage s needs what F of j on stage s - 1 gave; B of j on stage s needs
-#    what B of j on stage s + 1 gave, and on the last stage F of j itself.
-# 2. A rank takes its actions one after the other, and waits before one whose input is not there.
-# 3. Sending waits for nobody.
-#
-# Letters: p ranks, m micro-batches, v chunks on each rank; rank i, micro-batch j, chunk c.
-
-
-class Kind(enum.IntEnum):
-    """Forward or backward."""
-
-    F = 0
-    B = 1
-
-
-class Action(NamedTuple):
-    """One pass of one micro-batch through one of the rank's chunks."""
-
-    kind: Kind
-    micro_batch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind.name}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
-
-
-Schedule: TypeAlias = Iterator[Action]
-
-
-def F(j: int, c: int = 0) -> Action:  # noqa: N802 - the papers' letters
-    """The forward pass of micro-batch j through chunk c."""
-    return Action(Kind.F, j, c)
-
-
-def B(j: int, c: int = 0) -> Action:  # noqa: N802
-    """The backward pass of micro-batch j through chunk c."""
-    return Action(Kind.B, j, c)
-
-
-# ------------------------------------------------------------------------------
-# A schedule in unit times: when each rank does what, and its picture, as drawn in schedules.py.
-
-Slot = tuple[int, int, Action]  # begins, ends, what
-
-
-def timeline(
-    schedule: str, p: int, m: int, v: int = 1, *, forward: int = 1, backward: int = 1
-) -> list[list[Slot]]:
-    """For each rank its actions and when they begin and end, if messages took no time.
-
-    forward, backward   how long a pass through one chunk takes
-
-    Raises RuntimeError if the schedule cannot go on, naming the action that each rank waits in.
-    """
-    todo = [list(SCHEDULES[schedule].generator(i, p, m, v))[::-1] for i in range(p)]
-    slots: list[list[Slot]] = [[] for _ in range(p)]
-    ends: dict[tuple[Kind, int, int], int] = {}  # of the pass of a micro-batch through a stage
-    last = p * v - 1
-    waiting = list(range(p))
-    while waiting:
-        i = waiting.pop()
-        while todo[i]:
-            kind, j, c = action = todo[i][-1]
-            s = c * p + i
-            if kind is Kind.F:
-                ready = ends.get((Kind.F, s - 1, j)) if s else 0
-            else:
-                ready = ends.get((Kind.B, s + 1, j) if s < last else (Kind.F, s, j))
-            if ready is None:
-                break
-            todo[i].pop()
-            begins = max(ready, slots[i][-1][1] if slots[i] else 0)
-            ends[kind, s, j] = begins + (forward if kind is Kind.F else backward)
-            slots[i].append((begins, ends[kind, s, j], action))
-            waiting += {(i + 1) % p, (i - 1) % p} - {*waiting, i}
-    if any(todo):
-        stuck = ", ".join(f"rank {i} in {todo[i][-1]}" for i in range(p) if todo[i])
-        raise RuntimeError(f"{schedule} with p = {p}, m = {m}, v = {v} cannot go on: {stuck}")
-    return slots
-
-
-def picture(schedule: str, p: int, m: int, v: int = 1) -> str:
-    """Draw what the ranks do; a forward pass is as long as a backward pass.
-
-    >>> from phalanx.pipeline.schedules import picture
-    >>> print(picture("1f1b", 2, 3))
-    rank 0   F0 F1 .  B0 F2 B1 .  B2
-    rank 1   .  F0 B0 F1 B1 F2 B2 .
-    """
-    slots = timeline(schedule, p, m, v)
-    length = max(own[-1][1] for own in slots)
-    rows = [["."] * length for _ in slots]
-    for row, own in zip(rows, slots, strict=True):
-        for begins, _, action in own:
-            row[begins] = str(action)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        f"rank {i}   " + " ".join(map(str.ljust, row, widths)).rstrip()
-        for i, row in enumerate(rows)
-    )
-
-
-# ------------------------------------------------------------------------------
-# The bubble: the share of a step in which ranks wait, measured, beside the theory.
 
 
 class PipelineBubble(Struct, frozen=True):
@@ -266,13 +190,3 @@ class PipelineBubble(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"bubble {self.measured:.1%}, in theory {self.theory:.1%}"
-
-
-def measure_bubble(busy: float, span: float, theory: float, backend: Backend) -> PipelineBubble:
-    """From the seconds that each rank computed, and was in the step: 1 - sum(busy) / (p * span).
-
-    The ranks begin a step together, and rank 0 ends it: the longest span is the step's.
-    """
-    rows = all_gather(torch.tensor([[busy, span]], dtype=torch.float64), backend)
-    measured = 1 - rows[:, 0].sum() / (backend.world_size * rows[:, 1].max())
-    return PipelineBubble(float(measured), theory)

@@ -1,4 +1,4 @@
-"""Which layers are a stage: equal numbers of them, or equal costs."""
+"""How layers are cut into stages: by equal numbers of layers, or by equal costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import index
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ class PipelineStage(NamedTuple):
     rank: int
 
 
-def sizes_of(total: int, parts: int) -> list[int]:
-    """The sizes of `parts` parts of `total`, which differ by at most one; the larger first."""
+def even_sizes(total: int, parts: int) -> list[int]:
+    """Cut `total` into sizes that differ by at most one; the larger first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -35,7 +35,7 @@ def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
     """
     num_layers, num_stages = index(num_layers), index(num_stages)
     _check_number(num_layers, num_stages)
-    return _stages(sizes_of(num_layers, num_stages))
+    return _stages([0, *accumulate(even_sizes(num_layers, num_stages))])
 
 
 def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStage]:
@@ -56,33 +56,36 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStag
     for layer, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(f"the cost of layer {layer} is {cost!r}; it has to be 0 or more")
-    upto = [0, *accumulate(_integers(costs))]
+    exact = [Fraction(cost) for cost in costs]
+    scale = math.lcm(*(cost.denominator for cost in exact))  # sums of whole numbers are exact
+    upto = [0, *accumulate(int(cost * scale) for cost in exact)]
     most = _smallest_maximum(upto, num_stages)
     n = len(costs)
 
     @cache
-    def best(start: int, stages: int) -> tuple[int | None, int]:
-        """The least sum of squares of the layers from `start` on, None: impossible; first end."""
+    def best(start: int, stages: int) -> tuple[float, int]:
+        """The least sum of squares of the layers from `start` on, and where its first stage ends.
+
+        It is infinite if these layers cannot be so many stages.
+        """
         if stages == 1:
             total = upto[n] - upto[start]
-            return (total * total if total <= most else None), n
-        found: tuple[int | None, int] = (None, n)
+            return (total * total if total <= most else math.inf), n
+        least, first_end = math.inf, n
         furthest = min(bisect_right(upto, upto[start] + most) - 1, n - stages + 1)
         for end in range(furthest, start, -1):  # the longest first, which wins a tie
-            rest = best(end, stages - 1)[0]
-            if rest is None:
+            rest, _ = best(end, stages - 1)
+            if rest == math.inf:
                 break  # a shorter stage leaves even more to the others
             squares = (upto[end] - upto[start]) ** 2 + rest
-            if found[0] is None or squares < found[0]:
-                found = squares, end
-        return found
+            if squares < least:
+                least, first_end = squares, end
+        return least, first_end
 
-    sizes, start = [], 0
+    ends = [0]
     for stages in range(num_stages, 0, -1):
-        end = best(start, stages)[1]
-        sizes.append(end - start)
-        start = end
-    return _stages(sizes)
+        ends.append(best(ends[-1], stages)[1])
+    return _stages(ends)
 
 
 def _check_number(num_layers: int, num_stages: int) -> None:
@@ -95,19 +98,8 @@ def _check_number(num_layers: int, num_stages: int) -> None:
         )
 
 
-def _stages(sizes: list[int]) -> list[PipelineStage]:
-    ends = list(accumulate(sizes))
-    return [
-        PipelineStage(end - size, end, rank)
-        for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-
-
-def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs times a power of two that makes them whole: sums of these are exact."""
-    exact = [Fraction(cost) for cost in costs]
-    whole = math.lcm(*(cost.denominator for cost in exact))
-    return [int(cost * whole) for cost in exact]
+def _stages(ends: list[int]) -> list[PipelineStage]:
+    return [PipelineStage(start, end, rank) for rank, (start, end) in enumerate(pairwise(ends))]
 
 
 def _smallest_maximum(upto: list[int], num_stages: int) -> int:

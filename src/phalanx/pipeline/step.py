@@ -1,7 +1,15 @@
-"""One step on one rank: it carries out the actions of a schedule, one after the other.
+"""One step on one rank: the actions of a schedule, carried out one after the other.
 
-For each it takes what has come, computes, and gives on what is to go. `wires.py` moves bytes,
-`joints.py` tells autograd where they came from; this file knows the order.
+For each action the rank receives the stage's input (or the gradients of its output), computes, and
+sends the result on. `stage_p2p.py` moves the bytes. Where two stages meet, autograd has a node on
+each side:
+
+    stage 0   x -> layers -> y -> SendBoundary    ~ y ~>    RecvBoundary -> y' -> layers    stage 1
+                             dy <- SendBoundary   <~ dy ~   RecvBoundary <- dy' <- ...
+
+The tensor that a SendBoundary gives holds no data: once y has been sent, its memory is free, unless
+a layer has kept it for its backward pass. What a RecvBoundary gives is no leaf, so that a layer may
+change it in place, as it might in the plain model.
 """
 
 from __future__ import annotations
@@ -9,44 +17,81 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import MisuseError
-from phalanx.pipeline.agreement import digest_of
-from phalanx.pipeline.plan import Plan
-from phalanx.pipeline.schedules import Action, Kind
-from phalanx.pipeline.stage_p2p import Layout, Parcel, Tree, Wires, needing_grad, rebuild
+from phalanx.pipeline.message import MessageLayout, Tree, unflatten
+from phalanx.pipeline.plan import PipelinePlan
+from phalanx.pipeline.schedules import Action, ActionKind
+from phalanx.pipeline.stage_p2p import StageMessage, StageP2P
 
 AHEAD = 2  # actions for which messages are being received while this one computes
 
 
-class Batch(NamedTuple):
-    """A step's micro-batches.
+class StageBoundary:
+    """Those tensors of a message that need a gradient, and the gradients that cross with them.
 
-    inputs    on the rank of the first stage; else empty
-    targets   on the rank of the last stage; else empty
-    weights   the share of the batch's samples that each has
+    places      of these tensors in the message
+    connected   whether each was computed with autograd this time
+    gradients   one for each that is connected; None where autograd found none
     """
 
-    inputs: list[Tree]
-    targets: list[Tree]
-    weights: list[float]
+    def __init__(self, layout: MessageLayout | None = None, sent: Sequence[Tensor] = ()) -> None:
+        specs = () if layout is None else layout.specs
+        self.places = [place for place, spec in enumerate(specs) if spec.needs_grad]
+        self.connected = [sent[place].requires_grad for place in self.places] if sent else []
+        self.gradients: Sequence[Tensor | None] = [None] * len(self.places)
+
+
+class _RecvBoundary(torch.autograd.Function):
+    """Gives the received tensors a gradient, which a backward pass leaves in the boundary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, boundary: StageBoundary, tensors: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.boundary = boundary
+        return tuple(tensors)  # in a list they are not inputs, and what comes out is no view
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.boundary.gradients = gradients
+        return None, None, None
+
+
+class _SendBoundary(torch.autograd.Function):
+    """A scalar whose `backward()` goes on from sent tensors with the gradients in the boundary."""
+
+    @staticmethod
+    def forward(ctx: Any, boundary: StageBoundary, *tensors: Tensor) -> Tensor:
+        ctx.boundary = boundary
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.boundary.gradients = ctx.boundary.gradients, ()
+        return None, *gradients
 
 
 @dataclass
-class _Alive:
-    """What is kept of a micro-batch between its forward and its backward pass."""
+class _Activations:
+    """What is kept of a micro-batch in a stage between its forward and its backward pass.
 
-    root: Tensor  # whose `backward()` is the backward pass: the loss, or a departure
-    arrival: Joint
-    arrived: Layout
-    departure: Joint
-    departed: list[int]  # numbers of the tensors for which gradients come back
-    connected: list[bool]  # whether such a tensor has a gradient this time
+    root       its `backward()` is the backward pass: the loss, or a SendBoundary's scalar
+    received   the stage's input; without tensors on the first stage
+    sent       the stage's output; without tensors on the last stage
+    """
+
+    root: Tensor
+    received: StageBoundary
+    sent: StageBoundary
 
 
 @dataclass
@@ -54,44 +99,54 @@ class Step:
     """One step: `run` does it.
 
     module    this rank's layers, by name
+    inputs    the micro-batches, on the rank of the first stage; else empty
+    targets   the same, on the rank of the last stage; else empty
+    weights   the share of the batch's samples that each micro-batch has
     train     whether there are backward passes
     loss      the mean over the batch, on the last stage's rank, after its last forward pass
     busy      seconds in layers and loss, forward and backward
+    span      seconds of the whole step
     most_alive   the most micro-batches whose activations were kept at a time
     doing     the action under way, for messages
     """
 
-    plan: Plan
+    plan: PipelinePlan
     module: nn.Module
-    wires: Wires
-    batch: Batch
+    p2p: StageP2P
+    inputs: list[Tree]
+    targets: list[Tree]
+    weights: list[float]
     loss_function: Callable[[Tree, Tree], Tensor]
     rank: int
     num_ranks: int
     train: bool
     loss: Tensor | None = None
     busy: float = 0.0
+    span: float = 0.0
     most_alive: int = 0
     doing: str = ""
     _losses: list[float] = field(default_factory=list)
-    _alive: dict[tuple[int, int], _Alive] = field(default_factory=dict)
+    _alive: dict[tuple[int, int], _Activations] = field(default_factory=dict)
 
     def run(self, actions: Sequence[Action]) -> Tensor:
-        """Carry them out; the loss of the step. Blocks until what goes on has been sent."""
+        """Carry them out; the loss of the step. Blocks until all messages have been sent."""
+        began = perf_counter()
         with torch.set_grad_enabled(self.train):
             for number, action in enumerate(actions):
                 stage = self._stage_of(action)
-                self.doing = f"{action} of {self.plan.words_for(stage)}"
-                for coming in actions[number : number + 1 + AHEAD]:
-                    self._expect(coming)
-                if action.kind is Kind.F:
+                self.doing = f"{action} of {self.plan.describe_stage(stage)}"
+                for soon in actions[number : number + 1 + AHEAD]:
+                    self._post_recv(soon)
+                if action.kind is ActionKind.F:
                     self._forward(stage, action.micro_batch)
                 else:  # where train_step is under autocast, gradients have the dtypes of forward
                     with torch.autocast("cpu", enabled=False):
                         self._backward(stage, action.micro_batch)
             self.doing = "the end of the step"
-            self.wires.finish()
-            return self.wires.hear() if self.loss is None else self.loss
+            self.p2p.wait_sends()
+            loss = self.p2p.recv_loss() if self.loss is None else self.loss
+        self.span = perf_counter() - began
+        return loss
 
     def _stage_of(self, action: Action) -> int:
         return action.chunk * self.num_ranks + self.rank
@@ -99,59 +154,53 @@ class Step:
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.plan.stages) - 1
 
-    def _expect(self, action: Action) -> None:
-        """Begin to receive what an action needs, if anything, and if it is known what it is."""
+    def _post_recv(self, action: Action) -> None:
+        """Begin to receive what an action needs, if anything, and if its layout is known."""
         stage = self._stage_of(action)
-        if action.kind is Kind.F:
-            wanted = stage > 0
+        if action.kind is ActionKind.F:
+            needed = stage > 0
         else:
             alive = self._alive.get((stage, action.micro_batch))
-            wanted = alive is not None and not self._is_last(stage) and bool(alive.departed)
-        if wanted:
-            self.wires.expect(Parcel(action.kind, stage, action.micro_batch))
+            needed = alive is not None and bool(alive.sent.places)
+        if needed:
+            self.p2p.post_recv(StageMessage(action.kind, stage, action.micro_batch))
 
     def _forward(self, stage: int, j: int) -> None:
-        arrival, arrived = Joint(), Layout(None, ())
         if stage == 0:
-            inputs = self.batch.inputs[j]
+            outputs, received = self.inputs[j], StageBoundary()
         else:
-            arrived, leaves = self.wires.take(Parcel(Kind.F, stage, j))
-            inputs = rebuild(arrived.structure, self._with_gradients(arrived, leaves, arrival))
-            del leaves
+            outputs, received = self._recv_inputs(StageMessage(ActionKind.F, stage, j))
         began = perf_counter()
-        outputs = inputs
-        del inputs  # or it would live as long as what follows
         for name in self.plan.names_in(stage):
             outputs = getattr(self.module, name)(outputs)
         if self._is_last(stage):
-            root = self._loss_of(outputs, j)
-            departure, departed, connected = Joint(), [], []
+            root, sent = self._loss_of(outputs, j), StageBoundary()
             self.busy += perf_counter() - began
         else:
             self.busy += perf_counter() - began
-            name = f"the outputs of {self.plan.words_for(stage)}"
-            layout, leaves = self.wires.give(Parcel(Kind.F, stage + 1, j), outputs, name)
-            departure, departed = Joint(), needing_grad(layout.specs)
-            connected = [leaves[number].requires_grad for number in departed]
-            leaving = [leaves[number] for number in departed if leaves[number].requires_grad]
-            root = depart(leaving, departure)
+            name = f"the outputs of {self.plan.describe_stage(stage)}"
+            layout, leaves = self.p2p.isend(StageMessage(ActionKind.F, stage + 1, j), outputs, name)
+            sent = StageBoundary(layout, leaves)
+            needing = [leaves[place] for place in sent.places if leaves[place].requires_grad]
+            root = _SendBoundary.apply(sent, *needing)  # type: ignore[no-untyped-call]
         if self.train:
-            alive = _Alive(root, arrival, arrived, departure, departed, connected)
-            self._alive[stage, j] = alive
+            self._alive[stage, j] = _Activations(root, received, sent)
             self.most_alive = max(self.most_alive, len(self._alive))
 
-    def _with_gradients(self, layout: Layout, leaves: list[Tensor], joint: Joint) -> list[Tensor]:
-        """What has come, connected to the joint where a gradient goes back."""
-        if not self.train:
-            return leaves
-        numbers = needing_grad(layout.specs)
-        arrived = arrive([leaves[number] for number in numbers], joint)
-        for number, tensor in zip(numbers, arrived, strict=True):
-            leaves[number] = tensor
-        return leaves
+    def _recv_inputs(self, message: StageMessage) -> tuple[Tree, StageBoundary]:
+        """A stage's input, connected to its boundary where a gradient is sent back."""
+        layout, leaves = self.p2p.recv(message)
+        boundary = StageBoundary(layout)
+        if self.train and boundary.places:
+            start = torch.empty(0, requires_grad=True)  # or there is nothing to differentiate by
+            needing = [leaves[place] for place in boundary.places]
+            connected = _RecvBoundary.apply(start, boundary, needing)  # type: ignore[no-untyped-call]
+            for place, tensor in zip(boundary.places, connected, strict=True):
+                leaves[place] = tensor
+        return unflatten(layout.structure, leaves), boundary
 
     def _loss_of(self, outputs: Tree, j: int) -> Tensor:
-        loss = self.loss_function(outputs, self.batch.targets[j])
+        loss = self.loss_function(outputs, self.targets[j])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             what = what.removeprefix("torch.")
@@ -164,115 +213,25 @@ class Step:
                 "the loss depends on no parameter that is trained: is it computed without "
                 "gradients, or is every layer frozen? To compute it only, call evaluate"
             )
-        self._losses.append(self.batch.weights[j] * loss.item())
-        if len(self._losses) == len(self.batch.weights):
+        self._losses.append(self.weights[j] * loss.item())
+        if len(self._losses) == len(self.weights):
             self.loss = torch.tensor(sum(self._losses), dtype=loss.dtype)
-            self.wires.announce(self.loss)
+            self.p2p.isend_loss(self.loss)
         return loss
 
     def _backward(self, stage: int, j: int) -> None:
-        alive = self._alive.pop((stage, j))
-        if self._is_last(stage):
+        alive, is_last = self._alive.pop((stage, j)), self._is_last(stage)
+        received, sent = alive.received, alive.sent
+        if sent.places:
+            layout, leaves = self.p2p.recv(StageMessage(ActionKind.B, stage, j))
+            returned = zip(unflatten(layout.structure, leaves), sent.connected, strict=True)
+            sent.gradients = [gradient for gradient, connected in returned if connected]
+        if is_last or any(gradient is not None for gradient in sent.gradients):
             began = perf_counter()
-            torch.autograd.backward(alive.root, torch.full_like(alive.root, self.batch.weights[j]))
+            weight = self.weights[j] if is_last else 1.0
+            torch.autograd.backward(alive.root, torch.full_like(alive.root, weight))
             self.busy += perf_counter() - began
-        elif alive.departed:
-            gradients = self._returned(alive, Parcel(Kind.B, stage, j))
-            alive.departure.gradients = gradients
-            if any(gradient is not None for gradient in gradients):
-                began = perf_counter()
-                torch.autograd.backward(alive.root)
-                self.busy += perf_counter() - began
-        numbers = needing_grad(alive.arrived.specs)
-        if numbers:
-            back = list(alive.arrival.gradients) or [None] * len(numbers)
-            name = f"the gradients of {self.plan.words_for(stage)}"
-            self.wires.give(Parcel(Kind.B, stage - 1, j), back, name)
-
-    def _returned(self, alive: _Alive, parcel: Parcel) -> tuple[Tensor | None, ...]:
-        """The gradients that have come back, of those tensors that have one this time."""
-        layout, leaves = self.wires.take(parcel)
-        gradients = rebuild(layout.structure, leaves)
-        return tuple(
-            gradient for gradient, wanted in zip(gradients, alive.connected, strict=True) if wanted
-        )
-
-
-# ------------------------------------------------------------------------------
-# Where two stages meet, in autograd: what arrives, and what departs, is a node of its own.
-#
-#     stage 0   x -> layers -> y -> Departure    ~ y ~>    Arrival -> y' -> layers -> ...    stage 1
-#                              dy <- Departure   <~ dy ~   Arrival <- dy' <- ...
-#
-# The tensor that a Departure gives holds no data: once y has been sent, its memory is free, unless
-# a layer has kept it for its backward pass. What an Arrival gives is no leaf, so that a layer may
-# change it in place, as it might in the whole model.
-
-
-class Joint:
-    """The side of the node that autograd does not see: the gradients that go through it."""
-
-    def __init__(self) -> None:
-        self.gradients: tuple[Tensor | None, ...] = ()
-
-
-def arrive(tensors: Sequence[Tensor], joint: Joint) -> list[Tensor]:
-    """The same tensors, now with a gradient, which a backward pass leaves in `joint`."""
-    if not tensors:
-        return []
-    start = torch.empty(0, requires_grad=True)  # or there would be nothing to differentiate by
-    return list(_Arrival.apply(start, joint, list(tensors)))  # type: ignore[no-untyped-call]
-
-
-def depart(tensors: Sequence[Tensor], joint: Joint) -> Tensor:
-    """A scalar whose `backward()` goes on from these tensors with the gradients in `joint`."""
-    scalar: Tensor = _Departure.apply(joint, *tensors)  # type: ignore[no-untyped-call]
-    return scalar
-
-
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, joint: Joint, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.joint = joint
-        return tuple(tensors)  # in a list they are not inputs, and what comes out is no view
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.joint.gradients = gradients
-        return None, None, None
-
-
-class _Departure(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, joint: Joint, *tensors: Tensor) -> Tensor:
-        ctx.joint = joint
-        return torch.zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.joint.gradients = ctx.joint.gradients, ()
-        return None, *gradients
-
-
-# ------------------------------------------------------------------------------
-# What the shapes and dtypes of a step's messages may depend on, besides the number of samples.
-
-
-def circumstances(module: nn.Module, inputs: Tree) -> int:
-    """A hash of what this rank contributes; where it differs, shapes are told anew.
-
-    Which parts are in training mode, which parameters are frozen, default dtype, autocast; and of
-    the inputs, all but the number of samples.
-    """
-    layout, _ = Layout.of(inputs, "inputs")
-    return digest_of(
-        [part.training for part in module.modules()],
-        [parameter.requires_grad for parameter in module.parameters()],
-        str(torch.get_default_dtype()),
-        str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
-        repr(layout.structure),
-        [(spec.dtype, spec.shape[1:], spec.needs_grad) for spec in layout.specs],
-    )
+        if received.places:
+            name = f"the gradients of {self.plan.describe_stage(stage)}"
+            message = StageMessage(ActionKind.B, stage - 1, j)
+            self.p2p.isend(message, list(received.gradients), name)

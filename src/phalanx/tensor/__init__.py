@@ -1,14 +1,11 @@
-"""Tensor parallelism: layers of which each rank holds a part, and what goes between them.
+"""Tensor parallelism: layers of which each rank holds a part.
 
-shards           how a dimension is cut
-moves            shards between ranks, by collectives
-functions        the same for autograd: f and g of the papers
-layer            what the layers have in common
-column_linear, row_linear, embedding, sequence_norm, cross_entropy
-parallelize      put them into an existing model
-state            the whole model's state, and back
-clip             the norm of gradients that are cut
-drift            whether what is whole is still equal
+shards           how a dimension is cut over ranks
+functions        activations and gradients between ranks: f and g of the papers
+layer            what the parallel layers have in common
+linear, embedding, cross_entropy
+parallelize      put parallel layers into an existing model
+state            the whole model's state, gradient norm, and whether the ranks are still equal
 """
 
 from phalanx.tensor.cross_entropy import parallel_cross_entropy

@@ -20,9 +20,9 @@ from torch.autograd import Function
 from phalanx.collectives import ReduceOp
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
-from phalanx.tensor.functions import Ranks, all_reduce, copy_to_ranks, reduce_from_ranks
+from phalanx.tensor.functions import LabeledBackend, all_reduce, copy_to_ranks, reduce_from_ranks
 from phalanx.tensor.layer import check_units
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 NAME = "parallel_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
@@ -47,10 +47,10 @@ def parallel_cross_entropy(
     reduction        `mean` over the rows that count, `sum`, or `none`: a loss for each row
     label_smoothing  the share of the target that goes to all classes alike
 
-    Classes that weigh differently: `weight[targets]` times the losses that `none` gives. The
-    classes are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same.
-    The result is float32 (float64 for such logits), and the same bits on every rank. Large logits
-    do no harm: the largest of all ranks is taken off before `exp`.
+    For weighted classes, multiply the losses that `none` gives by `weight[targets]`. The classes
+    are the last dim, not dim 1 as in `F.cross_entropy`: for two dims it is the same. The result is
+    float32 (float64 for float64 logits), and the same bits on every rank. Large logits do no harm:
+    the largest of all ranks is subtracted before `exp`.
 
     Blocks for two all_reduces, of n and 2n float32 numbers for n rows (3n with label smoothing),
     whatever V is. Backward sends nothing (n numbers where it is differentiated again). Raises,
@@ -60,40 +60,40 @@ def parallel_cross_entropy(
     """
     _check(logits, targets, reduction, label_smoothing)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    ranks = Ranks(backend, NAME)
-    if num_classes is not None:
-        check_units(num_classes, 1, backend.world_size, "num_classes")
+    ranks = LabeledBackend(backend, NAME)
     total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes
-    classes = Cut.of(total, backend.world_size)
-    if num_classes is not None and classes.sizes()[backend.rank] != logits.shape[-1]:
-        raise SizeMismatchError(
-            f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has "
-            f"{classes.sizes()[backend.rank]}, and its logits are of shape {list(logits.shape)}",
-            rank=backend.rank,
-            op=NAME,
-        )
+    classes = ShardSpec.of(total, backend.world_size)
     counts = flat != ignore_index
-    if num_classes is not None:  # else it is known once the ranks have compared
+    if num_classes is not None:  # else targets are checked once the ranks have compared
+        check_units(num_classes, 1, backend.world_size, "num_classes")
+        mine = classes.sizes()[backend.rank]
+        if mine != logits.shape[-1]:
+            raise SizeMismatchError(
+                f"rank {backend.rank}: {NAME}: of {num_classes} classes this rank has {mine}, and "
+                f"its logits are of shape {list(logits.shape)}",
+                rank=backend.rank,
+                op=NAME,
+            )
         _check_classes(flat, counts, total)
     ((first, _),) = classes.runs[backend.rank]
-    piece = _Piece(ranks, total, first, label_smoothing, known=num_classes is not None)
-    losses = cast(Tensor, _CrossEntropy.apply(rows, flat, counts, piece))  # type: ignore[no-untyped-call]
+    shard = _ClassShard(ranks, total, first, label_smoothing, known=num_classes is not None)
+    losses = cast(Tensor, _CrossEntropy.apply(rows, flat, counts, shard))  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(targets.shape)
     total_loss = losses.sum()
     return total_loss if reduction == "sum" else total_loss / counts.sum()
 
 
-class _Piece(NamedTuple):
-    """What this rank has of the classes, and how it is computed.
+class _ClassShard(NamedTuple):
+    """This rank's part of the classes, and the options of the loss.
 
     total      V
     first      this rank's first class
     smoothing  the share of the target that goes to all classes alike
-    known      V was given; else the ranks have to find that all have as many classes
+    known      V was given; else the ranks have to compare how many classes each has
     """
 
-    ranks: Ranks
+    ranks: LabeledBackend
     total: int
     first: int
     smoothing: float
@@ -110,62 +110,63 @@ class _CrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, y: Tensor, counts: Tensor, piece: _Piece) -> Tensor:
+    def forward(ctx: Any, z: Tensor, y: Tensor, counts: Tensor, shard: _ClassShard) -> Tensor:
         wide = z if z.dtype is torch.float64 else z.float()
-        m = _largest(wide, piece)
-        if not piece.known:
-            _check_classes(y, counts, piece.total)
-        own, place = _place(y, counts, piece, z.shape[1])
+        m = _largest(wide, shard)
+        if not shard.known:
+            _check_classes(y, counts, shard.total)
+        own, place = _target_places(y, counts, shard, z.shape[1])
         parts = [
             (wide - m.unsqueeze(1)).exp_().sum(1),
             torch.where(own, wide.gather(1, place).squeeze(1), 0),
         ]
-        if piece.smoothing:
+        if shard.smoothing:
             parts.append(wide.sum(1))
-        exps, z_y, *all_z = _sum(torch.stack(parts), piece.ranks).unbind()
+        exps, z_y, *all_z = _all_reduce(torch.stack(parts), shard.ranks).unbind()
         lse = m + exps.log()
         ctx.save_for_backward(z, y, counts, lse)
-        ctx.piece = piece
-        e = piece.smoothing
+        ctx.shard = shard
+        e = shard.smoothing
         losses = lse - z_y
         if e:
-            losses = (1 - e) * losses + e * (lse - all_z[0] / piece.total)
+            losses = (1 - e) * losses + e * (lse - all_z[0] / shard.total)
         return torch.where(counts, losses, 0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         z, y, counts, lse = ctx.saved_tensors
-        piece: _Piece = ctx.piece
-        e = piece.smoothing
+        shard: _ClassShard = ctx.shard
+        e = shard.smoothing
         wide = z if z.dtype is torch.float64 else z.float()
         dz = (wide - lse.unsqueeze(1)).exp()
         if torch.is_grad_enabled():  # differentiated again: softmax depends on all ranks' logits
-            backend, label = piece.ranks
+            backend, label = shard.ranks
             one = reduce_from_ranks(dz.sum(1), backend, label=label)
             dz = dz / copy_to_ranks(one, backend, label=label).unsqueeze(1)
             dloss = copy_to_ranks(dloss, backend, label=label)
-        own, place = _place(y, counts, piece, z.shape[1])
+        own, place = _target_places(y, counts, shard, z.shape[1])
         if e:
-            dz -= e / piece.total
+            dz -= e / shard.total
         dz.scatter_add_(1, place, own.to(dz.dtype).mul_(e - 1).unsqueeze(1))
         # Not by multiplying with zero: what does not count may be infinite.
         dz = dz.mul_(dloss.unsqueeze(1)).masked_fill_(~counts.unsqueeze(1), 0)
         return dz.to(z.dtype), None, None, None
 
 
-def _largest(z: Tensor, piece: _Piece) -> Tensor:
+def _all_reduce(values: Tensor, ranks: LabeledBackend, op: ReduceOp = ReduceOp.SUM) -> Tensor:
+    return values if ranks.backend.world_size == 1 else all_reduce(values, ranks, op)
+
+
+def _largest(z: Tensor, shard: _ClassShard) -> Tensor:
     """The largest logit of each row, of all ranks."""
-    ranks = piece.ranks
     m = z.amax(1)
-    if ranks.backend.world_size == 1:
-        return m
-    if piece.known:
-        return all_reduce(m, ranks, ReduceOp.MAX)
+    if shard.known:
+        return _all_reduce(m, shard.ranks, ReduceOp.MAX)
     mine = z.shape[1]
-    found = all_reduce(torch.cat([m, m.new_tensor([mine, -mine])]), ranks, ReduceOp.MAX)
+    found = _all_reduce(torch.cat([m, m.new_tensor([mine, -mine])]), shard.ranks, ReduceOp.MAX)
     most, least = found[-2:].tolist()
     if most != -least:
-        rank = ranks.backend.rank
+        rank = shard.ranks.backend.rank
         raise SizeMismatchError(
             f"rank {rank}: {NAME}: the ranks have from {-least:.0f} to {most:.0f} classes each, "
             f"and {mine} here: say how many there are together with num_classes=",
@@ -175,14 +176,12 @@ def _largest(z: Tensor, piece: _Piece) -> Tensor:
     return found[:-2]
 
 
-def _sum(values: Tensor, ranks: Ranks) -> Tensor:
-    return values if ranks.backend.world_size == 1 else all_reduce(values, ranks)
-
-
-def _place(y: Tensor, counts: Tensor, piece: _Piece, size: int) -> tuple[Tensor, Tensor]:
+def _target_places(
+    y: Tensor, counts: Tensor, shard: _ClassShard, size: int
+) -> tuple[Tensor, Tensor]:
     """Which rows' targets this rank has, [n], and at which place, [n, 1]: 0 where it has none."""
-    own = counts & (y >= piece.first) & (y < piece.first + size)
-    return own, torch.where(own, y - piece.first, 0).unsqueeze(1)
+    own = counts & (y >= shard.first) & (y < shard.first + size)
+    return own, torch.where(own, y - shard.first, 0).unsqueeze(1)
 
 
 def _check(logits: Tensor, targets: Tensor, reduction: str, label_smoothing: float) -> None:

@@ -1,4 +1,6 @@
-"""ParallelEmbedding: each rank has the vectors of some of the words.
+r"""The embedding, cut by its words, and norms of a sequence that is cut.
+
+ParallelEmbedding: each rank has the vectors of some of the words.
 
     vocabulary     | 0 1 2 3 | 4 5 6 7 |          tokens        5  1  7
     rank 0            E_0                   ->                  0  e1 0  --\
@@ -6,13 +8,18 @@
     rank 1                       E_1        ->                  e5 0  e7 --/
 
 (Shoeybi et al. 2019, "Megatron-LM", section 3: the input embedding.)
+
+SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or of the heads.
+
+  rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
+  rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
+
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,36 +30,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks, scatter_sum
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
-from phalanx.tensor.shards import Cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingStyle(Style):
-    """The options of a `ParallelEmbedding`, which explains them."""
-
-    sequence_dim: int | None = None
-
-    takes = (nn.Embedding,)
-
-    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The vocabulary."""
-        embedding = cast(nn.Embedding, plain)
-        given = {
-            "max_norm": embedding.max_norm is not None,
-            "scale_grad_by_freq": embedding.scale_grad_by_freq,
-            "sparse": embedding.sparse,
-        }
-        if any(given.values()):
-            names = ", ".join(name for name, is_given in given.items() if is_given)
-            raise UnsupportedOperationError(
-                f"a ParallelEmbedding has no {names}: leave it out of the embedding"
-            )
-        check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
-        return {"weight": Split(0, Cut.of(embedding.num_embeddings, ranks))}
-
-    def layer(self) -> ParallelLayer:
-        """An empty one."""
-        return ParallelEmbedding.empty(self)
+from phalanx.tensor.shards import ShardSpec
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -69,7 +47,7 @@ class ParallelEmbedding(ParallelLayer):
 
     Initial values and the names of parameters are as for `ColumnParallelLinear`; `from_embedding`
     takes a plain one. `max_norm`, `scale_grad_by_freq` and `sparse` are refused. Raises
-    `IndexError`, on every rank, for a token that is not in the vocabulary: which nobody would have.
+    `IndexError`, on every rank, for a token that is not in the vocabulary.
     """
 
     style: EmbeddingStyle
@@ -87,12 +65,10 @@ class ParallelEmbedding(ParallelLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = EmbeddingStyle(sequence_dim=sequence_dim)
         plain = nn.Embedding(
             num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
         )
-        self.hold_alike(plain, backend)
+        super().__init__(plain, backend, EmbeddingStyle(sequence_dim=sequence_dim))
 
     @classmethod
     def from_embedding(
@@ -104,17 +80,15 @@ class ParallelEmbedding(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses, and for one with hooks.
         """
-        layer = cls.empty(EmbeddingStyle(**options))
-        layer.hold_alike(embedding, backend)
-        return layer
+        return cls.from_plain(embedding, backend, EmbeddingStyle(**options))
 
-    def hold(self, plain: nn.Module, *args: Any, **options: Any) -> None:
-        """With the word that is not trained."""
-        super().hold(plain, *args, **options)
+    def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
+        """The same with `padding_idx`."""
+        super().shard_from(plain, *args, **options)
         self.padding_idx = cast(nn.Embedding, plain).padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Their vectors, or this rank's part of the sequence of them. Blocks for all ranks."""
+        """The vectors, or this rank's part of their sequence. Blocks until all ranks call it."""
         self._check_tokens(tokens)
         ((start, end),) = self.splits["weight"].cut.runs[self.backend.rank]
         elsewhere = (tokens < start) | (tokens >= end)
@@ -146,61 +120,51 @@ class ParallelEmbedding(ParallelLayer):
     @property
     def num_embeddings(self) -> int:
         """How many words all ranks have together."""
-        return self.splits["weight"].cut.total
+        return self.whole_size(0)
 
     @property
     def embedding_dim(self) -> int:
         """How long a vector is."""
-        return self.weight.shape[1]
+        return self.whole_size(1)
 
     def extra_repr(self) -> str:
         """The whole embedding's sizes, and this rank's part."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {self.part_of('weight')}"
-
-
-# ------------------------------------------------------------------------------
-# SequenceParallelNorm: a norm that each rank computes for its part of the sequence, or the heads.
-#
-#   rank 0   x[0:3] --> norm --> y[0:3]        gradients of weight and bias: summed over the ranks,
-#   rank 1   x[3:5] --> norm --> y[3:5]        since each has seen other rows
-#
-# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".)
-
-Compute = Callable[
-    ["tuple[int, ...]", Tensor, "Tensor | None", "Tensor | None", "float | None"], Tensor
-]
-_NORMS: MappingProxyType[type[nn.Module], Compute] = MappingProxyType(
-    {
-        nn.LayerNorm: lambda shape, x, weight, bias, eps: F.layer_norm(
-            x, shape, weight, bias, cast(float, eps)
-        ),
-        nn.RMSNorm: lambda shape, x, weight, _, eps: F.rms_norm(x, shape, weight, eps),
-    }
-)
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.describe_part()}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceNormStyle(Style):
-    """A `SequenceParallelNorm` has no options."""
+class EmbeddingStyle(Style):
+    """The options of a `ParallelEmbedding`, which explains them."""
 
-    takes = tuple(_NORMS)
+    sequence_dim: int | None = None
+
+    takes = (nn.Embedding,)
+    makes = ParallelEmbedding
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """Nothing is cut."""
-        return {}
-
-    def layer(self) -> ParallelLayer:
-        """An empty one."""
-        return SequenceParallelNorm.empty(self)
+        """The vocabulary."""
+        embedding = cast(nn.Embedding, plain)
+        given = {
+            "max_norm": embedding.max_norm is not None,
+            "scale_grad_by_freq": embedding.scale_grad_by_freq,
+            "sparse": embedding.sparse,
+        }
+        if any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise UnsupportedOperationError(
+                f"a ParallelEmbedding has no {names}: leave it out of the embedding"
+            )
+        check_units(embedding.num_embeddings, 1, ranks, "num_embeddings")
+        return {"weight": Split(0, ShardSpec.of(embedding.num_embeddings, ranks))}
 
 
 class SequenceParallelNorm(ParallelLayer):
     """A `LayerNorm` or `RMSNorm` of inputs of which each rank has a part.
 
-    Of the sequence, between layers with `sequence_dim`; or of the heads, as norms of queries and
-    keys have. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every rank,
-    and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm there
-    would learn on each rank from its own rows only, and the ranks would drift apart.
+    A part of the sequence, between layers with `sequence_dim`; or of the heads, for norms of
+    queries and keys. Made by `from_norm`, or by `parallelize`. Weight and bias are whole on every
+    rank, and so are their gradients: backward sums them, an all_reduce of their bytes. A plain norm
+    there would learn on each rank from its own rows only, and the ranks would drift apart.
     """
 
     style: SequenceNormStyle
@@ -210,13 +174,11 @@ class SequenceParallelNorm(ParallelLayer):
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
         """A plain norm's parameters, copied. Blocks for a message of 16 bytes."""
-        layer = cls.empty(SequenceNormStyle())
-        layer.hold_alike(norm, backend)
-        return layer
+        return cls.from_plain(norm, backend, SequenceNormStyle())
 
-    def hold(self, plain: nn.Module, *args: object, **options: object) -> None:
-        """With what kind of norm it is."""
-        super().hold(plain, *args, **options)  # type: ignore[arg-type]
+    def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
+        """The same with the kind of norm and its options."""
+        super().shard_from(plain, *args, **options)
         norm = cast("nn.LayerNorm | nn.RMSNorm", plain)
         self.kind = type(norm)
         self.normalized_shape = tuple(norm.normalized_shape)
@@ -226,16 +188,29 @@ class SequenceParallelNorm(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, normalized. Sends nothing; backward does."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if weight is not None and bias is not None:  # one message for both
-            weight_, bias_ = self._copied(torch.stack([weight, bias])).unbind()
-            return _NORMS[self.kind](self.normalized_shape, x, weight_, bias_, self.eps)
-        whole = None if weight is None else self._copied(weight)
-        return _NORMS[self.kind](self.normalized_shape, x, whole, None, self.eps)
-
-    def _copied(self, values: Tensor) -> Tensor:
-        return copy_to_ranks(values, self.backend, label=self.label)
+            both = copy_to_ranks(torch.stack([weight, bias]), self.backend, label=self.label)
+            weight, bias = both.unbind()
+        elif weight is not None:
+            weight = copy_to_ranks(weight, self.backend, label=self.label)
+        if self.kind is nn.RMSNorm:
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, cast(float, self.eps))
 
     def extra_repr(self) -> str:
         """As of the plain norm."""
         return f"{self.kind.__name__}, {self.normalized_shape}, eps={self.eps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceNormStyle(Style):
+    """A `SequenceParallelNorm` has no options."""
+
+    takes = (nn.LayerNorm, nn.RMSNorm)
+    makes = SequenceParallelNorm
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """Nothing is cut."""
+        return {}

@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.guards import check_agreement, describe_with_values
-from phalanx.tensor.functions import Ranks
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
 SAME_MODEL = (
     "Build the same model, with the same values, on every rank: call torch.manual_seed(seed) "
     "before it is built, or load one state into it"
@@ -28,28 +28,26 @@ class Split(NamedTuple):
     """Along which dimension a parameter is cut, and how."""
 
     dim: int
-    cut: Cut
+    cut: ShardSpec
 
 
 class Style(ABC):
-    """How a plain layer becomes a parallel one: the options of the latter, as `parallelize` takes.
+    """How a plain layer becomes a parallel one: the parallel layer's options, for `parallelize`.
 
-    takes   the kinds of plain layers that it knows; exactly these, since it cannot know what else
-            a subclass does
+    takes   the kinds of plain layers that it knows; exactly these, since a subclass may do
+            something else
+    makes   the kind of parallel layer
     """
 
     takes: ClassVar[tuple[type[nn.Module], ...]]
+    makes: ClassVar[type[ParallelLayer]]
 
     @abstractmethod
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
         """How the parameters are cut; those that are not named are whole on every rank.
 
-        Raises `ValueError` if there is nothing to be cut for some rank, or the options do not fit.
+        Raises `ValueError` if some rank would get nothing, or the options do not fit.
         """
-
-    @abstractmethod
-    def layer(self) -> ParallelLayer:
-        """A parallel layer with these options, which holds nothing yet."""
 
 
 class ParallelLayer(nn.Module):
@@ -64,16 +62,33 @@ class ParallelLayer(nn.Module):
     backend: Backend
     splits: Mapping[str, Split]
     label: str
+    weight: Tensor | None
+
+    def __init__(self, plain: nn.Module, backend: Backend, style: Style) -> None:
+        super().__init__()
+        self.style = style
+        label = type(self).__name__
+        splits = checked_splits(plain, style, backend.world_size, label)
+        lines = [f"{label} of {plain} with {style}", *described(plain)]
+        check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
+        self.shard_from(plain, splits, backend, label=label)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
+        """This rank's part of a plain layer. Blocks for a message of 16 bytes."""
+        layer = cls.__new__(cls)
+        ParallelLayer.__init__(layer, plain, backend, style)
+        return layer
 
     @classmethod
     def empty(cls, style: Style) -> Self:
-        """A layer that holds nothing yet: `hold` comes next."""
+        """A layer without parameters yet: `shard_from` comes next."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.style = style
         return layer
 
-    def hold(
+    def shard_from(
         self,
         plain: nn.Module,
         splits: Mapping[str, Split],
@@ -84,33 +99,30 @@ class ParallelLayer(nn.Module):
     ) -> None:
         """Take this rank's part of a plain layer. Nothing is sent.
 
-        tied   this rank's parts of parameters that other layers have, too
+        tied   this rank's parts of parameters that other layers have too
         """
         self.backend, self.splits, self.label = backend, dict(splits), label
         for name, parameter in plain._parameters.items():
             own = None
             if parameter is not None:
                 own = tied.get(parameter)
-                own = part(parameter, splits.get(name), backend.rank) if own is None else own
+                own = own_part(parameter, splits.get(name), backend.rank) if own is None else own
             self.register_parameter(name, own)
         self.train(plain.training)
 
-    def hold_alike(self, plain: nn.Module, backend: Backend) -> None:
-        """`hold`, once all ranks were found to mean the same. Blocks for a message of 16 bytes."""
-        style, label = self.style, type(self).__name__
-        splits = checked_splits(plain, style, backend.world_size, label)
-        lines = [f"{label} of {plain} with {style}", *described(plain)]
-        check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
-        self.hold(plain, splits, backend, label=label)
+    def whole_size(self, dim: int) -> int:
+        """How long the whole weight is along `dim`."""
+        split = self.splits["weight"]
+        return split.cut.total if split.dim == dim else cast(Tensor, self.weight).shape[dim]
 
-    def part_of(self, name: str) -> str:
-        """Which part of a parameter this rank has, for `extra_repr`."""
-        cut = self.splits[name].cut
+    def describe_part(self) -> str:
+        """Which part of the weight this rank has, for `extra_repr`."""
+        cut = self.splits["weight"].cut
         rank = self.backend.rank
         return f"rank {rank} of {self.backend.world_size}: {cut.sizes()[rank]} of {cut.total}"
 
     def check_width(self, x: Tensor, width: int, remedy: str) -> None:
-        """Raise `SizeMismatchError` unless the last dimension of an input is as long as it must."""
+        """Raise `SizeMismatchError` unless an input has `width` features in the last dim."""
         if x.dim() == 0 or x.shape[-1] != width:
             rank = self.backend.rank
             raise SizeMismatchError(
@@ -129,33 +141,24 @@ class ParallelLayer(nn.Module):
                 "is that of the features"
             )
 
-    @property
-    def ranks(self) -> Ranks:
-        """Who takes part in its messages, and what they are called."""
-        return Ranks(self.backend, self.label)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
-        """A copy for the same ranks: there is one connection to them."""
+        """A copy on the same backend, which is shared."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
-        copy.__dict__ = deepcopy(rest, memo)
-        copy.__dict__["backend"] = self.backend
+        copy.__dict__ = deepcopy(rest, memo) | {"backend": self.backend}
         return copy
 
 
-def described(plain: nn.Module, prefix: str = "") -> list[str]:
+def described(plain: nn.Module) -> list[str]:
     """A module's parameters and buffers, with hashes of their values, for `check_agreement`."""
     return [
-        *(describe_with_values(prefix + name, value) for name, value in plain.named_parameters()),
-        *(
-            f"buffer {describe_with_values(prefix + name, value)}"
-            for name, value in plain.named_buffers()
-        ),
+        *(describe_with_values(name, value) for name, value in plain.named_parameters()),
+        *(f"buffer {describe_with_values(name, value)}" for name, value in plain.named_buffers()),
     ]
 
 
 def checked_splits(plain: nn.Module, style: Style, ranks: int, label: str) -> dict[str, Split]:
-    """How a layer's parameters are cut. Raises, naming `label`, if it is none that can be."""
+    """How a layer's parameters are cut. Raises, naming `label`, if they cannot be."""
     _check_plain(plain, style, label)
     try:
         return style.splits(plain, ranks)
@@ -198,8 +201,8 @@ def check_units(total: int, unit: int, ranks: int, what: str) -> None:
         )
 
 
-def part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
-    """This rank's part, in memory of its own: that of the whole can be freed."""
+def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
+    """This rank's part, copied, so that the whole's memory can be freed."""
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
     return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)

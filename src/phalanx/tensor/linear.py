@@ -1,11 +1,23 @@
-"""ColumnParallelLinear: each rank computes some of the outputs.
+r"""Linear layers cut by their outputs (columns) or their inputs (rows).
+
+ColumnParallelLinear: each rank computes some of the outputs.
 
                     A = [ A_0 | A_1 ]              (a Linear's weight is A transposed: its rows)
 
     rank 0   x -- f --> x A_0 + b_0 = y_0          gather_output: y = [ y_0 | y_1 ] everywhere
     rank 1   x -- f --> x A_1 + b_1 = y_1
 
-(Shoeybi et al. 2019, "Megatron-LM", section 3.)
+RowParallelLinear: each rank computes with some of the inputs, and the results are summed.
+
+                        [ A_0 ]
+                    A = [ --- ]                    (a Linear's weight is A transposed: its columns)
+                        [ A_1 ]
+
+    rank 0   x_0 --> x_0 A_0 --\
+                                g --> y + b
+    rank 1   x_1 --> x_1 A_1 --/
+
+f is `copy_to_ranks`, g `reduce_from_ranks` (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -27,49 +39,38 @@ from phalanx.tensor.functions import (
     scatter_to_ranks,
 )
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
-from phalanx.tensor.shards import Cut
+from phalanx.tensor.shards import ShardSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnStyle(Style):
-    """The options of a `ColumnParallelLinear`, which explains them."""
+class _ParallelLinear(ParallelLayer):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    gather_output: bool = False
-    sequence_dim: int | None = None
-    parts: tuple[int, ...] | None = None
-    unit: int = 1
+    @property
+    def in_features(self) -> int:
+        """How many features the whole layer's inputs have."""
+        return self.whole_size(1)
 
-    takes = (nn.Linear,)
+    @property
+    def out_features(self) -> int:
+        """How many outputs the whole layer has."""
+        return self.whole_size(0)
 
-    def __post_init__(self) -> None:
-        if self.parts is not None:
-            object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
-
-    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's rows, and the bias."""
-        out_features = cast(nn.Linear, plain).out_features
-        parts = (out_features,) if self.parts is None else self.parts
-        if sum(parts) != out_features:
-            raise ValueError(
-                f"parts={parts} are {sum(parts)} outputs, and the layer has {out_features}"
-            )
-        for part in parts:
-            check_units(part, self.unit, ranks, "out_features" if len(parts) == 1 else "a part of")
-        split = Split(0, Cut.of(out_features, ranks, parts=parts, unit=self.unit))
-        return {"weight": split, "bias": split}
-
-    def layer(self) -> ParallelLayer:
-        """An empty one."""
-        return ColumnParallelLinear.empty(self)
+    def extra_repr(self) -> str:
+        """The whole layer's sizes, and this rank's part."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.describe_part()}"
+        )
 
 
-class ColumnParallelLinear(ParallelLayer):
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some of the outputs.
 
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
     backend         the ranks that share it
     gather_output   give every rank all outputs, [..., out_features]; else its own part of them,
-        which is what a `RowParallelLinear` takes, and what works element by element
+        as input for a `RowParallelLinear`, or for functions that work element by element
     sequence_dim    the input is this rank's part of a sequence, cut along this dimension (sequence
         parallelism): it is gathered, and its gradient reduced and scattered
     parts           the sizes of several layers in one, such as (width, width, width) for queries,
@@ -78,23 +79,21 @@ class ColumnParallelLinear(ParallelLayer):
     unit            how many outputs stay together: a head's width, so that no head is torn
 
     The input, [..., in_features], is the same on every rank. Outputs and gradients are those of the
-    plain layer, or this rank's part of them. What does not divide gives the earlier ranks more.
+    plain layer, or this rank's part of them. If outputs do not divide, the earlier ranks have more.
 
-    Initial values are a plain layer's with the same seed, cut: the random state moves as if there
-    were one, and for a moment the whole weight is there. `from_linear` takes them from a layer.
-    Parameters are this rank's, under the names `weight` and `bias`; for whole ones see
-    `full_state_dict`.
+    Initial values are those of a plain layer with the same seed, cut: a plain layer is built first,
+    so the random state advances in the same way, and the whole weight is in memory for a moment.
+    `from_linear` takes the values from a layer. Parameters are this rank's, under the names
+    `weight` and `bias`; for whole ones see `full_state_dict`.
 
-    Forward sends nothing, but to gather; backward sums the gradient of the input, an all_reduce of
-    its bytes, if it needs one. With `sequence_dim` these are an all_gather (and a message of 8
+    Forward sends nothing, except to gather; backward sums the gradient of the input, an all_reduce
+    of its bytes, if it needs one. With `sequence_dim` these are an all_gather (and a message of 8
     bytes) and a reduce_scatter, together the same bytes. Construction blocks for a message of 16
     bytes: `DesyncError` if the ranks' options or values differ. Raises `ValueError` if there are
     fewer units than ranks; in forward, `SizeMismatchError` for an input of another width.
     """
 
     style: ColumnStyle
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -110,12 +109,11 @@ class ColumnParallelLinear(ParallelLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = ColumnStyle(
+        plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        style = ColumnStyle(
             gather_output=gather_output, sequence_dim=sequence_dim, parts=parts, unit=unit
         )
-        plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.hold_alike(plain, backend)
+        super().__init__(plain, backend, style)
 
     @classmethod
     def from_linear(
@@ -127,12 +125,10 @@ class ColumnParallelLinear(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses of `nn.Linear`, and for one with hooks.
         """
-        layer = cls.empty(ColumnStyle(**options))
-        layer.hold_alike(linear, backend)
-        return layer
+        return cls.from_plain(linear, backend, ColumnStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all; see the class. Blocks where that says that it sends."""
+        """This rank's outputs, or all of them. Blocks where the class says that it sends."""
         self.check_width(x, self.in_features, "It takes all features: see gather_output")
         backend, label, style = self.backend, self.label, self.style
         if style.sequence_dim is None:
@@ -145,60 +141,38 @@ class ColumnParallelLinear(ParallelLayer):
             y = gather_from_ranks(y, backend, -1, cut=self.splits["weight"].cut, label=label)
         return y
 
-    @property
-    def in_features(self) -> int:
-        """How many features an input has."""
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """How many outputs all ranks have together."""
-        return self.splits["weight"].cut.total
-
-    def extra_repr(self) -> str:
-        """The whole layer's sizes, and this rank's part."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.part_of('weight')}"
-        )
-
-
-# ------------------------------------------------------------------------------
-# RowParallelLinear: each rank computes with some of the inputs, and the results are summed.
-#
-#                         [ A_0 ]
-#                     A = [ --- ]                  (a Linear's weight is A transposed: its columns)
-#                         [ A_1 ]
-#
-#     rank 0   x_0 --> x_0 A_0 --\
-#                                 g --> y + b
-#     rank 1   x_1 --> x_1 A_1 --/
-#
-# (Shoeybi et al. 2019, "Megatron-LM", section 3.)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RowStyle(Style):
-    """The options of a `RowParallelLinear`, which explains them."""
+class ColumnStyle(Style):
+    """The options of a `ColumnParallelLinear`, which explains them."""
 
-    input_is_parallel: bool = True
+    gather_output: bool = False
     sequence_dim: int | None = None
+    parts: tuple[int, ...] | None = None
     unit: int = 1
 
     takes = (nn.Linear,)
+    makes = ColumnParallelLinear
+
+    def __post_init__(self) -> None:
+        if self.parts is not None:
+            object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's columns."""
-        in_features = cast(nn.Linear, plain).in_features
-        check_units(in_features, self.unit, ranks, "in_features")
-        return {"weight": Split(1, Cut.of(in_features, ranks, unit=self.unit))}
+        """The weight's rows, and the bias."""
+        out_features = cast(nn.Linear, plain).out_features
+        parts = (out_features,) if self.parts is None else self.parts
+        if sum(parts) != out_features:
+            raise ValueError(
+                f"parts={parts} are {sum(parts)} outputs, and the layer has {out_features}"
+            )
+        for part in parts:
+            check_units(part, self.unit, ranks, "out_features" if len(parts) == 1 else "a part of")
+        split = Split(0, ShardSpec.of(out_features, ranks, parts=parts, unit=self.unit))
+        return {"weight": split, "bias": split}
 
-    def layer(self) -> ParallelLayer:
-        """An empty one."""
-        return RowParallelLinear.empty(self)
 
-
-class RowParallelLinear(ParallelLayer):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes with some of the inputs.
 
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
@@ -223,8 +197,6 @@ class RowParallelLinear(ParallelLayer):
     """
 
     style: RowStyle
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -239,12 +211,9 @@ class RowParallelLinear(ParallelLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.style = RowStyle(
-            input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, unit=unit
-        )
         plain = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.hold_alike(plain, backend)
+        style = RowStyle(input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, unit=unit)
+        super().__init__(plain, backend, style)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: Backend, **options: Any) -> RowParallelLinear:
@@ -254,12 +223,10 @@ class RowParallelLinear(ParallelLayer):
 
         Raises `UnsupportedOperationError` for subclasses of `nn.Linear`, and for one with hooks.
         """
-        layer = cls.empty(RowStyle(**options))
-        layer.hold_alike(linear, backend)
-        return layer
+        return cls.from_plain(linear, backend, RowStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, or this rank's part of its sequence; see the class. Blocks for all ranks."""
+        """The output, or this rank's part of its sequence. Blocks until all ranks call it."""
         backend, label, style = self.backend, self.label, self.style
         weight, bias = self.weight, self.bias
         if style.input_is_parallel:
@@ -276,24 +243,25 @@ class RowParallelLinear(ParallelLayer):
             return y if bias is None else y + bias.to(y.dtype)
         self.check_sequence_dim(x, style.sequence_dim)
         y = scatter_sum(F.linear(x, weight), backend, style.sequence_dim, label=label)
-        # Each rank adds it to other rows, so that its gradient is a sum over the ranks.
+        # Each rank adds the bias to other rows: its gradient is a sum over the ranks.
         if bias is not None:
             y = y + copy_to_ranks(bias, backend, label=f"{label}'s bias").to(y.dtype)
         return y
 
-    @property
-    def in_features(self) -> int:
-        """How many features the inputs of all ranks have together."""
-        return self.splits["weight"].cut.total
 
-    @property
-    def out_features(self) -> int:
-        """How many outputs there are."""
-        return self.weight.shape[0]
+@dataclass(frozen=True, kw_only=True)
+class RowStyle(Style):
+    """The options of a `RowParallelLinear`, which explains them."""
 
-    def extra_repr(self) -> str:
-        """The whole layer's sizes, and this rank's part."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.part_of('weight')}"
-        )
+    input_is_parallel: bool = True
+    sequence_dim: int | None = None
+    unit: int = 1
+
+    takes = (nn.Linear,)
+    makes = RowParallelLinear
+
+    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
+        """The weight's columns."""
+        in_features = cast(nn.Linear, plain).in_features
+        check_units(in_features, self.unit, ranks, "in_features")
+        return {"weight": Split(1, ShardSpec.of(in_features, ranks, unit=self.unit))}

@@ -11,7 +11,7 @@ parallelize(model, plan, backend)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import cast
@@ -30,7 +30,7 @@ from phalanx.tensor.layer import (
     Style,
     checked_splits,
     described,
-    part,
+    own_part,
 )
 from phalanx.tensor.linear import ColumnStyle, RowStyle
 
@@ -45,36 +45,36 @@ STYLES: Mapping[str, Style] = MappingProxyType(
 Plan = Mapping[str, "str | Style"]
 SHOWN = 12  # names, in an error
 
-# What computes with the weights of its layers, without calling these.
-_PAST_ITS_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# Modules that compute with the weights of their layers without calling the layers.
+_BYPASSING_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     """Replace layers of a model by parallel ones, in place, and return the model.
 
     plan   patterns of the names of submodules, as `named_modules()` has them, where `*` is anything
-        (dots, too), and for each what becomes of the layers: "column" (`ColumnParallelLinear`),
-        "row" (`RowParallelLinear`), "embedding" (`ParallelEmbedding`), "sequence_norm"
-        (`SequenceParallelNorm`), each as it is by default, or a `ColumnStyle`, `RowStyle`,
+        (dots, too), and for each the style of the layers: "column" (`ColumnParallelLinear`), "row"
+        (`RowParallelLinear`), "embedding" (`ParallelEmbedding`) or "sequence_norm"
+        (`SequenceParallelNorm`) with default options, or a `ColumnStyle`, `RowStyle`,
         `EmbeddingStyle` or `SequenceNormStyle` with options. A model that is itself a layer has the
         name ""; its replacement is returned
 
     Every rank calls it with the same model and plan, before the optimizer is made and before the
     model is wrapped (in DDP, over the ranks that have the same parts: `mesh["data"]`). Each rank
-    keeps its part of what is cut, under the same names; all else is whole, and stays equal, since
-    its gradients are equal. Code between the layers has to go by the sizes of what it gets: heads
-    by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to drop the same
-    on every rank: seed the ranks alike, and let what is random between the layers draw equally
-    many numbers on each (as it does if heads and features divide by the ranks).
+    keeps its part of the parameters that are cut, under the same names; all others are whole, and
+    stay equal, since their gradients are equal. Code between the layers has to use the sizes of its
+    inputs: heads by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to
+    drop the same on every rank: seed the ranks alike, and let random functions between the layers
+    draw equally many numbers on each (as they do if heads and features divide by the ranks).
 
     Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
     layers are in the plan and cut them alike ("embedding" and "column").
 
-    What lies between a "column" and a "row" sees this rank's part of the features, and what lies
-    between two layers with `sequence_dim` its part of the sequence. Layers there that have
-    parameters learn from that part only, which nobody can see here: norms have to be
-    "sequence_norm", and other parameters go through `copy_to_ranks` before they are used.
-    `check_whole_parameters` finds what was forgotten.
+    Layers between a "column" and a "row" see this rank's part of the features, and layers between
+    two with `sequence_dim` its part of the sequence. If they have parameters, these would learn
+    from that part only, which cannot be seen here: norms have to be "sequence_norm", and other
+    parameters go through `copy_to_ranks` before they are used. `check_whole_parameters` finds those
+    that were forgotten.
 
     Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
@@ -82,35 +82,30 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights
     are used without calling it; `MisuseError` for tied weights of which only some are in the plan.
     """
-    _check_kinds(module, plan)
-    if any(isinstance(part, Wrapper) for part in module.modules()):
-        raise MisuseError(
-            f"rank {backend.rank}: parallelize: the model is wrapped already: call it first, and "
-            "wrap what it returns"
-        )
-    styles = _matched(module, plan)
-    splits = _checked(module, styles, backend.world_size)
-    tied = _tied(module, splits, backend.rank)
+    _check_arguments(module, plan, backend.rank)
+    styles = _match(module, plan)
+    splits = _check_splits(module, styles, backend.world_size)
+    tied = _tied_parts(module, splits, backend.rank)
     check_agreement(
         [*(f"{name} as {style}" for name, style in styles.items()), *described(module)],
         backend,
         op="parallelize",
         remedy=SAME_MODEL + ". Give all ranks the same plan",
     )
-    places = _places(module, [module.get_submodule(name) for name in styles])
+    replaced: dict[nn.Module, ParallelLayer] = {}
     for name, style in styles.items():
         plain = module.get_submodule(name)
-        if isinstance(plain, ParallelLayer):
-            continue  # a layer in two places, which has been replaced in both
-        layer = style.layer()
-        layer.hold(plain, splits[name], backend, label=name, tied=tied)
-        for parent, child in places[plain]:
-            parent._modules[child] = layer
-        module = layer if plain is module else module
-    return module
+        if plain not in replaced:  # else it is in two places
+            replaced[plain] = layer = style.makes.empty(style)
+            layer.shard_from(plain, splits[name], backend, label=name, tied=tied)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+    return replaced.get(module, module)
 
 
-def _check_kinds(module: nn.Module, plan: Plan) -> None:
+def _check_arguments(module: nn.Module, plan: Plan, rank: int) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: the model has to be an nn.Module, not {module!r}")
     if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
@@ -118,20 +113,31 @@ def _check_kinds(module: nn.Module, plan: Plan) -> None:
             "parallelize: a plan is a dict from patterns of names to styles, such as "
             f'{{"blocks.*.up": "column"}}, not {plan!r}'
         )
+    if any(isinstance(part, Wrapper) for part in module.modules()):
+        raise MisuseError(
+            f"rank {rank}: parallelize: the model is wrapped already: call it first, and wrap what "
+            "it returns"
+        )
+    for pattern, style in plan.items():
+        if not (isinstance(style, Style) or (isinstance(style, str) and style in STYLES)):
+            raise ValueError(
+                f"parallelize: {style!r}, for {pattern!r}, is no style: there are "
+                f"{', '.join(map(repr, STYLES))}, and ColumnStyle(...) and the like, with options"
+            )
 
 
-def _matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
+def _match(module: nn.Module, plan: Plan) -> dict[str, Style]:
     """The style for each layer that the plan names, in the model's order. Changes nothing."""
     styles: dict[str, Style] = {}
-    by: dict[nn.Module, tuple[str, Style]] = {}
-    known = {pattern: _style(pattern, style) for pattern, style in plan.items()}
-    unmatched = dict.fromkeys(known)
+    first: dict[nn.Module, tuple[str, Style]] = {}
+    of_pattern = {p: STYLES[s] if isinstance(s, str) else s for p, s in plan.items()}
+    unmatched = dict.fromkeys(plan)
     for name, layer in module.named_modules(remove_duplicate=False):
-        for pattern, style in known.items():
+        for pattern, style in of_pattern.items():
             if not fnmatchcase(name, pattern):
                 continue
             unmatched.pop(pattern, None)
-            other_name, other = by.setdefault(layer, (name, style))
+            other_name, other = first.setdefault(layer, (name, style))
             if other != style:
                 also = f", which is {other_name}, too," if other_name != name else ""
                 raise ValueError(
@@ -148,25 +154,14 @@ def _matched(module: nn.Module, plan: Plan) -> dict[str, Style]:
     return styles
 
 
-def _style(pattern: str, style: str | Style) -> Style:
-    if isinstance(style, Style):
-        return style
-    if not isinstance(style, str) or style not in STYLES:
-        raise ValueError(
-            f"parallelize: {style!r}, for {pattern!r}, is no style: there are "
-            f"{', '.join(map(repr, STYLES))}, and ColumnStyle(...) and the like, with options"
-        )
-    return STYLES[style]
-
-
-def _checked(
+def _check_splits(
     module: nn.Module, styles: Mapping[str, Style], ranks: int
 ) -> dict[str, dict[str, Split]]:
     """How each layer's parameters will be cut. Raises if one cannot be."""
     splits = {}
     for name, style in styles.items():
         parent = module.get_submodule(name.rpartition(".")[0])
-        if name and isinstance(parent, _PAST_ITS_LAYERS):
+        if name and isinstance(parent, _BYPASSING_LAYERS):
             raise UnsupportedOperationError(
                 f"parallelize: {name} is part of a {type(parent).__name__}, which computes with "
                 "its layers' weights without calling them: write it with layers of your own"
@@ -177,7 +172,7 @@ def _checked(
     return splits
 
 
-def _tied(
+def _tied_parts(
     module: nn.Module, splits: Mapping[str, Mapping[str, Split]], rank: int
 ) -> dict[nn.Parameter, nn.Parameter]:
     """This rank's parts of those parameters that several layers have. Raises `MisuseError`."""
@@ -198,17 +193,5 @@ def _tied(
                 "it the same way in each place. Name all of its layers in the plan, with styles "
                 "that cut it alike (an embedding, and a column of the same size), or untie them"
             )
-        parts[parameter] = part(parameter, cast("Split | None", cuts[0]), rank)
+        parts[parameter] = own_part(parameter, cast("Split | None", cuts[0]), rank)
     return parts
-
-
-def _places(
-    module: nn.Module, layers: Collection[nn.Module]
-) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Where each of some layers is: its parents, and its name in each."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {layer: [] for layer in layers}
-    for parent in module.modules():
-        for name, child in parent._modules.items():
-            if child in places:
-                places[child].append((parent, name))
-    return places

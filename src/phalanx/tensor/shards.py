@@ -19,10 +19,10 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Which elements of a dimension of `total` each rank has.
 
-    runs   for each rank the ranges (start, end) that it has, which follow each other in its shard
+    runs   for each rank its ranges (start, end), which follow each other in its shard
     """
 
     total: int
@@ -31,7 +31,7 @@ class Cut:
     @classmethod
     def of(
         cls, total: int, ranks: int, *, parts: Sequence[int] | None = None, unit: int = 1
-    ) -> Cut:
+    ) -> ShardSpec:
         """Cut `total` elements; each of `parts` (which add up to it) by itself, in whole units.
 
         A rank's shard then has a piece of each part, in order: queries, keys and values that lie
@@ -42,9 +42,11 @@ class Cut:
         runs: list[list[Run]] = [[] for _ in range(ranks)]
         start = 0
         for part in (total,) if parts is None else parts:
-            for own, size in zip(runs, even_sizes(part // unit, ranks), strict=True):
-                own.append((start, start + size * unit))
-                start += size * unit
+            units, longer = divmod(part // unit, ranks)
+            for rank, own in enumerate(runs):
+                end = start + unit * (units + (rank < longer))
+                own.append((start, end))
+                start = end
         return cls(total, tuple(map(tuple, runs)))
 
     def sizes(self) -> list[int]:
@@ -61,19 +63,13 @@ class Cut:
         return [self.shard(whole, dim, rank) for rank in range(len(self.runs))]
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole, from every rank's shard in rank order: the opposite of `shards`."""
+        """The whole, from every rank's shard in rank order: the inverse of `shards`."""
         pieces: list[tuple[Run, Tensor]] = []
         for own, shard in zip(self.runs, shards, strict=True):
             lengths = [end - start for start, end in own]
             pieces += zip(own, torch.split(shard, lengths, dim), strict=True)
         pieces.sort(key=lambda piece: piece[0])
         return torch.cat([values for _, values in pieces], dim)
-
-
-def even_sizes(total: int, parts: int) -> list[int]:
-    """Cut `total` into lengths that differ by one at most, the longer ones first."""
-    size, longer = divmod(total, parts)
-    return [size + (part < longer) for part in range(parts)]
 
 
 def shard_tensor(t: Tensor, n: int) -> list[Tensor]:
@@ -93,7 +89,7 @@ def shard_tensor(t: Tensor, n: int) -> list[Tensor]:
             f"cannot cut a tensor of shape {list(t.shape)} into {n} shards along dim 0: it has "
             f"{len(t)} rows, and every shard needs one"
         )
-    return list(torch.split(t, even_sizes(len(t), n)))
+    return list(torch.tensor_split(t, n))
 
 
 def gather_shards(shards: Sequence[Tensor]) -> Tensor:

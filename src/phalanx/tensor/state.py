@@ -1,4 +1,4 @@
-"""The state of a model with parallel layers: whole, as the plain model has it, and back.
+"""A model with parallel layers as one: its whole state dict, gradient norm, and a check of it.
 
     full_state_dict        parts of all ranks   ->  {"mlp.up.weight": the whole, ...}
     load_full_state_dict   the whole            ->  this rank's part of it
@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.parallel.grad_scaler import clip_, norm_here
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
-from phalanx.tensor.functions import Ranks, all_gather, all_reduce
+from phalanx.tensor.functions import LabeledBackend, all_gather, all_reduce
 from phalanx.tensor.layer import ParallelLayer, Split, owners
 
 
@@ -32,31 +32,34 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
     rank0_only   only rank 0 of each layer's group keeps it; the others get {}
 
-    Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut;
-    what is gathered is a copy, all else the module's own. For a model in DDP, too, or in FSDP,
-    whose shards are gathered first, and one that has such in it; of a pipeline, this rank's layers.
+    Every rank that shares layers calls it. Blocks for an all_gather of each parameter that is cut.
+    A gathered tensor is a copy, any other the module's own. Also for a model in DDP or FSDP, or
+    with such parts: FSDP's shards are gathered first. Of a pipeline, it gives this rank's layers.
     """
-    places = _cut_places(module)
-    state: dict[str, Any] = {}
-    empty = False
     own = dict(module.state_dict())
-    for prefix, gather in _sharded(module).items():
-        gathered = {prefix + key: value for key, value in gather().items()}
-        own = {
-            key: gathered.get(key, value)
-            for key, value in own.items()
-            if key in gathered or not key.startswith(prefix)
-        }
+    for prefix, part in walk(module):
+        gather = getattr(part, "full_state_dict", None)  # of a wrapper that shards its parameters
+        if gather is not None:
+            gathered = {prefix + key: value for key, value in gather().items()}
+            own = {
+                key: gathered.get(key, value)
+                for key, value in own.items()
+                if key in gathered or not key.startswith(prefix)
+            }
+    cut = _cut_parameters(module)
+    state: dict[str, Any] = {}
+    keep = True
     for key, value in own.items():
-        place = places.get(key)
-        if place is None:
-            state[key] = value
-            continue
-        whole = all_gather(value, place.split.cut, place.split.dim, place.ranks)
-        empty = empty or (rank0_only and place.ranks.backend.rank != 0)
-        if not empty:
+        if key in cut:
+            split, backend = cut[key]
+            ranks = LabeledBackend(backend, f"full_state_dict of {key}")
+            whole = all_gather(value, split.cut, split.dim, ranks)
+            keep = keep and not (rank0_only and backend.rank != 0)
+        else:
+            whole = value
+        if keep:
             state[key] = whole
-    return {} if empty else state
+    return state if keep else {}
 
 
 def load_full_state_dict(
@@ -69,80 +72,65 @@ def load_full_state_dict(
     strict   the keys have to be exactly the model's, as in `Module.load_state_dict`
 
     Raises `SizeMismatchError`, naming the first, for a tensor that is not as large as the whole;
-    nothing is changed then. For a model in DDP or FSDP, too, or with such in it, and a pipeline.
+    nothing is changed then. Also for a model in DDP or FSDP, or with such parts, and a pipeline.
     Every rank that shards parameters with others (FSDP) calls it.
     """
-    places, slices = _cut_places(module), _slices(module)
+    cut, slices = _cut_parameters(module), _slices(module)
     own = module.state_dict(keep_vars=True)
     parts = dict(state)
     for key, value in state.items():
-        mine, place = own.get(key), places.get(key)
+        mine = own.get(key)
         if not isinstance(value, Tensor) or not isinstance(mine, Tensor):
             continue
         piece = slices.get(mine, Slice.whole(tuple(mine.shape)))
-        shape = list(piece.shape)
-        if place is not None:
-            shape[place.split.dim] = place.split.cut.total
+        shape, part = list(piece.shape), value
+        if key in cut:
+            split, backend = cut[key]
+            shape[split.dim] = split.cut.total
         if list(value.shape) != shape:
             raise SizeMismatchError(
                 f"{key} is of shape {shape} in the whole model, and of shape {list(value.shape)} "
                 "in this state: nothing was loaded. A rank's own state_dict() goes into "
                 "load_state_dict() of the same rank"
             )
-        part = value
-        if place is not None:
-            part = place.split.cut.shard(part, place.split.dim, place.ranks.backend.rank)
+        if key in cut:
+            part = split.cut.shard(part, split.dim, backend.rank)
         if part.shape != mine.shape:  # a shard, of one dimension
             part = part.reshape(-1)[piece.start : piece.stop].view(mine.shape)
         parts[key] = part
     with ExitStack() as writing:
         for _, inner in walk(module):
-            if isinstance(inner, Wrapper) and inner is not module:  # which sees to it by itself
+            if isinstance(inner, Wrapper) and inner is not module:  # it enters its own by itself
                 writing.enter_context(inner.writing())
         module.load_state_dict(parts, strict=strict)
 
 
-class _Place(NamedTuple):
-    """Where the other parts of a parameter are, and how it is cut."""
-
-    split: Split
-    ranks: Ranks
-
-
-def _cut_places(module: nn.Module) -> dict[str, _Place]:
-    """By the key in the state dict."""
-    places = {}
-    for prefix, layer in walk(module):
-        if isinstance(layer, ParallelLayer):
-            for own, split in layer.splits.items():
-                key = prefix + own
-                places[key] = _Place(split, Ranks(layer.backend, f"full_state_dict of {key}"))
-    return places
-
-
-def _sharded(module: nn.Module) -> dict[str, Callable[[], dict[str, Any]]]:
-    """How the wrappers that shard their parameters gather them, by the prefix of their keys."""
-    found = ((prefix, getattr(part, "full_state_dict", None)) for prefix, part in walk(module))
-    return {prefix: gather for prefix, gather in found if gather is not None}
-
-
-def _slices(module: nn.Module) -> dict[Tensor, Slice]:
-    """What part of a parameter there is here, for those in wrappers."""
-    wrappers = (part for _, part in walk(module) if isinstance(part, Wrapper) and not part.spreads)
+def _cut_parameters(module: nn.Module) -> dict[str, tuple[Split, Backend]]:
+    """How parameters are cut, and the ranks with the other parts, by the key in the state dict."""
     return {
-        parameter: slices[name]
-        for wrapper in wrappers
-        for slices in [wrapper.slices()]
-        for name, parameter in wrapper.named_parameters()
+        prefix + own: (split, layer.backend)
+        for prefix, layer in walk(module)
+        if isinstance(layer, ParallelLayer)
+        for own, split in layer.splits.items()
     }
 
 
+def _slices(module: nn.Module) -> dict[Tensor, Slice]:
+    """Which part of a parameter this rank has, for those in wrappers."""
+    found: dict[Tensor, Slice] = {}
+    for _, wrapper in walk(module):
+        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
+            slices = wrapper.slices()
+            found.update((p, slices[name]) for name, p in wrapper.named_parameters())
+    return found
+
+
 # ------------------------------------------------------------------------------
-# The norm of all gradients, of which a rank has some, of others a part, and of others the whole.
+# The norm of all gradients. Which ranks' parts of a gradient count:
 #
-# cut over ranks: parallel layers, FSDP      every rank's part counts
-# on one of the ranks: a pipeline's stages   every rank's count
-# whole, and the same on every rank          counts once
+#     cut over ranks (parallel layers, FSDP)      every rank's part counts
+#     on one of the ranks (a pipeline's stages)   every rank's gradients count
+#     whole, and the same on every rank           counts once
 
 NAME = "clip_grad_norm_"
 
@@ -158,17 +146,19 @@ def clip_grad_norm_(
     norm_type   a number above 0, or `inf` for the largest
     shards      for a model in FSDP, the ranks that it shards over, such as `mesh["data"]`
 
-    Returns the norm before, float64, the same on every rank. What is cut counts on each rank for
-    its part, a stage's layers on their rank, and what is whole counts once. (torch's function of
-    this name would find another norm on each rank, and what is whole would drift apart.) Every rank
-    calls it when gradients are final: after `backward()` or `train_step()`, with DDP too. Blocks
-    for a message of one number to those with the other parts, for one to the other stages, and with
-    `shards` for one to these. Raises `MisuseError` for shards if nobody says over which ranks.
+    Returns the norm before, float64, the same on every rank. Each rank's part of a gradient that is
+    cut counts, and each stage's layers; a gradient that is whole counts once. (torch's function of
+    this name would find another norm on each rank, and whole parameters would drift apart.) Every
+    rank calls it when gradients are final: after `backward()` or `train_step()`, with DDP too.
+    Blocks for a message of one number to the ranks with the other parts, for one to the other
+    stages, and with `shards` for one to these. Raises `MisuseError` for FSDP's shards without
+    `shards`.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")
     wrappers = [part for part in module.modules() if isinstance(part, Wrapper)]
-    if shards is None and not all(map(_is_whole, wrappers)):
+    sharding = [wrapper for wrapper in wrappers if not wrapper.spreads]
+    if shards is None and not all(s.is_whole for w in sharding for s in w.slices().values()):
         raise MisuseError(
             "clip_grad_norm_: this model's parameters are shards: say over which ranks, such as "
             'shards=mesh["data"]'
@@ -179,8 +169,8 @@ def clip_grad_norm_(
     cut = owners(module)
     staged = {p: pipeline.backend for pipeline in pipelines for p in pipeline.parameters()}
     nothing = torch.zeros((), dtype=torch.float64)
-    # By the ranks with the other parts, and those with the other stages; there are messages for
-    # all of these, since others wait for them, whether there are gradients here or not.
+    # By the ranks with the other parts, and those with the other stages. Each of these sums takes
+    # part in the messages, whether there are gradients here or not, since other ranks wait for it.
     powers = {(cut.get(p), staged.get(p)): nothing for p in module.parameters()}
     trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
     for parameter in trained:
@@ -189,28 +179,23 @@ def clip_grad_norm_(
         place = cut.get(parameter), staged.get(parameter)
         powers[place] = add(powers[place], norm if largest else norm**norm_type)
     if shards is not None and powers:
-        together = all_reduce(torch.stack(list(powers.values())), Ranks(shards, NAME), op)
+        together = all_reduce(torch.stack(list(powers.values())), LabeledBackend(shards, NAME), op)
         powers = dict(zip(powers, together, strict=True))
     totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
     for (parts, stages), power in powers.items():
-        whole = power if parts is None else all_reduce(power, Ranks(parts, NAME), op)
+        whole = power if parts is None else all_reduce(power, LabeledBackend(parts, NAME), op)
         totals[stages] = add(totals[stages], whole)
     for stages, power in totals.items():
         if stages is not None:
-            totals[stages] = all_reduce(power, Ranks(stages, NAME), op)
+            totals[stages] = all_reduce(power, LabeledBackend(stages, NAME), op)
     total = reduce(add, totals.values())
     total = total if largest else total ** (1 / norm_type)
     clip_(trained, total, max_norm)
     return total
 
 
-def _is_whole(wrapper: Wrapper) -> bool:
-    """Whether this rank has all of each parameter in it, but for what layers in it cut."""
-    return wrapper.spreads or all(piece.is_whole for piece in wrapper.slices().values())
-
-
 # ------------------------------------------------------------------------------
-# Whether what is whole on every rank is still the same there, and what is not.
+# Whether the parameters that are whole on every rank are still equal.
 
 REMEDY = (
     "It is whole on every rank, and stays equal only if its gradients are. A norm that sees a part "
@@ -223,10 +208,10 @@ REMEDY = (
 def check_whole_parameters(module: nn.Module) -> None:
     """Raise `DesyncError`, on every rank, unless the parameters that are not cut are the same bits.
 
-    They are at first, and stay so if the plan is right. A plan that leaves out a norm in a region
-    where ranks have parts is not wrong in its shapes, so nothing else tells: call this after the
-    first step of a new model, and as often as you like. Names the first parameter that differs, and
-    the ranks in the minority. Every rank that shares layers calls it. Blocks for a message of 8
+    They are equal at first, and stay so if the plan is right. A plan that leaves out a norm in a
+    region where ranks have parts has the right shapes, so no other check finds it: call this after
+    the first step of a new model, and as often as you like. Names the first parameter that differs,
+    and the ranks in the minority. Every rank that shares layers calls it. Blocks for a message of 8
     bytes; costs reading the parameters once.
     """
     cut = owners(module)

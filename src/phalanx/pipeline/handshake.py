@@ -1,0 +1,161 @@
+"""What the ranks of a pipeline agree on before they send anything else.
+
+Once, that they have been given the same pipeline; and at the beginning of each step, that all begin
+the same call, how many samples the batch has, and what the shapes in it may depend on. A rank that
+finds something wrong says so here: then every rank raises, nothing else has been sent, and the
+group can be used further.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import torch
+from torch import nn
+from xxhash import xxh3_64_intdigest
+
+from phalanx import errors
+from phalanx.collectives import all_gather, all_gather_object
+from phalanx.collectives.check_same import difference
+from phalanx.core.backend import Backend
+from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
+from phalanx.pipeline.message import MessageLayout, Tree
+
+CALLS = ("train_step", "evaluate")
+NO_BATCH = -1  # in place of a number of samples
+
+
+class StepHandshake(NamedTuple):
+    """What all ranks have agreed on.
+
+    samples    in the batch
+    metadata   a hash of what shapes may depend on, over all ranks
+    """
+
+    samples: int
+    metadata: int
+
+
+def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Backend) -> None:
+    """Raise on every rank if one has a problem, or unless all have the same lines.
+
+    Costs messages of 8 and 16 bytes; the lines are exchanged only when they differ. The
+    problem is raised on the rank that has it, an error of its kind on the others; different lines
+    are a `DesyncError` that names the first.
+    """
+    rows = _gathered([int(problem is not None)], "the making of a pipeline", backend)
+    if any(flag for [flag] in rows):
+        _raise_problem("Pipeline", problem, backend)
+    differ = difference(lines, backend, end="nothing more")
+    if differ is not None:
+        raise DesyncError(
+            f"rank {backend.rank}: the ranks' pipelines differ: {differ.text}. Give every rank the "
+            "same layers, stages and configuration",
+            rank=backend.rank,
+            peer=differ.odd[0],
+            op="Pipeline",
+        )
+
+
+def step_metadata(module: nn.Module, inputs: Tree) -> int:
+    """A hash of what the shapes and dtypes in a step may depend on, on this rank.
+
+    Which submodules are in training mode, which parameters are frozen, default dtype, autocast; and
+    of the inputs, all but the number of samples. Where it differs, layouts are sent anew.
+    """
+    layout, _ = MessageLayout.of(inputs, "inputs")
+    return _digest(
+        [submodule.training for submodule in module.modules()],
+        [parameter.requires_grad for parameter in module.parameters()],
+        str(torch.get_default_dtype()),
+        str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
+        repr(layout.structure),
+        [(spec.dtype, spec.shape[1:], spec.needs_grad) for spec in layout.specs],
+    )
+
+
+def handshake(
+    call: str,
+    samples: tuple[int, int],
+    metadata: int,
+    problem: Exception | None,
+    backend: Backend,
+    *,
+    timeout: float | None = None,
+) -> StepHandshake:
+    """Begin a step together; blocks until all ranks have begun it.
+
+    call       one of `CALLS`
+    samples    in this rank's inputs and targets; NO_BATCH where it has none
+    metadata   this rank's `step_metadata`
+
+    Costs a message of 40 bytes. Raises on every rank: if one has a problem, an error of its kind;
+    `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
+    """
+    rank, number = backend.rank, CALLS.index(call)
+    mine = [int(problem is not None), number, *samples, metadata]
+    rows = _gathered(mine, f"the beginning of {call}", backend, timeout)
+    if any(row[0] for row in rows):
+        _raise_problem(call, problem, backend)
+    _, first_call, count, _, _ = rows[0]
+    for peer, row in enumerate(rows):
+        if row[1] != first_call:
+            raise DesyncError(
+                f"rank {rank}: Pipeline: rank 0 began {CALLS[first_call]} while rank {peer} began "
+                f"{CALLS[row[1]]}. Every rank has to make the same calls",
+                rank=rank,
+                peer=peer if peer != rank else 0,
+                op=call,
+            )
+    for peer, row in enumerate(rows):
+        for what, theirs in (("inputs", row[2]), ("targets", row[3])):
+            if theirs not in (NO_BATCH, count):
+                raise SizeMismatchError(
+                    f"rank {rank}: {call}: the inputs on rank 0 have {count} samples, the {what} "
+                    f"on rank {peer} {theirs}. Give all ranks the same batch, or None where it is "
+                    "not used",
+                    rank=rank,
+                    op=call,
+                )
+    return StepHandshake(count, _digest(number, *(row[4] for row in rows)))
+
+
+def _digest(*parts: object) -> int:
+    """A hash of plain values, as an int that a tensor can hold."""
+    return xxh3_64_intdigest(msgspec.json.encode(parts)) >> 1
+
+
+def _gathered(
+    row: list[int], doing: str, backend: Backend, timeout: float | None = None
+) -> list[list[int]]:
+    try:
+        rows = all_gather(torch.tensor([row]), backend, timeout=timeout)
+    except DistributedError as error:
+        rank = backend.rank
+        error.message = f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {doing}"
+        raise
+    everyone: list[list[int]] = rows.tolist()
+    return everyone
+
+
+def _raise_problem(call: str, problem: Exception | None, backend: Backend) -> NoReturn:
+    """Raise the error of this rank, or one like that of the first rank that has one."""
+    mine = None if problem is None else [type(problem).__name__, str(problem)]
+    gathered = all_gather_object(mine, backend)
+    if problem is not None:
+        if isinstance(problem, DistributedError) and not problem.message.startswith("rank "):
+            problem.message = f"rank {backend.rank}: {call}: {problem.message}"
+            problem.rank = backend.rank
+        raise problem
+    peer, name, text = next((peer, *said) for peer, said in enumerate(gathered) if said is not None)  # type: ignore[misc]
+    if not text.startswith("rank "):
+        text = f"rank {peer}: {text}"
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if kind in (ValueError, TypeError):
+        raise kind(f"rank {backend.rank}: {call}: {text}")
+    if not (isinstance(kind, type) and issubclass(kind, DistributedError)):
+        kind = MisuseError
+    raise kind(f"rank {backend.rank}: {call}: {text}", rank=backend.rank, peer=peer, op=call)
