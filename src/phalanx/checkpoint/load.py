@@ -1,17 +1,19 @@
-"""`load_checkpoint`: what was saved, into a model on any number of ranks, split in any way."""
+"""`load_checkpoint`: what was saved, into a model on any number of ranks, with any strategy."""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint import training_state as rng
-from phalanx.checkpoint.fit import Loading, Reader, StateToLoad, fit, refuse_unused
+from phalanx.checkpoint.async_saves import AsyncSaves
+from phalanx.checkpoint.group import CheckpointGroup
+from phalanx.checkpoint.load_plan import LoadedState, LoadPlan, shown
 from phalanx.checkpoint.manifest import (
     Manifest,
     decode_commit,
@@ -19,19 +21,26 @@ from phalanx.checkpoint.manifest import (
     from_json,
     tensors_in,
 )
-from phalanx.checkpoint.model_parts import backend_of, check_parts_are_apart, parts_of
-from phalanx.checkpoint.pending import Background
-from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.state import (
+    ModelState,
+    backend_of,
+    check_layer_parts_apart,
+    check_random_state,
+    model_state,
+    reseed,
+    restore_random_state,
+)
 from phalanx.checkpoint.storage import (
     COMMIT,
     MANIFEST,
-    Numbered,
+    CheckpointFolder,
     committed,
     numbered,
     parse,
     read_file,
     size_of,
 )
+from phalanx.checkpoint.tensor_files import Reader
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
@@ -39,7 +48,6 @@ from phalanx.errors import (
     CheckpointIOError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    DistributedError,
     MisuseError,
 )
 from phalanx.wire.memory import copy_bits
@@ -100,178 +108,169 @@ def load_checkpoint(
     `PeerLostError`, `DesyncError`.
     """
     backend = backend if backend is not None else backend_of(model)
-    check_parts_are_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
-    ranks = Ranks(backend, "load_checkpoint", timeout)
-    load = _Load(ranks, os.path.abspath(folder), model, optimizer)
+    check_layer_parts_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
+    group = CheckpointGroup(backend, "load_checkpoint", timeout)
+    load = _Load(group, os.path.abspath(folder), model, optimizer)
     load.find(step)
     load.read()
     return load.apply(random_state)
 
 
 class _Load:
-    """One rank's part in one load."""
+    """One rank's part in one load: find, read, and, when all ranks have read, apply."""
+
+    _manifest: Manifest
+    _plan: LoadPlan
+    _reader: Reader
+    _rng: Tensor
+    _random_states: dict[str, Any]
+    _extra: Any
+    _own: list[dict[str, str]]
 
     def __init__(
         self,
-        ranks: Ranks,
+        group: CheckpointGroup,
         folder: str,
         model: nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self._ranks = ranks
+        self._group = group
         self._folder = folder
+        self._path = folder
         self._model = model
         self._optimizer = optimizer
-        self._path = folder
+        self._state = ModelState({}, {}, {}, {}, [])
 
     def find(self, step: int | None) -> None:
-        """Rank 0 finds the checkpoint and tells the others what is in it."""
+        """Rank 0 finds the checkpoint and sends the others its manifest."""
 
         def look() -> tuple[str, bytes, bytes]:
-            Background(self._ranks.backend).wait()
+            AsyncSaves.on(self._group.backend).wait()
             self._path = find(self._folder, step)
             return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
 
-        name, commit, manifest = self._offering_another(lambda: self._ranks.on_first(look))
+        with self._offering_another():
+            name, commit, manifest = self._group.on_rank0(look)
         self._path = os.path.normpath(os.path.join(self._folder, name))
-        self._manifest: Manifest = decoded(self._path, commit, manifest)
+        self._manifest = decoded(self._path, commit, manifest)
 
     def read(self) -> None:
-        """See that it fits, and read what this rank needs; agree with the others that it is so."""
-        unused = self._offering_another(lambda: self._ranks.together(self._read))
+        """Check that it fits, and read what this rank needs, on all ranks."""
+        with self._offering_another():
+            unused = self._group.on_all(self._read)
         nobodys = set(unused[0]).intersection(*unused[1:])
         if nobodys:
-            names = [name for name in unused[0] if name in nobodys]
-            raise self._ranks.error(
-                CheckpointMismatchError.__name__, self._about(refuse_unused(names))
+            names = shown([name for name in unused[0] if name in nobodys])
+            problem = f"the model has no place for {names}, which the checkpoint has"
+            raise self._group.error(
+                CheckpointMismatchError.__name__, f"{self._path} does not fit: {problem}"
             )
-
-    def _about(self, problem: str) -> str:
-        return f"{self._path} does not fit: {problem}"
 
     def _read(self) -> list[str]:
         if self._optimizer is not None and self._model is None:
             raise MisuseError("an optimizer is loaded with its model: give model=, too")
-        self._parts = parts_of(self._model) if self._model is not None else None
-        self._reader = Reader(self._path, self._manifest)
+        manifest = self._manifest
+        reader = self._reader = Reader(self._path, manifest)
+        model = model_state(self._model) if self._model is not None else None
         try:
-            loading = fit(self._manifest, self._reader, self._parts, self._optimizer)
+            self._plan = LoadPlan(manifest, reader, model, self._optimizer)
         except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(self._about(error.message)) from error
-        for name in (self._rng_name(), *tensors_in(self._manifest.extra)):
-            self._reader.whole(name)
-        own = self._own_names()
-        for names in own:
-            for name in names.values():
-                self._reader.whole(name)
-        self._reader.read()
-        self._own = [
-            {key: self._reader.whole(name) for key, name in names.items()} for names in own
-        ]
-        self._loading: Loading = loading
-        self._rng = self._reader.whole(self._rng_name())
+            raise CheckpointMismatchError(f"{self._path} does not fit: {error.message}") from error
+        self._state = model or self._state
+        self._own = []
+        for number, wrapper in enumerate(self._state.wrappers):
+            prefix = f"own/{number}/"
+            keys = [name[len(prefix) :] for name in manifest.state if name.startswith(prefix)]
+            self._own.append({key: prefix + key for key in wrapper.needs(keys)})
+        rng = manifest.rng[self._group.rank if self._has_random_states() else 0]
+        self._rng = reader.whole(rng)
+        for name in (*tensors_in(manifest.extra), *(n for own in self._own for n in own.values())):
+            reader.whole(name)
+        reader.read()
         try:
-            self._states = rng.check(self._rng)
-            self._extra = from_json(self._manifest.extra, self._reader.whole)
+            self._random_states = check_random_state(self._rng)
+            self._extra = from_json(manifest.extra, reader.whole)
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
-        return loading.unused
+        return self._plan.unused
 
-    def _own_names(self) -> list[dict[str, str]]:
-        """For each wrapper of the model, what ranks have had of their own and this one needs."""
-        found = []
-        for number, wrapper in enumerate(self._parts.wrappers if self._parts is not None else []):
-            prefix = f"own/{number}/"
-            keys = [n[len(prefix) :] for n in self._manifest.state if n.startswith(prefix)]
-            found.append({key: prefix + key for key in wrapper.needs(keys)})
-        return found
-
-    def _rng_name(self) -> str:
-        names = self._manifest.rng
-        return names[self._ranks.rank if len(names) == self._ranks.size else 0]
+    def _has_random_states(self) -> bool:
+        """Whether there is one for each rank."""
+        return len(self._manifest.rng) == self._group.size
 
     def apply(self, random_state: bool) -> Checkpoint:
-        """Put everything where it belongs."""
-        wrappers = self._parts.wrappers if self._parts is not None else []
+        """Change the model, the optimizer and the random states."""
+        wrappers, whole = self._state.wrappers, self._reader.whole
         with ExitStack() as writing, torch.no_grad():
             for wrapper in wrappers:
                 writing.enter_context(wrapper.writing())
-            for tensor, flat in self._loading.tensors:
+            for tensor, flat in self._plan.tensors:
                 copy_bits(tensor.detach(), flat.view(tensor.shape))
         for wrapper, own in zip(wrappers, self._own, strict=True):
-            wrapper.load_own_state(own)
-        for module, value in self._loading.values:
-            module.set_extra_state(from_json(value, self._reader.whole))
+            wrapper.load_own_state({key: whole(name) for key, name in own.items()})
+        for module, value in self._plan.values:
+            module.set_extra_state(from_json(value, whole))
         if self._optimizer is not None:
             self._apply_optimizer(self._optimizer)
-        random_state = random_state and self._model is not None
-        if random_state and len(self._manifest.rng) == self._ranks.size:
-            rng.bring_back(self._states)
-        elif random_state:
-            rng.reseed(self._rng, self._ranks.rank, self._ranks.size)
-        return Checkpoint(
-            self._manifest.step, self._extra, Path(self._path), self._manifest.world_size
-        )
+        if random_state and self._model is not None:
+            if self._has_random_states():
+                restore_random_state(self._random_states)
+            else:
+                reseed(self._rng, self._group.rank, self._group.size)
+        manifest = self._manifest
+        return Checkpoint(manifest.step, self._extra, Path(self._path), manifest.world_size)
 
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        options = zip(optimizer.param_groups, self._loading.options, strict=True)
-        for group, plain in options:
-            for key, value in from_json(plain or {}, self._copy).items():
+        for group, options in zip(optimizer.param_groups, self._plan.options, strict=True):
+            for key, value in from_json(options or {}, self._copy).items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                    group[key].copy_(value)  # a captured graph knows this one
+                    group[key].copy_(value)  # a captured graph refers to this tensor
                 else:
                     group[key] = value
         optimizer.state.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for parameter, state in self._loading.state:
+        for parameter, state in self._plan.state:
             if state:
                 group = group_of[id(parameter)]
                 optimizer.state[parameter] = {
-                    key: self._placed(key, to_load, parameter, group)
-                    for key, to_load in state.items()
+                    key: self._placed(key, loaded, parameter, group)
+                    for key, loaded in state.items()
                 }
-        for key, value in from_json(self._loading.shared or {}, self._copy).items():
-            optimizer.state[key] = value
+        optimizer.state.update(from_json(self._plan.shared or {}, self._copy))
 
     def _placed(
-        self, key: str, to_load: StateToLoad, parameter: Tensor, group: dict[str, Any]
+        self, key: str, loaded: LoadedState, parameter: Tensor, group: dict[str, Any]
     ) -> Any:
-        """State where the optimizer wants it: by the parameter; but the number of steps is on the
-        CPU, unless the options say otherwise.
+        """State where the optimizer expects it: on the parameter's device; but the number of steps
+        on the CPU, unless the options say otherwise.
         """
-        if to_load.flat is not None:
-            flat = to_load.flat.view(parameter.shape)
+        if loaded.flat is not None:
+            flat = loaded.flat.view(parameter.shape)
             if parameter.is_contiguous() and parameter.device == flat.device:
                 return flat
             like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
             copy_bits(like, flat)
             return like
-        stays = key == "step" and not (group.get("capturable") or group.get("fused"))
-
-        def tensor(name: str) -> Tensor:
-            copy = self._copy(name)
-            return copy if stays else copy.to(parameter.device)
-
-        return from_json(to_load.value, tensor)
+        on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+        device = torch.device("cpu") if on_cpu else parameter.device
+        return from_json(loaded.value, lambda name: self._copy(name).to(device))
 
     def _copy(self, name: str) -> Tensor:
-        """A tensor of a value: what the checkpoint has once may be kept in several places here."""
+        """A tensor of a value; several values may refer to one stored tensor."""
         return self._reader.whole(name).clone()
 
-    def _offering_another(self, attempt: Any) -> Any:
-        """Do what all ranks do; of a damaged checkpoint say which one could be loaded instead."""
+    @contextmanager
+    def _offering_another(self) -> Iterator[None]:
+        """Around what all ranks do: a damaged checkpoint's error names one to load instead."""
         try:
-            return attempt()
+            yield
         except (CheckpointDamagedError, CheckpointIOError) as error:
-            self._offer(error)
+            error.message += self._group.on_rank0(lambda: instead_of(self._path))
             raise
-
-    def _offer(self, error: DistributedError) -> None:
-        error.message += self._ranks.on_first(lambda: instead_of(self._path))
 
 
 # ------------------------------------------------------------------------------
-# Which checkpoint to load, and which one instead if that is damaged.
+# Finding a checkpoint, and another one if it is damaged
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -315,7 +314,7 @@ def find(folder: str, step: int | None) -> str:
 
 
 def read_manifest(path: str) -> tuple[bytes, bytes]:
-    """The commit record and the manifest of a checkpoint, as they are.
+    """The commit record and the manifest of a checkpoint, as bytes.
 
     Raises `CheckpointDamagedError` if one is missing, or not as it was written.
     """
@@ -332,28 +331,29 @@ def read_manifest(path: str) -> tuple[bytes, bytes]:
 
 
 def decoded(path: str, commit: bytes, manifest: bytes) -> Manifest:
-    """What these two say."""
+    """The manifest of these bytes, checked."""
     record = decode_commit(commit, os.path.join(path, COMMIT))
     return decode_manifest(manifest, record, os.path.join(path, MANIFEST))
 
 
 def instead_of(path: str) -> str:
-    """A sentence that offers the checkpoint before a damaged one, if its files are all there.
+    """A sentence that offers a checkpoint instead of a damaged one: the newest before it whose
+    files are all there, else one after it.
 
-    Or says that this one is none any more: whoever saves in the folder keeps only so many.
+    Or says that this one has been removed meanwhile: a save in the folder keeps only so many.
     """
-    folder, bad = os.path.dirname(os.path.abspath(path)), parse(os.path.abspath(path))
+    path = os.path.abspath(path)
+    folder, this = os.path.dirname(path), parse(path)
+    number = this.number if this is not None else -1
     try:
-        others = [each for each in committed(folder) if bad is None or each.number != bad.number]
+        others = [each for each in committed(folder) if each.number != number]
     except OSError:
         others = []
     if not os.path.lexists(os.path.join(path, COMMIT)):
         return ". It was removed while it was being read: load the one that is the newest now"
-    before = [each for each in others if bad is not None and each.number < bad.number]
-    after = [each for each in others if each not in before]
-    for other in (*reversed(before), *after):
+    for other in sorted(others, key=lambda each: (each.number > number, abs(each.number - number))):
         if _looks_whole(other):
-            which = "previous" if other in before else "next"
+            which = "previous" if other.number < number else "next"
             return (
                 f". The {which} checkpoint, of step {other.step}, is all there: load it with "
                 f'load_checkpoint("{other.path}", ...)'
@@ -361,7 +361,8 @@ def instead_of(path: str) -> str:
     return f". No other checkpoint in {folder} is all there"
 
 
-def _looks_whole(folder: Numbered) -> bool:
+def _looks_whole(folder: CheckpointFolder) -> bool:
+    """Whether its manifest is as it was written, and its files have their sizes."""
     try:
         manifest = decoded(folder.path, *read_manifest(folder.path))
         return all(
