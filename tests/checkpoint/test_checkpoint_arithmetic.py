@@ -112,7 +112,7 @@ def test_tensors_in_a_file_lie_one_after_the_other_each_where_its_elements_may(
     assert msgspec.json.decode(file.header[8:].rstrip())["__metadata__"]["format"] == "pt"
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         contents = {shard.name: bytes(shard.nbytes) for shard, _ in file.shards}
-        record = write_tensors(folder, file, lambda name: memoryview(contents[name]))
+        record = write_tensors(folder, file, lambda shard: memoryview(contents[shard.name]))
         assert record.bytes == reached == Path(folder, "file").stat().st_size
 
 
@@ -128,7 +128,7 @@ def test_the_checksums_are_of_the_blocks_of_the_file(sizes: list[int], block: in
     contents = {shard.name: draw.randbytes(shard.stop) for shard in shards}
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         file = lay_out(0, "model", "file", shards)
-        record = write_tensors(folder, file, lambda name: memoryview(contents[name]), block)
+        record = write_tensors(folder, file, lambda shard: memoryview(contents[shard.name]), block)
         written = Path(folder, "file").read_bytes()
     blocks = [written[at : at + block] for at in range(0, len(written), block)]
     assert record.checksums == "".join(map(xxh3_64_hexdigest, blocks))

@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.manifest import Json, Manifest, OptimizerRecord, StateRecord, tensors_in
+from phalanx.checkpoint.manifest import Json, Manifest, OptimizerRecord, StateRecord, from_json
 from phalanx.checkpoint.state import ModelState, ParameterShard, named_groups, path_of
 from phalanx.checkpoint.tensor_files import Reader
 from phalanx.errors import CheckpointMismatchError
-from phalanx.parallel.wrapper import Slice
+from phalanx.parallel.wrapper import Slice, Wrapper
+from phalanx.wire.memory import copy_bits
 
 _SHOWN = 8
 
 
-class LoadedState(NamedTuple):
-    """State for a parameter under one key: a flat tensor of its shape, or a value as JSON."""
-
-    flat: Tensor | None
-    value: Json
+StateToLoad = Tensor | Json
+"""State for a parameter under one key: a flat tensor of the parameter's shape, or a value."""
 
 
 class LoadPlan:
-    """What to load into what. Planning changes nothing, and requests tensors from the reader.
+    """What to load into a model, and an optimizer of its parameters.
 
-    tensors   of the model, each with its new elements, flat
-    values    of modules, as JSON
-    options   of each parameter group, as JSON; None for a group without parameters
-    state     of each parameter, by key
-    shared    state of the optimizer that belongs to no parameter, as JSON
-    unused    names in the checkpoint that the model and the optimizer of this rank do not have
+    To make one changes nothing, and requests tensors from the reader; `apply` may be called when
+    they are read. Raises `CheckpointMismatchError`, naming what is missing or has another shape or
+    dtype.
 
-    Raises `CheckpointMismatchError`, naming what is missing or has another shape or dtype.
+    unused   names in the checkpoint that the model and the optimizer of this rank do not have
     """
 
     def __init__(
         self,
         manifest: Manifest,
         reader: Reader,
-        model: ModelState | None,
+        model: ModelState,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.values: list[tuple[nn.Module, Json]] = []
-        self.options: list[Json] = []
-        self.state: list[tuple[Tensor, dict[str, LoadedState]]] = []
-        self.shared: Json = None
         self.unused: list[str] = []
         self._manifest = manifest
         self._reader = reader
-        if model is not None:
-            self._plan_model(model)
-            if optimizer is not None:
-                self._plan_optimizer(optimizer, model)
+        self._optimizer = optimizer
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # of the model, and their elements, flat
+        self._own: list[tuple[Wrapper, dict[str, Tensor]]] = []
+        self._values: list[tuple[nn.Module, Json]] = []
+        self._groups: list[tuple[Json, list[tuple[Tensor, dict[str, StateToLoad]]]]] = []
+        self._plan_model(model)
+        if optimizer is not None:
+            self._plan_optimizer(optimizer, model)
 
     def _plan_model(self, model: ModelState) -> None:
         manifest = self._manifest
@@ -85,9 +79,14 @@ class LoadPlan:
             flat = self._reader.part(
                 manifest.model[there[name]], shard.slice.start, shard.slice.stop
             )
-            self.tensors.append((shard.tensor, flat))
+            self._tensors.append((shard.tensor, flat))
         for key, module in model.stateful.items():
-            self.values.append((module, self._requested(manifest.values[key])))
+            self._values.append((module, self._reader.value(manifest.values[key])))
+        for number, wrapper in enumerate(model.wrappers):
+            prefix = f"own/{number}/"
+            keys = [name[len(prefix) :] for name in manifest.state if name.startswith(prefix)]
+            own = {key: self._reader.whole(prefix + key) for key in wrapper.needs(keys)}
+            self._own.append((wrapper, own))
         used = set(there.values())
         self.unused += [name for name in manifest.model if name not in used]
         self.unused += [key for key in manifest.values if key not in model.stateful]
@@ -115,23 +114,25 @@ class LoadPlan:
             )
         for number, group in enumerate(groups):
             places = [(name, group_of[there[name]]) for name in group]
-            self.options.append(self._requested(_options_of(number, places, saved)))
+            options = self._reader.value(_options_of(number, places, saved))
+            states = []
             for name, parameter in group.items():
-                shard = model.parameters[name]
+                shard, records = model.parameters[name], saved.state.get(there[name], {})
                 state = {}
-                for key, record in saved.state.get(there[name], {}).items():
+                for key, record in records.items():
                     of_rank = shard.name_of(path_of(there[name], key))
                     apart = bool(record.tensor) and of_rank in manifest.state
                     mine = StateRecord(tensor=of_rank) if apart else record
                     state[key] = self._plan_state(name, key, mine, shard)
-                self.state.append((parameter, state))
-        self.shared = self._requested(saved.shared)
+                states.append((parameter, state))
+            self._groups.append((options, states))
+        self._reader.value(saved.shared)
         used = set(there.values())
         self.unused += [f"the optimizer's {name}" for name in group_of if name not in used]
 
     def _plan_state(
         self, name: str, key: str, record: StateRecord, shard: ParameterShard
-    ) -> LoadedState:
+    ) -> StateToLoad:
         here = (shard.slice.start, shard.slice.stop)
         if record.tensor:
             tensor = self._reader.record(record.tensor)
@@ -140,12 +141,12 @@ class LoadPlan:
                     f"the optimizer's {key} of {name} has shape {list(tensor.shape)} there, and "
                     f"the parameter {list(shard.slice.shape)} here"
                 )
-            return LoadedState(self._reader.part(tensor, *here), None)
+            return self._reader.part(tensor, *here)
         if not record.own:
-            return LoadedState(None, self._requested(record.value))
+            return self._reader.value(record.value)
         for own in record.own:
             if (own.start, own.stop) == here:
-                return LoadedState(None, self._requested(own.value))
+                return self._reader.value(own.value)
         parts = shown([f"{each.start}:{each.stop}" for each in record.own])
         raise CheckpointMismatchError(
             f"the optimizer's {key} of {name} cannot be cut otherwise than it was: it was saved "
@@ -153,11 +154,53 @@ class LoadPlan:
             "of ranks and the strategy that it was saved with, or without the optimizer"
         )
 
-    def _requested(self, value: Json) -> Json:
-        """The value; its tensors are requested."""
-        for name in tensors_in(value):
-            self._reader.whole(name)
-        return value
+    def apply(self) -> None:
+        """Change the model and the optimizer, in place."""
+        with ExitStack() as writing, torch.no_grad():
+            for wrapper, _ in self._own:
+                writing.enter_context(wrapper.writing())
+            for tensor, flat in self._tensors:
+                copy_bits(tensor.detach(), flat.view(tensor.shape))
+        for wrapper, own in self._own:
+            wrapper.load_own_state(own)
+        for module, value in self._values:
+            module.set_extra_state(from_json(value, self._reader.whole))
+        if self._optimizer is not None:
+            self._apply_optimizer(self._optimizer)
+
+    def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state.clear()
+        for group, (options, states) in zip(optimizer.param_groups, self._groups, strict=True):
+            for key, value in from_json(options or {}, self._copy).items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    group[key].copy_(value)  # a captured graph refers to this tensor
+                else:
+                    group[key] = value
+            steps_on_cpu = not (group.get("capturable") or group.get("fused"))
+            for parameter, state in states:
+                if state:
+                    optimizer.state[parameter] = {
+                        key: self._placed(value, parameter, key == "step" and steps_on_cpu)
+                        for key, value in state.items()
+                    }
+        assert self._manifest.optimizer is not None
+        optimizer.state.update(from_json(self._manifest.optimizer.shared or {}, self._copy))
+
+    def _placed(self, value: StateToLoad, parameter: Tensor, on_cpu: bool) -> object:
+        """State laid out as the parameter; tensors of values on its device, or on the CPU."""
+        if not isinstance(value, Tensor):
+            device = torch.device("cpu") if on_cpu else parameter.device
+            return from_json(value, lambda name: self._copy(name).to(device))
+        flat = value.view(parameter.shape)
+        if parameter.is_contiguous() and parameter.device == flat.device:
+            return flat
+        like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
+        copy_bits(like, flat)
+        return like
+
+    def _copy(self, name: str) -> Tensor:
+        """A tensor of a value; several values may refer to one stored tensor."""
+        return self._reader.whole(name).clone()
 
 
 def _options_of(number: int, places: Sequence[tuple[str, int]], saved: OptimizerRecord) -> Json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from types import MappingProxyType
@@ -17,7 +18,7 @@ import msgspec
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from phalanx.checkpoint.storage import TENSOR_FILE
+from phalanx.checkpoint.storage import COMMIT, MANIFEST, TENSOR_FILE
 from phalanx.errors import CheckpointDamagedError, UnsupportedObjectError
 from phalanx.wire.codec import DTYPES
 
@@ -148,32 +149,27 @@ def decode(content: bytes, kind: type[_T], path: str) -> _T:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from None
 
 
-def decode_commit(content: bytes, path: str) -> Commit:
-    """The commit record in a file.
+def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
+    """The manifest of a checkpoint, from the bytes of its commit record and of its manifest.
 
-    Raises `CheckpointDamagedError` unless it is, byte for byte, what `encode` makes of it.
+    Raises `CheckpointDamagedError`, naming the file, if one of them is not as it was written, or
+    contradicts itself.
     """
-    commit = decode(content, Commit, path)
-    if commit.version != VERSION:
+    path = os.path.join(folder, COMMIT)
+    record = decode(commit, Commit, path)
+    if record.version != VERSION:
         raise CheckpointDamagedError(
-            f"{path} is of version {commit.version}; this is Phalanx for version {VERSION}: load "
+            f"{path} is of version {record.version}; this is Phalanx for version {VERSION}: load "
             "it with the release that wrote it"
         )
-    if encode(commit) != content:
+    if encode(record) != commit:
         raise CheckpointDamagedError(f"{path} is not as it was written")
-    return commit
-
-
-def decode_manifest(content: bytes, commit: Commit, path: str) -> Manifest:
-    """The manifest that a commit record belongs to.
-
-    Raises `CheckpointDamagedError` if it is another one, or contradicts itself.
-    """
-    if len(content) != commit.bytes:
+    path = os.path.join(folder, MANIFEST)
+    if len(content) != record.bytes:
         raise CheckpointDamagedError(
-            f"{path} has {len(content)} bytes, and had {commit.bytes} when it was written"
+            f"{path} has {len(content)} bytes, and had {record.bytes} when it was written"
         )
-    if xxh3_64_hexdigest(content) != commit.xxh3:
+    if xxh3_64_hexdigest(content) != record.xxh3:
         raise CheckpointDamagedError(f"{path} is not as it was written: its checksum differs")
     version = decode(content, _Version, path)
     if version.format != FORMAT or version.version != VERSION:
@@ -182,8 +178,8 @@ def decode_manifest(content: bytes, commit: Commit, path: str) -> Manifest:
             f"version {VERSION}: load it with the release that wrote it (phalanx {version.phalanx})"
         )
     manifest = decode(content, Manifest, path)
-    if manifest.step != commit.step:
-        raise CheckpointDamagedError(f"{path} is of step {manifest.step}, not {commit.step}")
+    if manifest.step != record.step:
+        raise CheckpointDamagedError(f"{path} is of step {manifest.step}, not {record.step}")
     for problem in _problems(manifest):
         raise CheckpointDamagedError(f"{path} makes no sense: {problem}")
     return manifest

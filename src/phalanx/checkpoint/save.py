@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import operator
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,42 +15,13 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
+from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import AsyncSaves, PendingSave
 from phalanx.checkpoint.group import CheckpointGroup
-from phalanx.checkpoint.manifest import FORMAT, VERSION, Commit, FileRecord, Manifest, encode
-from phalanx.checkpoint.save_plan import (
-    RankDescription,
-    merge_optimizers,
-    plan_files,
-    tensor_records,
-)
-from phalanx.checkpoint.state import (
-    LocalTensors,
-    backend_of,
-    capture_random_state,
-    check_layer_parts_apart,
-    describe_optimizer,
-    means_of,
-    model_state,
-)
-from phalanx.checkpoint.storage import (
-    BEGUN,
-    COMMIT,
-    MANIFEST,
-    UNFINISHED,
-    CheckpointFolder,
-    FolderLock,
-    committed,
-    make_next,
-    make_parents,
-    numbered,
-    read_file,
-    remove,
-    size_of,
-    sync_folder,
-    write_file,
-)
-from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, write_tensors
+from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
+from phalanx.checkpoint.save_plan import RankDescription, SavePlan
+from phalanx.checkpoint.storage import CheckpointFolder, FolderLock
+from phalanx.checkpoint.tensor_files import FileKind, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
@@ -115,6 +85,9 @@ def save_checkpoint(
 class _Save:
     """One rank's part in one save: describe, open, copy if it is asynchronous, write, commit."""
 
+    _described: list[RankDescription]
+    _plan: SavePlan
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -129,13 +102,11 @@ class _Save:
         self._step = step
         self._keep = keep
         self._async = async_save
-        self._backend = backend if backend is not None else backend_of(model)
-        check_layer_parts_apart(model, self._backend, self._folder, "save_checkpoint")
+        self._backend = backend if backend is not None else state.backend_of(model)
+        state.check_layer_parts_apart(model, self._backend, self._folder, "save_checkpoint")
         self._group = CheckpointGroup(self._backend, "save_checkpoint", timeout)
         self._saves = AsyncSaves.on(self._backend)
-        self._local = LocalTensors()
-        self._described: list[RankDescription] = []
-        self._plan: list[PlannedFile] = []
+        self._local = state.LocalTensors()
         self._new: NewCheckpoint | None = None  # on rank 0
         self._path = self._nonce = self._previous = ""
 
@@ -143,18 +114,20 @@ class _Save:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: object
     ) -> None:
         """Exchange what each rank holds. Nothing is written yet."""
-        means = means_of(model, self._group.timeout)
+        means = state.means_of(model, self._group.timeout)
 
         def describe() -> bytes:
             self._saves.settle()
-            local, held = self._local, model_state(model)
+            local, held = self._local, state.model_state(model)
             values = local.add_model(held, means)
-            about = describe_optimizer(optimizer, held.parameters, local) if optimizer else None
+            about = (
+                state.describe_optimizer(optimizer, held.parameters, local) if optimizer else None
+            )
             for number, wrapper in enumerate(held.wrappers):
                 for key, tensor in wrapper.own_state().items():  # the key names the rank
                     local.add("state", f"own/{number}/{key}", tensor, equal=False)
             rng = f"rng/{self._group.rank}"
-            local.add("state", rng, capture_random_state(), equal=False)
+            local.add("state", rng, state.capture_random_state(), equal=False)
             kept = local.json(extra, "extra") if self._group.rank == 0 else None
             asked = [f"step={self._step}", f"keep={self._keep}", f"async_save={self._async}"]
             fresh = self._async and self._saves.group is None
@@ -180,13 +153,7 @@ class _Save:
         self._path = os.path.join(self._folder, name)
 
     def _open(self) -> tuple[str, str, str]:
-        first = self._described[0]
-        for rank, each in enumerate(self._described):
-            for ours, theirs in zip(first.asked, each.asked, strict=True):
-                if ours != theirs:
-                    raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
-        merge_optimizers(self._described)
-        self._plan = plan_files(self._described)
+        self._plan = SavePlan(self._described)
         if self._group.rank != 0:
             return "", "", ""
         self._new = NewCheckpoint(self._folder, self._step, self._group.timeout / 2)
@@ -202,7 +169,7 @@ class _Save:
             return pending
         with self._abandoned_on_error():
             self._group.on_all(self._copy)
-            if backend is not None and any(each.fresh for each in self._described):
+            if backend is not None and self._plan.fresh_group:
                 self._saves.group = backend.subgroup(range(backend.world_size))
         self._group = CheckpointGroup(self._saves.group, self._group.op, self._group.timeout)
         self._saves.start(pending, self._write_and_commit, backend)
@@ -210,16 +177,12 @@ class _Save:
 
     def _copy(self) -> None:
         """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
-        copies: dict[tuple[FileKind, str], Tensor] = {}
-        for file in self._own_files():
-            for shard, _ in file.shards:
-                tensor = self._local.tensors[file.kind, shard.name]
-                copy = copies[file.kind, shard.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                copy_bits(copy, tensor)
+        rank, copies = self._group.rank, dict[tuple[FileKind, str], Tensor]()
+        for shard in (shard for file in self._plan.files_of(rank) for shard, _ in file.shards):
+            tensor = self._local.tensors[shard.kind, shard.name]
+            copy = copies[shard.kind, shard.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copy_bits(copy, tensor)
         self._local.tensors = copies
-
-    def _own_files(self) -> list[PlannedFile]:
-        return [file for file in self._plan if file.rank == self._group.rank]
 
     def _write_and_commit(self) -> None:
         """Write this rank's files; when all ranks have written theirs, rank 0 commits."""
@@ -238,44 +201,18 @@ class _Save:
         check_shared(self._path, self._nonce)
         written = [
             (record.name, record.bytes, record.block, record.checksums)
-            for file in self._own_files()
-            for record in [write_tensors(self._path, file, self._bytes_of(file.kind))]
+            for file in self._plan.files_of(self._group.rank)
+            for record in [write_tensors(self._path, file, self._bytes_of)]
         ]
-        sync_folder(self._path)
+        storage.sync_folder(self._path)
         return written
 
-    def _bytes_of(self, kind: FileKind) -> Callable[[str], memoryview]:
-        return lambda name: tensor_bytes(plain(self._local.tensors[kind, name].cpu()))
+    def _bytes_of(self, shard: TensorShard) -> memoryview:
+        return tensor_bytes(plain(self._local.tensors[shard.kind, shard.name].cpu()))
 
     def _commit(self, files: list[FileRecord]) -> None:
-        aliases: dict[str, str] = {}
-        values: dict[str, object] = {}
-        for each in reversed(self._described):  # the first rank's entry wins
-            aliases |= each.aliases
-            values |= each.values
-        try:
-            version = importlib.metadata.version("phalanx")
-        except importlib.metadata.PackageNotFoundError:  # run from its source
-            version = "unknown"
         assert self._new is not None
-        self._new.commit(
-            Manifest(
-                format=FORMAT,
-                version=VERSION,
-                step=self._step,
-                world_size=self._group.size,
-                phalanx=version,
-                torch=str(torch.__version__),
-                files=files,
-                model=tensor_records(self._plan, "model"),
-                aliases=aliases,
-                values=values,
-                optimizer=merge_optimizers(self._described),
-                state=tensor_records(self._plan, "state"),
-                rng=[each.rng for each in self._described],
-                extra=self._described[0].extra,
-            )
-        )
+        self._new.commit(self._plan.manifest(self._step, files))
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
@@ -311,21 +248,21 @@ class NewCheckpoint:
     """
 
     def __init__(self, folder: str, step: int, timeout: float) -> None:
-        make_parents(folder)
+        storage.make_parents(folder)
         self._folder = folder
         self._lock = FolderLock(folder, timeout)
         self._made: CheckpointFolder | None = None
         self._committed = False
         self.nonce = secrets.token_hex(16)
         try:
-            for each in numbered(folder):
+            for each in storage.numbered(folder):
                 if not each.is_committed:  # left over: the lock says that no save is under way
                     _try_to_remove(each)
-            before = committed(folder)
+            before = storage.committed(folder)
             self.previous = before[-1].path if before else ""
-            self._made = make_next(folder, step)
+            self._made = storage.make_next(folder, step)
             self.path = self._made.path
-            write_file(os.path.join(self.path, BEGUN), self.nonce.encode())
+            storage.write_file(os.path.join(self.path, storage.BEGUN), self.nonce.encode())
         except BaseException:
             self.abandon()
             raise
@@ -336,18 +273,18 @@ class NewCheckpoint:
             _check_seen(self.path, file)
         content = encode(manifest)
         commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
-        unfinished = os.path.join(self.path, UNFINISHED)
-        write_file(os.path.join(self.path, MANIFEST), content)
-        write_file(unfinished, encode(commit))
-        sync_folder(self.path)
-        os.rename(unfinished, os.path.join(self.path, COMMIT))
-        sync_folder(self.path)
+        unfinished = os.path.join(self.path, storage.UNFINISHED)
+        storage.write_file(os.path.join(self.path, storage.MANIFEST), content)
+        storage.write_file(unfinished, encode(commit))
+        storage.sync_folder(self.path)
+        os.rename(unfinished, os.path.join(self.path, storage.COMMIT))
+        storage.sync_folder(self.path)
         self._committed = True
 
     def end(self, keep: int | None) -> None:
         """Remove all but the last `keep` checkpoints, and unlock. Errors are logged."""
         try:
-            for old in committed(self._folder)[: -keep if keep is not None else 0]:
+            for old in storage.committed(self._folder)[: -keep if keep is not None else 0]:
                 _try_to_remove(old)
         except OSError as error:
             log.warning("%s: cannot look for old checkpoints to remove: %s", self._folder, error)
@@ -367,7 +304,7 @@ def check_shared(path: str, nonce: str) -> None:
     """Raise `CheckpointIOError` unless this rank sees the folder that rank 0 has made."""
     seen = b""
     with suppress(FileNotFoundError, NotADirectoryError):
-        seen = read_file(os.path.join(path, BEGUN))
+        seen = storage.read_file(os.path.join(path, storage.BEGUN))
     if seen != nonce.encode():
         raise CheckpointIOError(
             f"{path}, which rank 0 has just made, cannot be seen from here: give every rank the "
@@ -378,7 +315,7 @@ def check_shared(path: str, nonce: str) -> None:
 def _check_seen(path: str, file: FileRecord) -> None:
     """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
     try:
-        size = size_of(os.path.join(path, file.name))
+        size = storage.size_of(os.path.join(path, file.name))
     except FileNotFoundError:
         size = -1
     if size != file.bytes:
@@ -392,6 +329,6 @@ def _check_seen(path: str, file: FileRecord) -> None:
 
 def _try_to_remove(folder: CheckpointFolder) -> None:
     try:
-        remove(folder)
+        storage.remove(folder)
     except OSError as error:
         log.warning("%s cannot be removed; the next save will try again: %s", folder.path, error)

@@ -11,14 +11,20 @@ From these every rank works out the same plan, without further messages.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import msgspec
+import torch
 
 from phalanx.checkpoint.manifest import (
+    FORMAT,
+    VERSION,
+    FileRecord,
+    Json,
+    Manifest,
     OptimizerRecord,
     OptionsRecord,
     StateRecord,
@@ -34,18 +40,71 @@ KINDS: tuple[FileKind, ...] = ("model", "state")
 class RankDescription(msgspec.Struct):
     """What a rank holds, and what it asks for.
 
-    asked   what every rank has to ask for alike, in words
-    fresh   whether it has no group for saves in the background yet
+    asked         what every rank has to ask for alike, in words
+    fresh_group   whether it needs a new group for saves in the background
     """
 
     asked: list[str]
     held: list[TensorShard]
     aliases: dict[str, str]
-    values: dict[str, Any]
+    values: dict[str, Json]
     optimizer: OptimizerRecord | None
     rng: str
-    extra: Any
-    fresh: bool = False
+    extra: Json
+    fresh_group: bool = False
+
+
+class SavePlan:
+    """Who writes what: the same on every rank, since all know all descriptions.
+
+    fresh_group   whether a rank needs a new group for saves in the background
+
+    Raises `MisuseError` if the ranks ask for different things, or have different optimizers;
+    `CheckpointMismatchError` if they do not hold one model together.
+    """
+
+    def __init__(self, described: Sequence[RankDescription]) -> None:
+        first = described[0]
+        for rank, each in enumerate(described):
+            for ours, theirs in zip(first.asked, each.asked, strict=True):
+                if ours != theirs:
+                    raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
+        self.fresh_group = any(each.fresh_group for each in described)
+        self._described = described
+        self._optimizer = merge_optimizers(described)
+        self._files = plan_files(described)
+
+    def files_of(self, rank: int) -> list[PlannedFile]:
+        """The files that a rank writes."""
+        return [file for file in self._files if file.rank == rank]
+
+    def manifest(self, step: int, files: list[FileRecord]) -> Manifest:
+        """The manifest; `files` are those of rank 0, then of rank 1, ..., as they were written."""
+        aliases: dict[str, str] = {}
+        values: dict[str, Json] = {}
+        for each in reversed(self._described):  # the first rank's entry wins
+            aliases |= each.aliases
+            values |= each.values
+        try:
+            version = importlib.metadata.version("phalanx")
+        except importlib.metadata.PackageNotFoundError:  # run from its source
+            version = "unknown"
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            step=step,
+            world_size=len(self._described),
+            phalanx=version,
+            torch=str(torch.__version__),
+            files=files,
+            model=tensor_records(self._files, "model"),
+            aliases=aliases,
+            values=values,
+            optimizer=self._optimizer,
+            state=tensor_records(self._files, "state"),
+            rng=[each.rng for each in self._described],
+            extra=self._described[0].extra,
+        )
 
 
 # ------------------------------------------------------------------------------

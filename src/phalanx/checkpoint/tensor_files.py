@@ -4,10 +4,9 @@
     header     JSON: {name: {dtype, shape, data_offsets: [begin, end]}}, padded with spaces
     data       the tensors' bytes, those with the largest elements first, so that all are aligned
 
-The format is implemented here and not taken from the safetensors library, which cannot keep what
-`save_checkpoint` promises: checksums of the bytes as they were in memory, fsync, OSErrors with file
-and errno (it maps files into memory, where a failing or truncated disk kills the process), and no
-second copy of the tensors.
+The format is implemented here, since the safetensors library cannot keep what `save_checkpoint`
+and `load_checkpoint` promise. It writes without checksums and fsync, and reads through a memory
+map, where a truncated file or a failing disk ends the process (SIGBUS) instead of raising an error.
 
 A dtype that the format lacks is written as one that it has: complex numbers as pairs of floats, the
 others as bytes. The manifest has the true dtype.
@@ -28,7 +27,14 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from phalanx.checkpoint.manifest import FileRecord, Manifest, StoredShard, TensorRecord
+from phalanx.checkpoint.manifest import (
+    FileRecord,
+    Json,
+    Manifest,
+    StoredShard,
+    TensorRecord,
+    tensors_in,
+)
 from phalanx.checkpoint.storage import opened, write_all
 from phalanx.errors import CheckpointDamagedError
 from phalanx.wire.codec import DTYPES
@@ -140,17 +146,20 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
 
 
 def write_tensors(
-    folder: str, file: PlannedFile, bytes_of: Callable[[str], memoryview], block: int = BLOCK
+    folder: str,
+    file: PlannedFile,
+    bytes_of: Callable[[TensorShard], memoryview],
+    block: int = BLOCK,
 ) -> FileRecord:
     """Write a new file, durable but for its name. OSErrors name it.
 
-    bytes_of   gives the memory of a tensor, by its name; called once for each, in their order
+    bytes_of   gives the memory of a shard; called once for each, in their order
     """
     size, checksums, of_block = 0, [], xxh3_64()
     with opened(
         os.path.join(folder, file.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL
     ) as descriptor:
-        contents = (bytes_of(shard.name) for shard, _ in file.shards)
+        contents = (bytes_of(shard) for shard, _ in file.shards)
         for memory in (memoryview(file.header), *contents):
             rest = memory
             while rest:
@@ -223,6 +232,12 @@ class Reader:
             record = self.record(name)
             self._whole[name] = self.part(record, 0, record.numel).view(record.shape)
         return self._whole[name]
+
+    def value(self, encoded: Json) -> Json:
+        """Request the tensors of a value; returns the value."""
+        for name in tensors_in(encoded):
+            self.whole(name)
+        return encoded
 
     def record(self, name: str) -> TensorRecord:
         """Where a tensor of the state files is."""
