@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flat_shards import FlatShards, step_with, stretch_of
+from flat_shards import FlatShards, shard_of, step_with
 from torch import Tensor, nn
 
 from phalanx import Backend, load_checkpoint, save_checkpoint
@@ -103,7 +103,7 @@ def cut_like(model: Wrapper, whole: dict[str, Any]) -> dict[str, Any]:
             if mine and isinstance(value, Tensor) and tuple(value.shape) == part.shape:
                 if part.shape == () and key.endswith((".step", ".mu_product")):
                     continue
-                cut[key] = stretch_of(value, part)
+                cut[key] = shard_of(value, part)
     return cut
 
 

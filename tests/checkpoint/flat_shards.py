@@ -1,8 +1,8 @@
 """`FlatShards`: a wrapper that really splits parameters flat over ranks, and nothing more.
 
-It stands for every strategy that does, so that resharding is proven without one: each parameter's
-elements are cut into as many stretches as there are ranks in a group of `shards`, the same in each
-group. Gradients are for the test to set.
+It stands for every strategy that does, so that resharding is proven without one: the elements of
+each parameter are split over the ranks of a group of `shards`, in the same way in each group.
+Gradients are for the test to set.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from phalanx.parallel.wrapper import Slice, Wrapper
 
 
 class FlatShards(Wrapper):
-    """Rank r holds the stretch r % shards of every parameter; `shards` is all ranks by default.
+    """Rank r holds the flat shard r % shards of every parameter; `shards` is all ranks by default.
 
-    joined   the parameters are laid one after the other first, and their joint elements are cut: a
-             rank has all of some, part of others, and nothing of the rest
+    joined   the parameters are concatenated first, and then split: a rank has all of some, part of
+             others, and nothing of the rest
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class FlatShards(Wrapper):
         return self._slices
 
 
-def stretch_of(whole: Tensor, part: Slice) -> Tensor:
-    """The elements of a whole tensor that a slice of it has."""
+def shard_of(whole: Tensor, part: Slice) -> Tensor:
+    """The elements of a whole tensor that are in this slice of it."""
     return whole.detach().reshape(-1)[part.start : part.stop]
 
 
@@ -73,5 +73,5 @@ def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> 
         part = slices.get(name, Slice.whole(tuple(parameter.shape)))
         generator = torch.Generator().manual_seed(1000 * seed + number)
         whole = torch.randn(part.shape, generator=generator).to(parameter.dtype)
-        parameter.grad = stretch_of(whole, part).clone().view(parameter.shape)
+        parameter.grad = shard_of(whole, part).clone().view(parameter.shape)
     optimizer.step()

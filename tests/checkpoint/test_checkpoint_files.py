@@ -40,7 +40,7 @@ from phalanx import (
     save_checkpoint,
 )
 from phalanx.checkpoint.manifest import Manifest, decode
-from phalanx.checkpoint.safetensors_file import BLOCK
+from phalanx.checkpoint.tensor_files import BLOCK
 
 
 def tensors_of(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:

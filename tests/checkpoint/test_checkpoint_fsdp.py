@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_runs import ONE_AT_A_TIME, assert_same, state_of
 from clusters import Baton, Cluster, Hybrid, SharedMemory
-from flat_shards import stretch_of
+from flat_shards import shard_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -93,7 +93,7 @@ def stretch(folder: Path, how: str, first: int, last: int) -> Callable[[Backend]
             assert torch.equal(full["head.weight"], full["embed.weight"])
             for name, part in other.slices().items():
                 mine = dict(other.named_parameters())[name].detach().reshape(-1)
-                assert torch.equal(stretch_of(full[name], part), mine)
+                assert torch.equal(shard_of(full[name], part), mine)
 
     return run
 

@@ -27,6 +27,7 @@ from torch import nn
 
 import phalanx
 from phalanx import DDP, Backend, load_checkpoint, save_checkpoint
+from phalanx.checkpoint.tensor_files import BLOCK
 
 
 def plain(model: nn.Module, backend: Backend) -> nn.Module:
@@ -135,6 +136,25 @@ def test_a_model_whose_parameters_are_no_longer_tied_gets_both(folder: Path) -> 
     load_checkpoint(folder, model=untied)
     assert torch.equal(untied.head.weight, Mixed().embed.weight)
     assert torch.equal(untied.embed.weight, Mixed().embed.weight)
+
+
+def test_a_model_no_longer_tied_gets_both_also_whole_blocks_of_them(folder: Path) -> None:
+    """Blocks that are read straight into one of the tensors are the other's, too."""
+
+    def make(value: float) -> nn.Module:
+        model = nn.Module()
+        for name in ("one", "other"):
+            elements = 5 * BLOCK // 8  # two and a half blocks
+            model.register_parameter(name, nn.Parameter(torch.full((elements,), value)))
+        return model
+
+    saved = make(3.0)
+    saved.other = saved.one
+    save_checkpoint(folder, model=saved, step=0)
+    untied = make(0.0)
+    load_checkpoint(folder, model=untied)
+    assert torch.equal(untied.one, saved.one)
+    assert torch.equal(untied.other, saved.one)
 
 
 def test_buffers_are_those_of_rank_0(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints: what training needs to go on, on disk, whatever happens while it is written."""
+"""Checkpoints: model, optimizer and random states on disk, whatever interrupts a save."""
 
+from phalanx.checkpoint.async_saves import PendingSave
 from phalanx.checkpoint.load import Checkpoint, latest_checkpoint, load_checkpoint
-from phalanx.checkpoint.pending import PendingSave
 from phalanx.checkpoint.save import save_checkpoint
 
 __all__ = [

@@ -1,37 +1,23 @@
-"""`load_checkpoint`: what was saved, into a model on any number of ranks, split in any way."""
+"""`load_checkpoint`: what was saved, into a model on any number of ranks, with any strategy."""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint import training_state as rng
-from phalanx.checkpoint.fit import Loading, Reader, StateToLoad, fit, refuse_unused
-from phalanx.checkpoint.manifest import (
-    Manifest,
-    decode_commit,
-    decode_manifest,
-    from_json,
-    tensors_in,
-)
-from phalanx.checkpoint.model_parts import backend_of, check_parts_are_apart, parts_of
-from phalanx.checkpoint.pending import Background
-from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.storage import (
-    COMMIT,
-    MANIFEST,
-    Numbered,
-    committed,
-    numbered,
-    parse,
-    read_file,
-    size_of,
-)
+from phalanx.checkpoint import state, storage
+from phalanx.checkpoint.async_saves import AsyncSaves
+from phalanx.checkpoint.group import CheckpointGroup
+from phalanx.checkpoint.load_plan import LoadPlan, shown
+from phalanx.checkpoint.manifest import Manifest, decode_manifest, from_json
+from phalanx.checkpoint.storage import CheckpointFolder
+from phalanx.checkpoint.tensor_files import Reader
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
@@ -39,10 +25,8 @@ from phalanx.errors import (
     CheckpointIOError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    DistributedError,
     MisuseError,
 )
-from phalanx.wire.memory import copy_bits
 
 
 class Checkpoint(NamedTuple):
@@ -99,179 +83,104 @@ def load_checkpoint(
     `CheckpointIOError`; `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`,
     `PeerLostError`, `DesyncError`.
     """
-    backend = backend if backend is not None else backend_of(model)
-    check_parts_are_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
-    ranks = Ranks(backend, "load_checkpoint", timeout)
-    load = _Load(ranks, os.path.abspath(folder), model, optimizer)
+    backend = backend if backend is not None else state.backend_of(model)
+    state.check_layer_parts_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
+    group = CheckpointGroup(backend, "load_checkpoint", timeout)
+    load = _Load(group, os.path.abspath(folder))
     load.find(step)
-    load.read()
+    load.read(model, optimizer)
     return load.apply(random_state)
 
 
 class _Load:
-    """One rank's part in one load."""
+    """One rank's part in one load: find, read, and, when all ranks have read, apply."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        folder: str,
-        model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        self._ranks = ranks
-        self._folder = folder
-        self._model = model
-        self._optimizer = optimizer
-        self._path = folder
+    _path: str
+    _manifest: Manifest
+    _plan: LoadPlan | None = None
+    _extra: Any
+    _rng: Tensor
+    _random_states: dict[str, Any]
+
+    def __init__(self, group: CheckpointGroup, folder: str) -> None:
+        self._group = group
+        self._path = self._folder = folder
 
     def find(self, step: int | None) -> None:
-        """Rank 0 finds the checkpoint and tells the others what is in it."""
+        """Rank 0 finds the checkpoint and sends the others its manifest."""
 
         def look() -> tuple[str, bytes, bytes]:
-            Background(self._ranks.backend).wait()
+            AsyncSaves.on(self._group.backend).wait()
             self._path = find(self._folder, step)
             return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
 
-        name, commit, manifest = self._offering_another(lambda: self._ranks.on_first(look))
+        with self._offering_another():
+            name, commit, manifest = self._group.on_rank0(look)
         self._path = os.path.normpath(os.path.join(self._folder, name))
-        self._manifest: Manifest = decoded(self._path, commit, manifest)
+        self._manifest = decode_manifest(self._path, commit, manifest)
 
-    def read(self) -> None:
-        """See that it fits, and read what this rank needs; agree with the others that it is so."""
-        unused = self._offering_another(lambda: self._ranks.together(self._read))
+    def read(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """Check that it fits, and read what this rank needs, on all ranks."""
+        with self._offering_another():
+            unused = self._group.on_all(lambda: self._read(model, optimizer))
         nobodys = set(unused[0]).intersection(*unused[1:])
         if nobodys:
-            names = [name for name in unused[0] if name in nobodys]
-            raise self._ranks.error(
-                CheckpointMismatchError.__name__, self._about(refuse_unused(names))
+            names = shown([name for name in unused[0] if name in nobodys])
+            problem = f"the model has no place for {names}, which the checkpoint has"
+            raise self._group.error(
+                CheckpointMismatchError.__name__, f"{self._path} does not fit: {problem}"
             )
 
-    def _about(self, problem: str) -> str:
-        return f"{self._path} does not fit: {problem}"
-
-    def _read(self) -> list[str]:
-        if self._optimizer is not None and self._model is None:
+    def _read(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> list[str]:
+        """Read, and return what the checkpoint has and the model of this rank does not."""
+        manifest, reader = self._manifest, Reader(self._path, self._manifest)
+        if model is not None:
+            try:
+                self._plan = LoadPlan(manifest, reader, state.model_state(model), optimizer)
+            except CheckpointMismatchError as error:
+                raise CheckpointMismatchError(
+                    f"{self._path} does not fit: {error.message}"
+                ) from error
+        elif optimizer is not None:
             raise MisuseError("an optimizer is loaded with its model: give model=, too")
-        self._parts = parts_of(self._model) if self._model is not None else None
-        self._reader = Reader(self._path, self._manifest)
+        self._rng = reader.whole(manifest.rng[self._group.rank if self._same_size else 0])
+        reader.value(manifest.extra)
+        reader.read()
         try:
-            loading = fit(self._manifest, self._reader, self._parts, self._optimizer)
-        except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(self._about(error.message)) from error
-        for name in (self._rng_name(), *tensors_in(self._manifest.extra)):
-            self._reader.whole(name)
-        own = self._own_names()
-        for names in own:
-            for name in names.values():
-                self._reader.whole(name)
-        self._reader.read()
-        self._own = [
-            {key: self._reader.whole(name) for key, name in names.items()} for names in own
-        ]
-        self._loading: Loading = loading
-        self._rng = self._reader.whole(self._rng_name())
-        try:
-            self._states = rng.check(self._rng)
-            self._extra = from_json(self._manifest.extra, self._reader.whole)
+            self._random_states = state.check_random_state(self._rng)
+            self._extra = from_json(manifest.extra, reader.whole)
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
-        return loading.unused
+        return self._plan.unused if self._plan is not None else []
 
-    def _own_names(self) -> list[dict[str, str]]:
-        """For each wrapper of the model, what ranks have had of their own and this one needs."""
-        found = []
-        for number, wrapper in enumerate(self._parts.wrappers if self._parts is not None else []):
-            prefix = f"own/{number}/"
-            keys = [n[len(prefix) :] for n in self._manifest.state if n.startswith(prefix)]
-            found.append({key: prefix + key for key in wrapper.needs(keys)})
-        return found
-
-    def _rng_name(self) -> str:
-        names = self._manifest.rng
-        return names[self._ranks.rank if len(names) == self._ranks.size else 0]
+    @property
+    def _same_size(self) -> bool:
+        """Whether there is a random state for each rank."""
+        return len(self._manifest.rng) == self._group.size
 
     def apply(self, random_state: bool) -> Checkpoint:
-        """Put everything where it belongs."""
-        wrappers = self._parts.wrappers if self._parts is not None else []
-        with ExitStack() as writing, torch.no_grad():
-            for wrapper in wrappers:
-                writing.enter_context(wrapper.writing())
-            for tensor, flat in self._loading.tensors:
-                copy_bits(tensor.detach(), flat.view(tensor.shape))
-        for wrapper, own in zip(wrappers, self._own, strict=True):
-            wrapper.load_own_state(own)
-        for module, value in self._loading.values:
-            module.set_extra_state(from_json(value, self._reader.whole))
-        if self._optimizer is not None:
-            self._apply_optimizer(self._optimizer)
-        random_state = random_state and self._model is not None
-        if random_state and len(self._manifest.rng) == self._ranks.size:
-            rng.bring_back(self._states)
-        elif random_state:
-            rng.reseed(self._rng, self._ranks.rank, self._ranks.size)
-        return Checkpoint(
-            self._manifest.step, self._extra, Path(self._path), self._manifest.world_size
-        )
+        """Change the model, the optimizer and the random states."""
+        if self._plan is not None:
+            self._plan.apply()
+            if random_state and self._same_size:
+                state.restore_random_state(self._random_states)
+            elif random_state:
+                state.reseed(self._rng, self._group.rank, self._group.size)
+        manifest = self._manifest
+        return Checkpoint(manifest.step, self._extra, Path(self._path), manifest.world_size)
 
-    def _apply_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        options = zip(optimizer.param_groups, self._loading.options, strict=True)
-        for group, plain in options:
-            for key, value in from_json(plain or {}, self._copy).items():
-                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                    group[key].copy_(value)  # a captured graph knows this one
-                else:
-                    group[key] = value
-        optimizer.state.clear()
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for parameter, state in self._loading.state:
-            if state:
-                group = group_of[id(parameter)]
-                optimizer.state[parameter] = {
-                    key: self._placed(key, to_load, parameter, group)
-                    for key, to_load in state.items()
-                }
-        for key, value in from_json(self._loading.shared or {}, self._copy).items():
-            optimizer.state[key] = value
-
-    def _placed(
-        self, key: str, to_load: StateToLoad, parameter: Tensor, group: dict[str, Any]
-    ) -> Any:
-        """State where the optimizer wants it: by the parameter; but the number of steps is on the
-        CPU, unless the options say otherwise.
-        """
-        if to_load.flat is not None:
-            flat = to_load.flat.view(parameter.shape)
-            if parameter.is_contiguous() and parameter.device == flat.device:
-                return flat
-            like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
-            copy_bits(like, flat)
-            return like
-        stays = key == "step" and not (group.get("capturable") or group.get("fused"))
-
-        def tensor(name: str) -> Tensor:
-            copy = self._copy(name)
-            return copy if stays else copy.to(parameter.device)
-
-        return from_json(to_load.value, tensor)
-
-    def _copy(self, name: str) -> Tensor:
-        """A tensor of a value: what the checkpoint has once may be kept in several places here."""
-        return self._reader.whole(name).clone()
-
-    def _offering_another(self, attempt: Any) -> Any:
-        """Do what all ranks do; of a damaged checkpoint say which one could be loaded instead."""
+    @contextmanager
+    def _offering_another(self) -> Iterator[None]:
+        """Around what all ranks do: a damaged checkpoint's error names one to load instead."""
         try:
-            return attempt()
+            yield
         except (CheckpointDamagedError, CheckpointIOError) as error:
-            self._offer(error)
+            error.message += self._group.on_rank0(lambda: instead_of(self._path))
             raise
-
-    def _offer(self, error: DistributedError) -> None:
-        error.message += self._ranks.on_first(lambda: instead_of(self._path))
 
 
 # ------------------------------------------------------------------------------
-# Which checkpoint to load, and which one instead if that is damaged.
+# Finding a checkpoint, and another one if it is damaged
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -280,7 +189,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Its files are not looked at. Nothing is sent: the answer is this rank's.
     """
     try:
-        found = committed(os.fspath(folder))
+        found = storage.committed(os.fspath(folder))
     except FileNotFoundError:
         return None
     return Path(found[-1].path) if found else None
@@ -291,12 +200,12 @@ def find(folder: str, step: int | None) -> str:
 
     Raises `CheckpointNotFoundError`.
     """
-    if os.path.lexists(os.path.join(folder, COMMIT)):
-        own = parse(folder)
+    if os.path.lexists(os.path.join(folder, storage.COMMIT)):
+        own = storage.parse(folder)
         if step is None or own is None or own.step == step:
             return folder
     try:
-        found = committed(folder)
+        found = storage.committed(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(f"there is no folder {folder}") from None
     if step is not None:
@@ -308,52 +217,47 @@ def find(folder: str, step: int | None) -> str:
                 f"there is no checkpoint of step {step} in {folder}, which has {have}"
             )
     if not found:
-        left = numbered(folder)
+        left = storage.numbered(folder)
         hint = f": {left[-1].path} was never committed" if left else ""
         raise CheckpointNotFoundError(f"there is no checkpoint in {folder}{hint}")
     return found[-1].path
 
 
 def read_manifest(path: str) -> tuple[bytes, bytes]:
-    """The commit record and the manifest of a checkpoint, as they are.
+    """The commit record and the manifest of a checkpoint, as bytes.
 
     Raises `CheckpointDamagedError` if one is missing, or not as it was written.
     """
     contents = []
-    for name in (COMMIT, MANIFEST):
+    for name in (storage.COMMIT, storage.MANIFEST):
         file = os.path.join(path, name)
         try:
-            contents.append(read_file(file))
+            contents.append(storage.read_file(file))
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{file} is missing") from None
     commit, manifest = contents
-    decoded(path, commit, manifest)
+    decode_manifest(path, commit, manifest)
     return commit, manifest
 
 
-def decoded(path: str, commit: bytes, manifest: bytes) -> Manifest:
-    """What these two say."""
-    record = decode_commit(commit, os.path.join(path, COMMIT))
-    return decode_manifest(manifest, record, os.path.join(path, MANIFEST))
-
-
 def instead_of(path: str) -> str:
-    """A sentence that offers the checkpoint before a damaged one, if its files are all there.
+    """A sentence that offers a checkpoint instead of a damaged one: the newest before it whose
+    files are all there, else one after it.
 
-    Or says that this one is none any more: whoever saves in the folder keeps only so many.
+    Or says that this one has been removed meanwhile: a save in the folder keeps only so many.
     """
-    folder, bad = os.path.dirname(os.path.abspath(path)), parse(os.path.abspath(path))
+    path = os.path.abspath(path)
+    folder, this = os.path.dirname(path), storage.parse(path)
+    number = this.number if this is not None else -1
     try:
-        others = [each for each in committed(folder) if bad is None or each.number != bad.number]
+        others = [each for each in storage.committed(folder) if each.number != number]
     except OSError:
         others = []
-    if not os.path.lexists(os.path.join(path, COMMIT)):
+    if not os.path.lexists(os.path.join(path, storage.COMMIT)):
         return ". It was removed while it was being read: load the one that is the newest now"
-    before = [each for each in others if bad is not None and each.number < bad.number]
-    after = [each for each in others if each not in before]
-    for other in (*reversed(before), *after):
+    for other in sorted(others, key=lambda each: (each.number > number, abs(each.number - number))):
         if _looks_whole(other):
-            which = "previous" if other in before else "next"
+            which = "previous" if other.number < number else "next"
             return (
                 f". The {which} checkpoint, of step {other.step}, is all there: load it with "
                 f'load_checkpoint("{other.path}", ...)'
@@ -361,11 +265,13 @@ def instead_of(path: str) -> str:
     return f". No other checkpoint in {folder} is all there"
 
 
-def _looks_whole(folder: Numbered) -> bool:
+def _looks_whole(folder: CheckpointFolder) -> bool:
+    """Whether its manifest is as it was written, and its files have their sizes."""
     try:
-        manifest = decoded(folder.path, *read_manifest(folder.path))
+        manifest = decode_manifest(folder.path, *read_manifest(folder.path))
         return all(
-            size_of(os.path.join(folder.path, file.name)) == file.bytes for file in manifest.files
+            storage.size_of(os.path.join(folder.path, file.name)) == file.bytes
+            for file in manifest.files
         )
     except (OSError, CheckpointError):
         return False

@@ -1,56 +1,32 @@
-"""`save_checkpoint`: the model and its training, as files that a kill cannot spoil."""
+"""`save_checkpoint`: a model and its training, in files that a kill cannot spoil."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import operator
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
-from phalanx.checkpoint import training_state as rng
-from phalanx.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, commit_of, encode
-from phalanx.checkpoint.model_parts import backend_of, check_parts_are_apart, means_of, parts_of
-from phalanx.checkpoint.pending import Background, PendingSave
-from phalanx.checkpoint.plan import (
-    Description,
-    File,
-    Holdings,
-    PlannedFile,
-    merge_optimizers,
-    plan_files,
-    records_of,
-)
-from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.safetensors_file import write_tensors
-from phalanx.checkpoint.storage import (
-    BEGUN,
-    COMMIT,
-    MANIFEST,
-    UNFINISHED,
-    FolderLock,
-    Numbered,
-    committed,
-    make_next,
-    make_parents,
-    numbered,
-    read_file,
-    remove,
-    size_of,
-    sync_folder,
-    write_file,
-)
-from phalanx.checkpoint.training_state import describe_optimizer
+from phalanx.checkpoint import state, storage
+from phalanx.checkpoint.async_saves import AsyncSaves, PendingSave
+from phalanx.checkpoint.group import CheckpointGroup
+from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
+from phalanx.checkpoint.save_plan import RankDescription, SavePlan
+from phalanx.checkpoint.storage import CheckpointFolder, FolderLock
+from phalanx.checkpoint.tensor_files import FileKind, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
+
+log = logging.getLogger("phalanx")
 
 
 def save_checkpoint(
@@ -69,313 +45,246 @@ def save_checkpoint(
 
     folder      one that all ranks see; made if it is not there
     model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes what it
-                holds; what several ranks hold one of them writes, so that all write about as much.
-                Parameters, and the buffers and extra state that a state dict has, those as rank 0
-                has them; what each rank has of its own (DDP's compression), as it has it. Of
-                LocalSGD and DiLoCo, where ranks have different parameters: the means, and each
-                rank's own, with its optimizer's state
+                holds; what several hold one of them writes, so that all write about as much.
+                Buffers and extra state of the state dict are rank 0's. State of each rank (DDP's
+                compression) is kept for each. Of LocalSGD and DiLoCo, where ranks have different
+                parameters: the means, and each rank's own, with its optimizer's state
     step        how far training is, 0 or more
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
                 and dicts of them, such as the state of a learning rate schedule
     backend     the ranks that save together; by default the model's, or this one by itself. With
-                layers that are cut over ranks (`parallelize`), those that have the same part of
-                them, in a folder of their own
+                tensor-parallel layers (`parallelize`) those that have the same part of them, in a
+                folder of their own
     keep        afterwards only the last so many checkpoints are left; None: all
-    async_save  return when this rank's part is copied, and write in the background. The copy takes
-                as much memory as the rank writes. A later save waits for an earlier one; before the
-                backend is closed, `wait()` has to be called. Under `phalanx.simulate`, where one
-                thread runs at a time, it is written at once
+    async_save  return when this rank's part is copied (as much memory as it writes), and write in
+                the background. A later save waits for an earlier one; call `wait()` before the
+                backend is closed. Under `phalanx.simulate` (one thread at a time) it is written now
     timeout     seconds that a rank waits for the others at a time; by default 600, or the
                 backend's if that is more
 
     Random states (torch, Python, NumPy if it is imported, the current GPU) are kept for each rank.
 
-    Blocks until the checkpoint is committed: all files and folders are safe on disk (fsync), and
-    the commit record with them, which was written last. Killed at any moment, or without room, or
-    with a disk that fails, what was committed before stays as it is, and is what `load_checkpoint`
-    finds; what is left of the new one is removed, at the latest by the next save. Nothing is ever
-    overwritten. Messages: descriptions of the tensors, not their values.
+    Blocks until the checkpoint is committed: all files and folders are on disk (fsync), the commit
+    record last. Killed at any moment, without room, or on a failing disk, earlier checkpoints stay
+    as they are, and `load_checkpoint` finds the last; what is left of the new one is removed, at
+    the latest by the next save. Nothing is overwritten. Messages: descriptions, no tensors.
 
-    If it fails, it fails on every rank. Raises `CheckpointIOError` (an OSError) that names the
-    rank, the file and the errno; `CheckpointMismatchError` for ranks that do not hold one model
+    An error is raised on every rank: `CheckpointIOError` (an OSError) with rank, file and errno;
+    and, before anything is written, `CheckpointMismatchError` for ranks that do not hold one model
     together; `MisuseError` for an optimizer with a parameter that is not the model's, and for ranks
     that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` that cannot
-    be kept: all but the first before anything is written. `CollectiveTimeoutError`,
-    `PeerLostError`, `DesyncError`.
+    be kept. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    backend = backend if backend is not None else backend_of(model)
-    check_parts_are_apart(model, backend, os.path.abspath(folder), "save_checkpoint")
-    ranks = Ranks(backend, "save_checkpoint", timeout)
-    background = Background(backend)
-    mine = Holdings()
-
-    means = means_of(model, ranks.timeout)
-
-    def describe() -> bytes:
-        background.settle()
-        described = _describe(mine, ranks, model, means, step, optimizer, extra)
-        described.asked = [f"step={step}", f"keep={keep}", f"async_save={async_save}"]
-        described.fresh = async_save and background.needs_group
-        _check_options(step, keep)
-        return msgspec.json.encode(described)
-
-    described = [msgspec.json.decode(each, type=Description) for each in ranks.together(describe)]
-    save = Saving(ranks, os.path.abspath(folder), operator.index(step), keep, mine, described)
+    save = _Save(folder, model, step, backend, keep, async_save, timeout)
+    save.describe(model, optimizer, extra)
     save.open()
-    pending = PendingSave(Path(save.path), save.step, save.write_and_commit)
-    if not async_save or background.impossible:
-        return pending.run()
-    save.copy()
-    group = background.group(fresh=any(each.fresh for each in described))
-    save.ranks = Ranks(group, ranks.op, ranks.timeout)
-    return background.start(pending)
+    return save.start()
 
 
-def _check_options(step: int, keep: int | None) -> None:
-    if operator.index(step) < 0:
-        raise MisuseError(f"step must be 0 or more, not {step}")
-    if keep is not None and operator.index(keep) < 1:
-        raise MisuseError(f"keep must be 1 or more, or None for all, not {keep}")
+class _Save:
+    """One rank's part in one save: describe, open, copy if it is asynchronous, write, commit."""
 
-
-def _describe(
-    mine: Holdings,
-    ranks: Ranks,
-    model: nn.Module,
-    means: Mapping[Tensor, Tensor],
-    step: int,
-    optimizer: torch.optim.Optimizer | None,
-    extra: object,
-) -> Description:
-    parts = parts_of(model)
-    values = mine.add_model(parts, means)
-    about = describe_optimizer(optimizer, parts.parameters, mine) if optimizer else None
-    for number, wrapper in enumerate(parts.wrappers):
-        for key, tensor in wrapper.own_state().items():  # keys say whose they are
-            mine.add("state", f"own/{number}/{key}", tensor, equal=False)
-    state = f"rng/{ranks.rank}"
-    mine.add("state", state, rng.capture(), equal=False)
-    kept = mine.json(extra, "extra") if ranks.rank == 0 else None
-    return Description([], mine.held, parts.aliases, values, about, state, kept)
-
-
-# ------------------------------------------------------------------------------
-# One save, as one rank goes through it: plan, open, copy if need be, write, commit.
-
-
-class Saving:
-    """One rank's part in one save.
-
-    ranks       those that save together
-    described   what each of them holds
-    mine        this rank's tensors
-    """
+    _described: list[RankDescription]
+    _plan: SavePlan
 
     def __init__(
         self,
-        ranks: Ranks,
-        folder: str,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
         step: int,
+        backend: Backend | None,
         keep: int | None,
-        mine: Holdings,
-        described: Sequence[Description],
+        async_save: bool,
+        timeout: float | None,
     ) -> None:
-        self.ranks = ranks
-        self.step = step
-        self.path = ""
-        self._folder = folder
+        self._folder = os.path.abspath(folder)
+        self._step = step
         self._keep = keep
-        self._tensors = mine.tensors
-        self._described = described
-        self._planned: list[PlannedFile] = []
+        self._async = async_save
+        self._backend = backend if backend is not None else state.backend_of(model)
+        state.check_layer_parts_apart(model, self._backend, self._folder, "save_checkpoint")
+        self._group = CheckpointGroup(self._backend, "save_checkpoint", timeout)
+        self._saves = AsyncSaves.on(self._backend)
+        self._local = state.LocalTensors()
         self._new: NewCheckpoint | None = None  # on rank 0
-        self._word = ""
-        self._last = ""
+        self._path = self._nonce = self._previous = ""
+
+    def describe(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: object
+    ) -> None:
+        """Exchange what each rank holds. Nothing is written yet."""
+        means = state.means_of(model, self._group.timeout)
+
+        def describe() -> bytes:
+            self._saves.settle()
+            local, held = self._local, state.model_state(model)
+            values = local.add_model(held, means)
+            about = (
+                state.describe_optimizer(optimizer, held.parameters, local) if optimizer else None
+            )
+            for number, wrapper in enumerate(held.wrappers):
+                for key, tensor in wrapper.own_state().items():  # the key names the rank
+                    local.add("state", f"own/{number}/{key}", tensor, equal=False)
+            rng = f"rng/{self._group.rank}"
+            local.add("state", rng, state.capture_random_state(), equal=False)
+            kept = local.json(extra, "extra") if self._group.rank == 0 else None
+            asked = [f"step={self._step}", f"keep={self._keep}", f"async_save={self._async}"]
+            fresh = self._async and self._saves.group is None
+            self._check_options()
+            return msgspec.json.encode(
+                RankDescription(asked, local.held, held.aliases, values, about, rng, kept, fresh)
+            )
+
+        described = self._group.on_all(describe)
+        self._described = [msgspec.json.decode(each, type=RankDescription) for each in described]
+
+    def _check_options(self) -> None:
+        self._step = operator.index(self._step)
+        if self._step < 0:
+            raise MisuseError(f"step must be 0 or more, not {self._step}")
+        if self._keep is not None and operator.index(self._keep) < 1:
+            raise MisuseError(f"keep must be 1 or more, or None for all, not {self._keep}")
 
     def open(self) -> None:
         """Work out who writes what; rank 0 makes the folder."""
-        try:
-            opened = self.ranks.together(self._open)[0]
-        except BaseException:
-            self._abandon()
-            raise
-        name, self._word, self._last = opened
-        self.path = os.path.join(self._folder, name)
+        with self._abandoned_on_error():
+            name, self._nonce, self._previous = self._group.on_all(self._open)[0]
+        self._path = os.path.join(self._folder, name)
 
     def _open(self) -> tuple[str, str, str]:
-        _check_alike(self._described)
-        merge_optimizers(self._described)
-        self._planned = plan_files(self._described)
-        if self.ranks.rank != 0:
+        self._plan = SavePlan(self._described)
+        if self._group.rank != 0:
             return "", "", ""
-        self._new = NewCheckpoint(self._folder, self.step, self.ranks.timeout / 2)
-        return os.path.basename(self._new.path), self._new.word, self._new.last
+        self._new = NewCheckpoint(self._folder, self._step, self._group.timeout / 2)
+        return os.path.basename(self._new.path), self._new.nonce, self._new.previous
 
-    def copy(self) -> None:
-        """Let go of the caller's tensors: keep copies of what this rank writes."""
-        try:
-            self.ranks.together(self._copy)
-        except BaseException:
-            self._abandon()
-            raise
+    def start(self) -> PendingSave:
+        """Write and commit; or copy, and let a thread do so."""
+        pending = PendingSave(Path(self._path), self._step)
+        backend = self._backend
+        one_thread = backend is not None and backend.engine.one_thread
+        if not self._async or one_thread:
+            self._write_and_commit()
+            return pending
+        with self._abandoned_on_error():
+            self._group.on_all(self._copy)
+            if backend is not None and self._plan.fresh_group:
+                self._saves.group = backend.subgroup(range(backend.world_size))
+        self._group = CheckpointGroup(self._saves.group, self._group.op, self._group.timeout)
+        self._saves.start(pending, self._write_and_commit, backend)
+        return pending
 
     def _copy(self) -> None:
-        self._tensors = {
-            (file, content.name): _copied(self._tensors[file, content.name])
-            for rank, file, layout in self._planned
-            if rank == self.ranks.rank
-            for content, _ in layout.contents
-        }
+        """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
+        rank, copies = self._group.rank, dict[tuple[FileKind, str], Tensor]()
+        for shard in (shard for file in self._plan.files_of(rank) for shard, _ in file.shards):
+            tensor = self._local.tensors[shard.kind, shard.name]
+            copy = copies[shard.kind, shard.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copy_bits(copy, tensor)
+        self._local.tensors = copies
 
-    def write_and_commit(self) -> None:
-        """Write this rank's files; when all ranks have theirs, rank 0 commits."""
+    def _write_and_commit(self) -> None:
+        """Write this rank's files; when all ranks have written theirs, rank 0 commits."""
         try:
-            reports = self.ranks.together(self._write)
-            self.ranks.on_first(lambda: self._commit(reports))
-        except BaseException as error:
-            self._abandon()
-            if isinstance(error, CheckpointError):
-                error.message += f". The last checkpoint is {self._last or 'none'}, as before"
+            with self._abandoned_on_error():
+                written = self._group.on_all(self._write)
+                files = [FileRecord(*file) for of_rank in written for file in of_rank]
+                self._group.on_rank0(lambda: self._commit(files))
+        except CheckpointError as error:
+            error.message += f". The last checkpoint is {self._previous or 'none'}, as before"
             raise
         if self._new is not None:
             self._new.end(self._keep)
 
     def _write(self) -> list[tuple[str, int, int, str]]:
-        check_shared(self.path, self._word)
+        check_shared(self._path, self._nonce)
         written = [
-            write_tensors(self.path, layout, self._bytes_of(file))
-            for rank, file, layout in self._planned
-            if rank == self.ranks.rank
+            (record.name, record.bytes, record.block, record.checksums)
+            for file in self._plan.files_of(self._group.rank)
+            for record in [write_tensors(self._path, file, self._bytes_of)]
         ]
-        sync_folder(self.path)
-        return [(file.name, file.bytes, file.block, file.checksums) for file in written]
+        storage.sync_folder(self._path)
+        return written
 
-    def _bytes_of(self, file: File) -> Callable[[str], memoryview]:
-        return lambda name: tensor_bytes(plain(self._tensors[file, name].cpu()))
+    def _bytes_of(self, shard: TensorShard) -> memoryview:
+        return tensor_bytes(plain(self._local.tensors[shard.kind, shard.name].cpu()))
 
-    def _commit(self, reports: Sequence[list[tuple[str, int, int, str]]]) -> None:
+    def _commit(self, files: list[FileRecord]) -> None:
         assert self._new is not None
-        names = [layout.name for _, _, layout in self._planned]
-        self._new.commit(self._manifest(files_in_order(reports, names)))
+        self._new.commit(self._plan.manifest(self._step, files))
 
-    def _manifest(self, files: list[FileRecord]) -> Manifest:
-        records = records_of(self._planned)
-        first = self._described[0]
-        aliases: dict[str, str] = {}
-        values: dict[str, object] = {}
-        for each in reversed(self._described):  # of what several have, the first one's
-            aliases |= each.aliases
-            values |= each.values
-        return Manifest(
-            format=FORMAT,
-            version=VERSION,
-            step=self.step,
-            world_size=self.ranks.size,
-            phalanx=_version(),
-            torch=str(torch.__version__),
-            files=files,
-            model=records["model"],
-            aliases=aliases,
-            values=values,
-            optimizer=merge_optimizers(self._described),
-            state=records["state"],
-            rng=[each.rng for each in self._described],
-            extra=first.extra,
-        )
-
-    def _abandon(self) -> None:
-        if self._new is not None:
-            self._new.abandon()
-            self._new = None
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Its values now, in memory of its own, on the CPU."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    copy_bits(copy, tensor)
-    return copy
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("phalanx")
-    except importlib.metadata.PackageNotFoundError:  # run from its source
-        return "unknown"
-
-
-def _check_alike(described: Sequence[Description]) -> None:
-    for rank, each in enumerate(described):
-        for ours, theirs in zip(described[0].asked, each.asked, strict=True):
-            if ours != theirs:
-                raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._new is not None:
+                self._new.abandon()
+                self._new = None
+            raise
 
 
 # ------------------------------------------------------------------------------
-# A save, as rank 0 begins and ends it.
+# The commit: rank 0's part
 #
-#     lock, leftovers removed             |
+#     lock, remove left-over folders      |
 #     mkdir 000007-step-120, fsync ..     |   all ranks: see the folder, write their files,
-#     begun                               |   fsync each, fsync the folder, say so
-#     all files seen, manifest, fsync     |
+#     begun                               |   fsync each, fsync the folder, report
+#     size of all files, manifest, fsync  |
 #     commit.json.unfinished, fsync, fsync of the folder
 #     rename to commit.json, fsync of the folder      from here on it is a checkpoint
-#     those beyond the last `keep` removed, unlock
+#     remove those beyond the last `keep`, unlock
 #
-# Up to the rename the folder is a leftover, of which every file is safe by then; the checkpoints
-# before it have not been touched.
-
-log = logging.getLogger("phalanx")
+# Before the rename every file is durable, and earlier checkpoints have not been touched.
 
 
 class NewCheckpoint:
-    """A checkpoint that rank 0 is making in `folder`, and the lock on that; OSErrors name files.
+    """A checkpoint that rank 0 is making in `folder`, with the lock on that. OSErrors name files.
 
-    patience   seconds to wait for another save there
-    last       the checkpoint before this one, "" if there is none
-    word       a random one, which is in the new folder for all ranks to see
+    timeout    seconds to wait for another save there
+    previous   the newest checkpoint before this one, "" if there is none
+    nonce      is in the new folder: a rank that reads it there sees the same folder
     """
 
-    def __init__(self, folder: str, step: int, patience: float) -> None:
-        make_parents(folder)
+    def __init__(self, folder: str, step: int, timeout: float) -> None:
+        storage.make_parents(folder)
         self._folder = folder
-        self._lock = FolderLock(folder, patience)
-        self._made: Numbered | None = None
-        self.word = secrets.token_hex(16)
-        self.committed = False
+        self._lock = FolderLock(folder, timeout)
+        self._made: CheckpointFolder | None = None
+        self._committed = False
+        self.nonce = secrets.token_hex(16)
         try:
-            _remove_leftovers(folder)
-            before = committed(folder)
-            self.last = before[-1].path if before else ""
-            self._made = make_next(folder, step)
-            write_file(os.path.join(self.path, BEGUN), self.word.encode())
+            for each in storage.numbered(folder):
+                if not each.is_committed:  # left over: the lock says that no save is under way
+                    _try_to_remove(each)
+            before = storage.committed(folder)
+            self.previous = before[-1].path if before else ""
+            self._made = storage.make_next(folder, step)
+            self.path = self._made.path
+            storage.write_file(os.path.join(self.path, storage.BEGUN), self.nonce.encode())
         except BaseException:
             self.abandon()
             raise
 
-    @property
-    def path(self) -> str:
-        """Its own folder."""
-        assert self._made is not None
-        return self._made.path
-
     def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint. Every file of the manifest has to be safe."""
+        """Make it a checkpoint. Every file of the manifest has to be durable."""
         for file in manifest.files:
             _check_seen(self.path, file)
         content = encode(manifest)
-        write_file(os.path.join(self.path, MANIFEST), content)
-        unfinished = os.path.join(self.path, UNFINISHED)
-        write_file(unfinished, encode(commit_of(manifest, content)))
-        sync_folder(self.path)
-        os.rename(unfinished, os.path.join(self.path, COMMIT))
-        sync_folder(self.path)
-        self.committed = True
+        commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
+        unfinished = os.path.join(self.path, storage.UNFINISHED)
+        storage.write_file(os.path.join(self.path, storage.MANIFEST), content)
+        storage.write_file(unfinished, encode(commit))
+        storage.sync_folder(self.path)
+        os.rename(unfinished, os.path.join(self.path, storage.COMMIT))
+        storage.sync_folder(self.path)
+        self._committed = True
 
     def end(self, keep: int | None) -> None:
-        """Remove all but the last `keep` checkpoints, and unlock. Trouble goes to the log."""
+        """Remove all but the last `keep` checkpoints, and unlock. Errors are logged."""
         try:
-            for old in committed(self._folder)[: -keep if keep is not None else 0]:
+            for old in storage.committed(self._folder)[: -keep if keep is not None else 0]:
                 _try_to_remove(old)
         except OSError as error:
             log.warning("%s: cannot look for old checkpoints to remove: %s", self._folder, error)
@@ -383,20 +292,20 @@ class NewCheckpoint:
             self._lock.release()
 
     def abandon(self) -> None:
-        """Remove what there is of it, unless it is a checkpoint by now, and unlock."""
+        """Remove the folder, unless it is a checkpoint by now, and unlock."""
         try:
-            if self._made is not None and not self.committed:
+            if self._made is not None and not self._committed:
                 _try_to_remove(self._made)
         finally:
             self._lock.release()
 
 
-def check_shared(path: str, word: str) -> None:
+def check_shared(path: str, nonce: str) -> None:
     """Raise `CheckpointIOError` unless this rank sees the folder that rank 0 has made."""
     seen = b""
     with suppress(FileNotFoundError, NotADirectoryError):
-        seen = read_file(os.path.join(path, BEGUN))
-    if seen != word.encode():
+        seen = storage.read_file(os.path.join(path, storage.BEGUN))
+    if seen != nonce.encode():
         raise CheckpointIOError(
             f"{path}, which rank 0 has just made, cannot be seen from here: give every rank the "
             "same folder, on a file system that all of them share"
@@ -406,7 +315,7 @@ def check_shared(path: str, word: str) -> None:
 def _check_seen(path: str, file: FileRecord) -> None:
     """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
     try:
-        size = size_of(os.path.join(path, file.name))
+        size = storage.size_of(os.path.join(path, file.name))
     except FileNotFoundError:
         size = -1
     if size != file.bytes:
@@ -418,24 +327,8 @@ def _check_seen(path: str, file: FileRecord) -> None:
         )
 
 
-def _remove_leftovers(folder: str) -> None:
-    """What saves that were killed have left, and removals. The lock says that none is under way."""
-    for each in numbered(folder):
-        if not each.is_committed:
-            _try_to_remove(each)
-
-
-def _try_to_remove(folder: Numbered) -> None:
+def _try_to_remove(folder: CheckpointFolder) -> None:
     try:
-        remove(folder)
+        storage.remove(folder)
     except OSError as error:
         log.warning("%s cannot be removed; the next save will try again: %s", folder.path, error)
-
-
-def files_in_order(reports: Sequence[object], names: Sequence[str]) -> list[FileRecord]:
-    """The files that the ranks say they have written, in the order of their names in the plan."""
-    by_name = {}
-    for report in reports:
-        for name, size, block, checksums in report:  # type: ignore[attr-defined]
-            by_name[name] = FileRecord(name, size, block, checksums)
-    return [by_name[name] for name in names]

@@ -1,7 +1,7 @@
-"""What a checkpoint does with the file system, as few kinds of calls, whose errors name the file.
+"""Files and folders of checkpoints: durable writes, numbered folders, and the lock.
 
-A file is safe when its bytes and its name are: `fsync` of the file and of the folder that it is in.
-Each call here is one that a process may be killed at, before, in the middle or after.
+A file is durable when its bytes and its name are: after `fsync` of the file and of its folder. A
+process may be killed before, within or after any of these calls. Every OSError names the file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from phalanx.checkpoint.manifest import FILE_NAME
 from phalanx.errors import CheckpointError
+
+log = logging.getLogger("phalanx")
 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Let an OSError say which file it is about: those of read, write and fsync do not."""
+    """Put the file's name into an OSError: those of read, write and fsync have none."""
     try:
         yield
     except OSError as error:
@@ -40,28 +41,28 @@ def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
         with naming(path):
             yield descriptor
     except BaseException:
-        with suppress(OSError):  # the first error is the one to hear of
+        with suppress(OSError):  # the first error is the one to report
             os.close(descriptor)
         raise
     with naming(path):
-        os.close(descriptor)  # where a network file system may say that it had no room
+        os.close(descriptor)  # where a network file system may report that it had no room
 
 
 def write_all(descriptor: int, content: memoryview) -> None:
-    """Write all of it: the system may take less than it is given."""
+    """Write all of it: one call may write less than it is given."""
     while content:
         content = content[os.write(descriptor, content) :]
 
 
 def write_file(path: str, content: bytes) -> None:
-    """A new file, safe but for its name in its folder."""
+    """Write a new file, durable but for its name."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         write_all(descriptor, memoryview(content))
         os.fsync(descriptor)
 
 
 def read_file(path: str) -> bytes:
-    """All of a file."""
+    """The whole content of a file."""
     content = bytearray()
     with opened(path, os.O_RDONLY) as descriptor:
         while more := os.read(descriptor, 1 << 20):
@@ -70,44 +71,48 @@ def read_file(path: str) -> bytes:
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder safe."""
+    """Make the names in a folder durable."""
     with opened(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that does this by itself, or never
+            if (
+                error.errno != errno.EINVAL
+            ):  # this file system needs no fsync of folders, or has none
                 raise
 
 
 def size_of(path: str) -> int:
-    """In bytes; by opening it, which a network file system answers truly."""
+    """The size in bytes, of the opened file: a network file system may cache that of a name."""
     with opened(path, os.O_RDONLY) as descriptor:
         return os.fstat(descriptor).st_size
 
 
 # ------------------------------------------------------------------------------
-# The numbered folders of a run, and what makes one of them a checkpoint.
+# The folders of a run
 #
-#     runs/a/.phalanx-lock                     held (flock) by rank 0 of a save, while it lasts
+#     runs/a/.phalanx-lock                     locked (flock) by rank 0 during a save
 #     runs/a/000007-step-120/                  the seventh save, after step 120
-#         begun                                a random word: do all ranks see this folder?
-#         model-00000-of-00002.safetensors     one of each for each rank that has something to write
+#         begun                                a nonce: do all ranks see this folder?
+#         model-00000-of-00002.safetensors     at most one of each kind for each rank
 #         state-00000-of-00002.safetensors
-#         manifest.json                        what is where, and the checksums of all files
-#         commit.json                          the checksum of the manifest: with it, it counts
+#         manifest.json                        where each tensor is, and the checksums of all files
+#         commit.json                          the checksum of the manifest: the commit record
 #
-# A folder without commit.json is what a save left that did not come to its end, or a removal. The
-# next save removes it: only files that saves make, so what others put there stays.
+# A folder without commit.json is left over from a save or a removal that was interrupted. The next
+# save removes it. Only files with these names are ever removed.
 
 BEGUN = "begun"
 MANIFEST = "manifest.json"
 COMMIT = "commit.json"
 UNFINISHED = "commit.json.unfinished"
+LOCK = ".phalanx-lock"  # no other program uses this name: the file is written to
+TENSOR_FILE = re.compile(r"(model|state)-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)", re.ASCII)
 
 
-class Numbered(NamedTuple):
-    """A numbered folder; the greater the number, the later it was begun."""
+class CheckpointFolder(NamedTuple):
+    """A numbered folder, committed or not; a later save has a greater number."""
 
     number: int
     step: int
@@ -119,29 +124,25 @@ class Numbered(NamedTuple):
         return os.path.lexists(os.path.join(self.path, COMMIT))
 
 
-def numbered(folder: str) -> list[Numbered]:
-    """All numbered folders in a folder, checkpoints or not, in the order of their numbers."""
-    found = []
-    for name in os.listdir(folder):
-        parsed = parse(os.path.join(folder, name))
-        if parsed is not None and os.path.isdir(parsed.path):
-            found.append(parsed)
-    return sorted(found)
-
-
-def parse(path: str) -> Numbered | None:
-    """What the name of a folder says; None if it is not numbered."""
+def parse(path: str) -> CheckpointFolder | None:
+    """Number and step from the name of a folder; None if the name has another form."""
     match = _FOLDER.fullmatch(os.path.basename(path))
-    return Numbered(int(match[1]), int(match[2]), path) if match else None
+    return CheckpointFolder(int(match[1]), int(match[2]), path) if match else None
 
 
-def committed(folder: str) -> list[Numbered]:
-    """The checkpoints in a folder, in the order of their numbers."""
+def numbered(folder: str) -> list[CheckpointFolder]:
+    """All numbered folders in a folder, by number."""
+    found = [parse(os.path.join(folder, name)) for name in os.listdir(folder)]
+    return sorted(each for each in found if each is not None and os.path.isdir(each.path))
+
+
+def committed(folder: str) -> list[CheckpointFolder]:
+    """The checkpoints in a folder, by number."""
     return [each for each in numbered(folder) if each.is_committed]
 
 
-def make_next(folder: str, step: int) -> Numbered:
-    """A new folder with a number above all others, whose name is safe."""
+def make_next(folder: str, step: int) -> CheckpointFolder:
+    """Make a folder with a number above all others; its name is durable."""
     number = max((each.number for each in numbered(folder)), default=0)
     while True:
         number += 1
@@ -150,11 +151,11 @@ def make_next(folder: str, step: int) -> Numbered:
             os.mkdir(path)
             break
     sync_folder(folder)
-    return Numbered(number, step, path)
+    return CheckpointFolder(number, step, path)
 
 
 def make_parents(folder: str) -> None:
-    """Make a folder and those around it, as far as they are missing, with names that are safe."""
+    """Make a folder and its missing parents; their names are durable."""
     missing = []
     path = os.path.abspath(folder)
     while not os.path.isdir(path):
@@ -166,62 +167,60 @@ def make_parents(folder: str) -> None:
         sync_folder(os.path.dirname(path))
 
 
-def remove(folder: Numbered) -> None:
-    """Remove a checkpoint, or what is left of one.
+def remove(folder: CheckpointFolder) -> None:
+    """Remove a checkpoint, or an uncommitted folder.
 
-    First, and safely, what makes it a checkpoint: killed at any point, it is whole or it is none.
-    Files that no save makes stay, and the folder with them; so does what a link leads to.
+    The commit record goes first, durably: a removal that is killed leaves a whole checkpoint or
+    none. Files of other names stay, and the folder with them; links are not followed.
     """
     if os.path.islink(folder.path):
         return
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder.path, COMMIT))
-    sync_folder(folder.path)  # in any case: whoever was killed may have unlinked it and no more
+    sync_folder(folder.path)  # always: an earlier removal may have been killed after the unlink
     for name in os.listdir(folder.path):
-        if name in {BEGUN, MANIFEST, UNFINISHED} or FILE_NAME.fullmatch(name):
+        if name in {BEGUN, MANIFEST, UNFINISHED} or TENSOR_FILE.fullmatch(name):
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder.path, name))
-    with suppress(OSError):  # not empty: somebody keeps something in it
+    with suppress(OSError):  # not empty
         os.rmdir(folder.path)
     sync_folder(os.path.dirname(folder.path))
 
 
 # ------------------------------------------------------------------------------
-# One save at a time in a folder: what another one is writing must not look like a leftover.
+# The lock: one save at a time in a folder
 #
-# The lock is the system's (flock): it is free again when its holder's process has ended, however.
+# An uncommitted folder of a save under way must not be taken for a left-over one. The operating
+# system releases the lock (flock) when the process ends, however it ends.
 
-log = logging.getLogger("phalanx")
-
-NAME = ".phalanx-lock"  # a name that nobody else gives a file: it is written to
-_PAUSE = 0.02  # seconds between two looks
+_PAUSE = 0.02  # seconds between two attempts
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 class FolderLock:
-    """Held from its making until `release`.
+    """The lock of a folder, held from construction to `release`.
 
-    Waits `patience` seconds for another save in the folder, then raises `CheckpointError`, which
-    says whose it is. Where the file system knows no locks, a warning in the log says so.
+    Waits `timeout` seconds for another save in the folder, then raises `CheckpointError` with its
+    process and host. On a file system without locks it logs a warning.
     """
 
-    def __init__(self, folder: str, patience: float) -> None:
-        self._path = os.path.join(folder, NAME)
+    def __init__(self, folder: str, timeout: float) -> None:
+        self._path = os.path.join(folder, LOCK)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with naming(self._path):
-                self._take(time.monotonic() + patience)
+                self._acquire(time.monotonic() + timeout)
         except BaseException:
             os.close(self._descriptor)
             raise
 
-    def _take(self, deadline: float) -> None:
+    def _acquire(self, deadline: float) -> None:
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise self._taken() from None
+                    raise self._held_error() from None
                 time.sleep(_PAUSE)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -234,7 +233,7 @@ class FolderLock:
                 os.pwrite(self._descriptor, holder, 0)
                 return
 
-    def _taken(self) -> CheckpointError:
+    def _held_error(self) -> CheckpointError:
         holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
         return CheckpointError(
             f"{os.path.dirname(self._path)} is being saved into by {holder or 'somebody else'}: "
@@ -242,9 +241,8 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Let the next one in."""
-        # Not by closing alone: a process that was forked meanwhile has it open, too. And what was
-        # saved is saved, whatever comes of this.
+        """Release it; an error would not undo the save, and is ignored."""
+        # Closing alone would not release it while a forked process has the descriptor open, too.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which rank of what this is, and how it averages gradients: as data, checked, to and from text."""
+"""Configurations: a rank and its group, and how gradients are averaged; from and to text."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ T = TypeVar("T", bound="_Config")
 
 class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
-        """As text, which `from_json` reads."""
+        """As JSON, which `from_json` reads."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls: type[T], text: str | bytes) -> T:
-        """From text. Raises ValueError, which names the field, for what is none."""
+        """From JSON. Raises ValueError, which names the field, for text that does not fit."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            if isinstance(error.__cause__, ValueError):  # of our own
+            if isinstance(error.__cause__, ValueError):  # raised by __post_init__
                 raise error.__cause__ from None
             raise ValueError(f"{cls.__name__} from JSON: {error}") from None
 
 
 class DistributedConfig(_Config, frozen=True):
-    """Which rank this is, of how many, and where they meet.
+    """A rank, the number of ranks, and the address at which they connect.
 
     world_size        1 or more
     rank              0 <= rank < world_size
     coordinator_addr  `"host:port"` of rank 0
 
-    Raises `InvalidWorldSizeError`, `InvalidRankError`, or ValueError for an address that is none.
+    Raises `InvalidWorldSizeError`, `InvalidRankError`, or ValueError for another form of address.
     In the environment: WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, as launchers leave them.
     """
 
@@ -80,7 +80,7 @@ class DistributedConfig(_Config, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
-        """What is in the environment. Raises ValueError, which names the variable."""
+        """From these variables. Raises ValueError, which names the variable."""
         for name in _VARIABLES:
             if name not in environ:
                 raise ValueError(
@@ -105,7 +105,7 @@ class DistributedConfig(_Config, frozen=True):
         }
 
     def connect(self, *, timeout: float = 60.0) -> TcpBackend:
-        """This rank's backend. Blocks until all ranks have met; raises as `TcpBackend` does.
+        """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
 
         Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
         MASTER_PORT, `phalanx.init()` gives the backend instead.
@@ -126,8 +126,8 @@ class CompressionConfig(_Config, frozen=True):
     """A compressor.
 
     method          top_k, random_k, power_sgd, quantized or half
-    options         what its class takes, by name: `{"ratio": 0.01}`, `{"dtype": "float16"}`
-    error_feedback  whether it is inside of one
+    options         arguments of its class, by name: `{"ratio": 0.01}`, `{"dtype": "float16"}`
+    error_feedback  whether it is wrapped in `ErrorFeedback`
 
     Raises ValueError for options that the method does not take.
     """
@@ -140,7 +140,7 @@ class CompressionConfig(_Config, frozen=True):
         self.build()
 
     def build(self) -> Compressor:
-        """The compressor, new."""
+        """A new compressor."""
         if not isinstance(self.method, str) or self.method not in _COMPRESSORS:
             raise ValueError(
                 f"compression: {self.method!r} is no method; there are {', '.join(_COMPRESSORS)}"
@@ -163,12 +163,13 @@ class CompressionConfig(_Config, frozen=True):
 class DataParallelConfig(_Config, frozen=True):
     """How a rank trains with the others.
 
-    config       which rank it is
+    config       the rank and its group
     aggregator   local, all_reduce, parameter_server or compressed
-    compression  with compressed: how
+    compression  of the aggregator "compressed", and of no other
 
-    Raises ValueError if one of the last two is missing, or not wanted. In the environment, beside
-    those of `DistributedConfig`: PHALANX_AGGREGATOR, and PHALANX_COMPRESSION as JSON.
+    Raises ValueError for a name that does not exist, or a compression that is missing or not used.
+    In the environment, beside those of `DistributedConfig`: PHALANX_AGGREGATOR, and
+    PHALANX_COMPRESSION as JSON.
     """
 
     config: DistributedConfig
@@ -183,9 +184,10 @@ class DataParallelConfig(_Config, frozen=True):
                 "compression takes a CompressionConfig, such as "
                 f'CompressionConfig("top_k", {{"ratio": 0.01}}), not {self.compression!r}'
             )
-        if not isinstance(self.aggregator, str) or self.aggregator not in _AGGREGATORS:
+        names = [*_AGGREGATORS, "compressed"]
+        if not isinstance(self.aggregator, str) or self.aggregator not in names:
             raise ValueError(
-                f"aggregator: {self.aggregator!r} is none; there are {', '.join(_AGGREGATORS)}"
+                f"aggregator: {self.aggregator!r} is none; there are {', '.join(names)}"
             )
         if (self.aggregator == "compressed") != (self.compression is not None):
             raise ValueError(
@@ -199,7 +201,7 @@ class DataParallelConfig(_Config, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DataParallelConfig:
-        """What is in the environment. Raises ValueError, which names the variable."""
+        """From these variables. Raises ValueError, which names the variable."""
         config = DistributedConfig.from_environment(environ)
         aggregator = environ.get("PHALANX_AGGREGATOR") or "all_reduce"
         text = environ.get("PHALANX_COMPRESSION")
@@ -227,14 +229,16 @@ class DataParallelConfig(_Config, frozen=True):
                 f"backend is rank {backend.rank} of {backend.world_size}",
                 rank=backend.rank,
             )
-        return _AGGREGATORS[self.aggregator](backend, self.compression)
+        if self.compression is not None:
+            return CompressedAggregator(backend, self.compression.build())
+        return _AGGREGATORS[self.aggregator](backend)
 
 
 _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _host(environ: Mapping[str, str]) -> str:
-    """MASTER_ADDR as it stands before a port: a number of IPv6 in brackets."""
+    """MASTER_ADDR in the form that precedes a port: an IPv6 address in brackets."""
     host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
     if ":" not in host:
         return host
@@ -270,11 +274,6 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _compressed(backend: Backend, compression: CompressionConfig | None) -> GradientAggregator:
-    assert compression is not None
-    return CompressedAggregator(backend, compression.build())
-
-
 _COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
     {
         "top_k": TopK,
@@ -284,13 +283,10 @@ _COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
         "half": _half,
     }
 )
-_AGGREGATORS: Mapping[str, Callable[[Backend, CompressionConfig | None], GradientAggregator]] = (
-    MappingProxyType(
-        {
-            "local": lambda backend, compression: LocalAggregator(),
-            "all_reduce": lambda backend, compression: AllReduceAggregator(backend),
-            "parameter_server": lambda backend, compression: ParameterServer(backend),
-            "compressed": _compressed,
-        }
-    )
+_AGGREGATORS: Mapping[str, Callable[[Backend], GradientAggregator]] = MappingProxyType(
+    {
+        "local": lambda backend: LocalAggregator(),
+        "all_reduce": AllReduceAggregator,
+        "parameter_server": ParameterServer,
+    }
 )

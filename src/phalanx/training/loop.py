@@ -1,4 +1,4 @@
-"""One step of data-parallel training, of three functions."""
+"""A step of data-parallel training, made of three functions; and an epoch of such steps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def distributed_train_step(
     apply_gradients     is given their averages, in the same order
     step                its number, in errors; by default how many the aggregator was used for
 
-    Every rank calls it as often. Blocks as the aggregator does. Errors of all three pass through as
-    they are, with a note (which Python shows from 3.11 on) that says which step it was, and what of
-    it. TypeError, before anything is sent, if `compute_gradients` returns something else, or the
-    aggregator is none.
+    Every rank calls it equally often. Blocks as the aggregator does. Errors of all three pass
+    through as they are, with a note (which Python shows from 3.11 on) of the step's number and
+    phase. TypeError, before anything is sent, if `compute_gradients` returns something else, or
+    `aggregator` is not an aggregator.
     """
     if not isinstance(aggregator, GradientAggregator):
         raise TypeError(
@@ -43,20 +43,24 @@ def distributed_train_step(
     number = aggregator.steps if step is None else step
     doing = "computing gradients"
     try:
-        loss, gradients = _pair(compute_gradients())
+        loss, gradients = _checked_pair(compute_gradients())
         doing = "aggregating gradients"
         averages = aggregator.aggregate(gradients)
         doing = "applying gradients"
         apply_gradients(averages)
     except Exception as error:
-        _note(error, f"in training step {number}, {doing}")
+        note = f"in training step {number}, {doing}"
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(note)
+        else:
+            error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
         raise
     aggregator.steps += 1
     return loss
 
 
-def _pair(computed: tuple[Loss, Sequence[Tensor]]) -> tuple[Loss, Sequence[Tensor]]:
-    """What `compute_gradients` has returned, if it is a loss and gradients."""
+def _checked_pair(computed: tuple[Loss, Sequence[Tensor]]) -> tuple[Loss, Sequence[Tensor]]:
+    """The same, if it is a loss and gradients; else TypeError."""
     found: Any = computed
     if not isinstance(found, (tuple, list)):
         has = f"a {type(found).__name__}"
@@ -72,16 +76,8 @@ def _pair(computed: tuple[Loss, Sequence[Tensor]]) -> tuple[Loss, Sequence[Tenso
     )
 
 
-def _note(error: Exception, note: str) -> None:
-    if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(note)
-    else:
-        notes = [*getattr(error, "__notes__", []), note]  # for who looks
-        error.__dict__["__notes__"] = notes
-
-
 # ------------------------------------------------------------------------------
-# One pass over the data, with a progress bar.
+# An epoch, with a progress bar
 
 Batch = TypeVar("Batch")
 
@@ -97,17 +93,17 @@ def train_epoch(
 ) -> float:
     """A training step for each of this rank's batches; the mean of this rank's losses.
 
-    batches             as many on every rank; if it has a length, the bar has an end
+    batches             equally many on every rank; if it has a length, the bar has an end
     compute_gradients   returns the loss (a number, or a tensor of one) and the gradients of a batch
     apply_gradients     is given their averages
     description         stands before the bar
     console             where the bar is shown, by rank 0: standard error by default, and nothing
                         unless that is a terminal
 
-    Blocks as `distributed_train_step` does, and raises what that does. When this rank's batches are
-    over, a message of 16 bytes asks whether the others' are: if not, `DesyncError` on every rank
-    says who had how many. Without a batch the mean is NaN. TypeError, before anything is sent, for
-    a loss that is no number.
+    Blocks as `distributed_train_step` does, and raises what that does. After this rank's last batch
+    a message of 16 bytes checks that the others have no more: if they do, `DesyncError` on every
+    rank says who had how many. Without a batch the mean is NaN. TypeError, before anything is sent,
+    for a loss that is no number.
     """
     first = aggregator.backend is None or aggregator.backend.rank == 0
     console = console or Console(stderr=True)
@@ -125,18 +121,19 @@ def train_epoch(
         task = bar.add_task(description, total=steps, loss="-")
         for batch in batches:
             loss = distributed_train_step(
-                lambda batch=batch: _checked(compute_gradients(batch)),  # type: ignore[misc]
+                lambda batch=batch: _with_number(compute_gradients(batch)),  # type: ignore[misc]
                 apply_gradients,
                 aggregator,
             )
-            total, count = total + _number(loss), count + 1
+            total += float(loss.detach() if isinstance(loss, Tensor) else loss)
+            count += 1
             bar.update(task, advance=1, loss=f"{total / count:.4g}")
     _check_all_over(count, aggregator)
     return total / count if count else math.nan
 
 
-def _checked(computed: Any) -> Any:
-    """What `compute_gradients` has returned; TypeError if its loss is no number."""
+def _with_number(computed: Any) -> Any:
+    """The same; TypeError if its loss is no number."""
     if isinstance(computed, (tuple, list)) and computed:
         loss = computed[0]
         one = loss.numel() == 1 if isinstance(loss, Tensor) else hasattr(loss, "__float__")
@@ -149,14 +146,10 @@ def _checked(computed: Any) -> Any:
     return computed
 
 
-def _number(loss: Any) -> float:
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)
-
-
 def _check_all_over(count: int, aggregator: GradientAggregator) -> None:
-    """Raise `DesyncError` unless every rank has come to the end of its batches, after as many.
+    """Raise `DesyncError` unless every rank has had equally many batches.
 
-    A rank that goes on is in its aggregator, which compares what the ranks are about, too.
+    A rank with more batches is in its aggregator, whose collectives compare what the ranks do, too.
     """
     backend = aggregator.backend
     if backend is None:

@@ -1,11 +1,11 @@
-"""The ranks that save or load together: what fails on one fails on all, and says where and why."""
+"""The ranks that save or load together: an error on one of them is an error on all."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from phalanx.collectives import all_gather_object
 from phalanx.core.backend import Backend
@@ -22,7 +22,7 @@ from phalanx.errors import (
 )
 
 T = TypeVar("T")
-_PATIENCE = 600.0  # seconds: disks are slow, and not all are equally slow
+_TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
 
 _KINDS: Mapping[str, type[DistributedError]] = MappingProxyType(
     {
@@ -41,17 +41,8 @@ _KINDS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
-class _Answer(NamedTuple):
-    """Of one rank: its result, or what went wrong; `kind` is empty if nothing did."""
-
-    result: Any
-    kind: str
-    problem: str
-    errno: int | None
-
-
-class Ranks:
-    """This rank and the others; without a backend it is by itself.
+class CheckpointGroup:
+    """This rank and the others; without a backend it is alone.
 
     op        what they do, for errors
     timeout   seconds that a rank waits for the others at a time; by default ten minutes, or the
@@ -63,32 +54,33 @@ class Ranks:
         self.op = op
         self.rank = backend.rank if backend is not None else 0
         self.size = backend.world_size if backend is not None else 1
-        longest = max(_PATIENCE, backend.timeout) if backend is not None else _PATIENCE
-        self.timeout = timeout if timeout is not None else longest
+        default = max(_TIMEOUT, backend.timeout) if backend is not None else _TIMEOUT
+        self.timeout = timeout if timeout is not None else default
 
-    def together(self, attempt: Callable[[], T]) -> list[T]:
-        """Every rank's result of `attempt`, in rank order; blocks until all ranks have theirs.
+    def on_all(self, attempt: Callable[[], T]) -> list[T]:
+        """Call `attempt` on every rank; all results, in rank order. Blocks until all have theirs.
 
-        A result is what `all_gather_object` takes. If it raises an Exception on any rank, every
-        rank raises: that rank its own, or what stands for it, the others one that names the rank.
+        A result is what `all_gather_object` takes. If an Exception is raised on any rank, every
+        rank raises an error of that kind, which names the first such rank.
         """
         failure: Exception | None = None
-        mine: tuple[Any, ...]
+        outcome: tuple[Any, str, str, int | None]  # result, or kind of error, problem and errno
         try:
-            mine = (attempt(), "", "", None)
+            outcome = (attempt(), "", "", None)
         except Exception as error:
             failure = error
-            mine = (None, *_described(error))
-        answers: list[_Answer] = self._exchange(mine)
-        culprit = next((rank for rank, each in enumerate(answers) if each.kind), None)
-        if culprit is None:
-            return [each.result for each in answers]
-        answer = answers[culprit]
-        raise self.error(answer.kind, answer.problem, culprit, answer.errno) from failure
+            outcome = (None, *_described(error))
+        outcomes: list[Any] = [outcome]
+        if self.backend is not None:
+            outcomes = all_gather_object(outcome, self.backend, timeout=self.timeout)
+        for rank, (_, kind, problem, number) in enumerate(outcomes):
+            if kind:
+                raise self.error(kind, problem, rank, number) from failure
+        return [result for result, *_ in outcomes]
 
-    def on_first(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns on rank 0, on every rank; fails on all if it fails there."""
-        return self.together(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
+    def on_rank0(self, attempt: Callable[[], T]) -> T:
+        """Call `attempt` on rank 0; its result, on every rank. Raises as `on_all` does."""
+        return self.on_all(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
     def error(
         self, kind: str, problem: str, culprit: int | None = None, number: int | None = None
@@ -102,15 +94,9 @@ class Ranks:
             error.errno = number
         return error
 
-    def _exchange(self, answer: tuple[Any, ...]) -> list[_Answer]:
-        if self.backend is None:
-            return [_Answer(*answer)]
-        everyone = all_gather_object(answer, self.backend, timeout=self.timeout)
-        return [_Answer(*each) for each in everyone]  # type: ignore[misc]
-
 
 def _described(error: Exception) -> tuple[str, str, int | None]:
-    """The error's kind here, its text, and its errno."""
+    """The kind of error to raise on all ranks, its text, and its errno."""
     if isinstance(error, DistributedError):
         return type(error).__name__, error.message, getattr(error, "errno", None)
     if isinstance(error, OSError):

@@ -1,0 +1,141 @@
+"""Saves in the background: `PendingSave`, and what a backend keeps of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.core.backend import Backend
+from phalanx.errors import CollectiveTimeoutError, DistributedError, MisuseError
+
+log = logging.getLogger("phalanx")
+
+
+class PendingSave:
+    """What `save_checkpoint` returns: done already, or, with `async_save`, being written.
+
+    folder   of the new checkpoint; it is one when `wait` has returned
+    step     that it was given
+
+    An error of a save in the background is in the log, is raised by `wait`, and, if nobody has
+    called that, by the next save on the same backend.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder
+        self.step = step
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._raised = False
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failed else "done" if self.done() else "being written"
+        return f"PendingSave({str(self.folder)!r}, {state})"
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over, and there is no checkpoint."""
+        return self.done() and self._failure is not None
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Block until it is a checkpoint, and return its folder. Call it on every rank.
+
+        timeout   seconds from now after which to raise `CollectiveTimeoutError`; the save goes on
+
+        Raises what made the save fail, each time it is called; the checkpoints before it are as
+        they were. Nothing is sent.
+        """
+        self._join(timeout)
+        if not self.done():
+            raise CollectiveTimeoutError(
+                f"{self.folder} is still being written after {timeout:g} s",
+                op="save_checkpoint",
+                seconds=timeout,
+            )
+        if self._failure is not None:
+            self._raised = True
+            if isinstance(self._failure, DistributedError):
+                raise self._failure.again() from self._failure
+            raise self._failure
+        return self.folder
+
+    def _start(self, write: Callable[[], None]) -> None:
+        """Call `write` in a thread, which the end of the program waits for."""
+        name = f"checkpoint of step {self.step}"
+        self._thread = threading.Thread(target=self._run, args=(write,), name=name)
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            if isinstance(error, MisuseError):
+                error.message += (
+                    ": the backend was closed while the checkpoint was being written. Call wait() "
+                    "on what save_checkpoint returned before that"
+                )
+            self._failure = error
+            log.error(  # noqa: TRY400 - `wait` raises it with the traceback
+                "the checkpoint of step %d was not saved: %s", self.step, error
+            )
+
+    def _join(self, timeout: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+
+class AsyncSaves:
+    """The saves in the background on one backend, or without one.
+
+    latest   the last one that was started
+    group    of the same ranks, for the messages of saves: training goes on meanwhile, with other
+             collectives, in another order on each rank
+    """
+
+    def __init__(self) -> None:
+        self.latest: PendingSave | None = None
+        self.group: Backend | None = None
+
+    @classmethod
+    def on(cls, backend: Backend | None) -> AsyncSaves:
+        """Those on a backend, which keeps them."""
+        found = backend.plans.get(_KEY) if backend is not None else None
+        return found if isinstance(found, AsyncSaves) else cls()
+
+    def wait(self) -> None:
+        """Wait for the end of the latest save, whether it fails or not."""
+        if self.latest is not None:
+            self.latest._join()
+
+    def settle(self) -> None:
+        """Wait for the latest save; raise its error unless `wait` has raised it already."""
+        self.wait()
+        latest, self.latest = self.latest, None
+        if latest is None or not latest.failed:
+            return
+        self.group = None  # it may be broken
+        if not latest._raised:
+            try:
+                latest.wait()
+            except DistributedError as error:
+                error.message = f"the save before this one failed: {error.message}"
+                raise
+
+    def start(
+        self, pending: PendingSave, write: Callable[[], None], backend: Backend | None
+    ) -> None:
+        """Let `write` run in the background."""
+        if backend is not None:
+            self.latest = pending
+            backend.plans.pop(_KEY, None)  # of what a backend keeps, the oldest may be dropped
+            backend.plans[_KEY] = self
+        pending._start(write)
+
+
+_KEY = ("checkpoints", "saves in the background")

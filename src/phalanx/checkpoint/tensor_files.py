@@ -1,0 +1,303 @@
+"""Files of tensors in the safetensors format: written and read in blocks with checksums.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: {name: {dtype, shape, data_offsets: [begin, end]}}, padded with spaces
+    data       the tensors' bytes, those with the largest elements first, so that all are aligned
+
+The format is implemented here, since the safetensors library cannot keep what `save_checkpoint`
+and `load_checkpoint` promise. It writes without checksums and fsync, and reads through a memory
+map, where a truncated file or a failing disk ends the process (SIGBUS) instead of raising an error.
+
+A dtype that the format lacks is written as one that it has: complex numbers as pairs of floats, the
+others as bytes. The manifest has the true dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from phalanx.checkpoint.manifest import (
+    FileRecord,
+    Json,
+    Manifest,
+    StoredShard,
+    TensorRecord,
+    tensors_in,
+)
+from phalanx.checkpoint.storage import opened, write_all
+from phalanx.errors import CheckpointDamagedError
+from phalanx.wire.codec import DTYPES
+from phalanx.wire.memory import tensor_bytes
+
+BLOCK = 4 << 20  # bytes that share one checksum: the least that a reader reads
+METADATA = "__metadata__"  # a key of the header, which no tensor can have
+_ALIGNMENT = 8
+
+FileKind = Literal["model", "state"]
+
+_DTYPES_ON_DISK: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
+    {
+        "bool": ("BOOL", ()),
+        "uint8": ("U8", ()),
+        "int8": ("I8", ()),
+        "uint16": ("U16", ()),
+        "int16": ("I16", ()),
+        "uint32": ("U32", ()),
+        "int32": ("I32", ()),
+        "uint64": ("U64", ()),
+        "int64": ("I64", ()),
+        "float16": ("F16", ()),
+        "bfloat16": ("BF16", ()),
+        "float32": ("F32", ()),
+        "float64": ("F64", ()),
+        "float8_e4m3fn": ("F8_E4M3", ()),
+        "float8_e5m2": ("F8_E5M2", ()),
+        "complex32": ("F16", (2,)),
+        "complex64": ("F32", (2,)),
+        "complex128": ("F64", (2,)),
+    }
+)
+"""The dtype's name in the format, and the dimensions that it adds to the shape there."""
+
+
+class TensorShard(msgspec.Struct, frozen=True, array_like=True):
+    """Elements start:stop of a tensor, which a rank holds and could write.
+
+    kind    in which of a rank's two files it belongs
+    equal   ranks that hold these elements have equal values, so any of them may write them; else
+            the first of these ranks does
+    """
+
+    kind: FileKind
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    equal: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return (self.stop - self.start) * DTYPES[self.dtype].itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.start == 0 and self.stop == prod(self.shape)
+
+
+# ------------------------------------------------------------------------------
+# Writing
+
+
+class PlannedFile(NamedTuple):
+    """A file before it is written: who writes it, its header, and at which byte each shard begins.
+
+    A shard that is a whole tensor has the tensor's shape there, any other has one dimension.
+    """
+
+    rank: int
+    kind: FileKind
+    name: str
+    header: bytes
+    shards: list[tuple[TensorShard, int]]
+
+
+def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard]) -> PlannedFile:
+    """Plan a file of these shards; the same shards give the same file."""
+    ordered = sorted(shards, key=lambda shard: -DTYPES[shard.dtype].itemsize)
+    parts = {
+        shard.name: {"shape": shard.shape, "start": shard.start, "stop": shard.stop}
+        for shard in ordered
+        if not shard.is_whole
+    }
+    metadata = {"format": "pt", **({"phalanx.parts": json.dumps(parts)} if parts else {})}
+    header: dict[str, object] = {METADATA: metadata}
+    begins, end = [], 0
+    for shard in ordered:
+        begins.append(end)
+        end += shard.nbytes
+        itemsize = DTYPES[shard.dtype].itemsize
+        as_bytes = ("U8", (itemsize,) if itemsize > 1 else ())
+        dtype, more = _DTYPES_ON_DISK.get(shard.dtype, as_bytes)
+        shape = shard.shape if shard.is_whole else (shard.stop - shard.start,)
+        header[shard.name] = {
+            "dtype": dtype,
+            "shape": [*shape, *more],
+            "data_offsets": [begins[-1], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    first = 8 + len(text)
+    placed = [(shard, first + begin) for shard, begin in zip(ordered, begins, strict=True)]
+    return PlannedFile(rank, kind, name, len(text).to_bytes(8, "little") + text, placed)
+
+
+def write_tensors(
+    folder: str,
+    file: PlannedFile,
+    bytes_of: Callable[[TensorShard], memoryview],
+    block: int = BLOCK,
+) -> FileRecord:
+    """Write a new file, durable but for its name. OSErrors name it.
+
+    bytes_of   gives the memory of a shard; called once for each, in their order
+    """
+    size, checksums, of_block = 0, [], xxh3_64()
+    with opened(
+        os.path.join(folder, file.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    ) as descriptor:
+        contents = (bytes_of(shard) for shard, _ in file.shards)
+        for memory in (memoryview(file.header), *contents):
+            rest = memory
+            while rest:
+                room = block - size % block
+                now, rest = rest[:room], rest[room:]
+                of_block.update(now)
+                write_all(descriptor, now)
+                size += len(now)
+                if size % block == 0:
+                    checksums.append(of_block.hexdigest())
+                    of_block.reset()
+        os.fsync(descriptor)
+    if size % block:
+        checksums.append(of_block.hexdigest())
+    return FileRecord(file.name, size, block, "".join(checksums))
+
+
+# ------------------------------------------------------------------------------
+# Reading: of each file only the blocks with requested bytes
+#
+#     file        |--block 0--|--block 1--|--block 2--|-
+#     requested                    ####      ##
+#     read                    |-----------|-----------|     and their checksums compared
+
+
+def overlaps(
+    shards: Sequence[StoredShard], start: int, stop: int
+) -> Iterator[tuple[StoredShard, int, int]]:
+    """Which elements of which shards are elements start:stop; each once, in order.
+
+    The shards are ordered by `start`, and may overlap.
+    """
+    for shard in shards:
+        until = min(stop, shard.stop)
+        if shard.start <= start < until:
+            yield shard, start, until
+            start = until
+
+
+class _Request(NamedTuple):
+    """Bytes begin:end of a file, and the memory for them."""
+
+    begin: int
+    end: int
+    into: memoryview
+
+
+class Reader:
+    """Tensors of a checkpoint: all are requested first, and then read together."""
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._requests: dict[int, list[_Request]] = defaultdict(list)
+        self._whole: dict[str, Tensor] = {}
+
+    def part(self, record: TensorRecord, start: int, stop: int) -> Tensor:
+        """Request elements start:stop of a tensor: a flat one, which `read` fills."""
+        flat = torch.empty(stop - start, dtype=DTYPES[record.dtype])
+        memory, size = tensor_bytes(flat), flat.element_size()
+        for shard, first, last in overlaps(record.pieces, start, stop):
+            into = memory[size * (first - start) : size * (last - start)]
+            begin = shard.at + size * (first - shard.start)
+            self._requests[shard.file].append(_Request(begin, begin + len(into), into))
+        return flat
+
+    def whole(self, name: str) -> Tensor:
+        """Request a whole tensor of the state files; the same one if requested again."""
+        if name not in self._whole:
+            record = self.record(name)
+            self._whole[name] = self.part(record, 0, record.numel).view(record.shape)
+        return self._whole[name]
+
+    def value(self, encoded: Json) -> Json:
+        """Request the tensors of a value; returns the value."""
+        for name in tensors_in(encoded):
+            self.whole(name)
+        return encoded
+
+    def record(self, name: str) -> TensorRecord:
+        """Where a tensor of the state files is."""
+        if name not in self._manifest.state:
+            raise CheckpointDamagedError(f"{self._path} does not say where {name} is")
+        return self._manifest.state[name]
+
+    def read(self) -> None:
+        """Read what was requested.
+
+        Raises `CheckpointDamagedError` for a file that is missing or not as it was written.
+        """
+        for number, requests in sorted(self._requests.items()):
+            file = self._manifest.files[number]
+            path = os.path.join(self._path, file.name)
+            try:
+                with opened(path, os.O_RDONLY) as descriptor:
+                    _read_blocks(descriptor, path, file, requests)
+            except FileNotFoundError:
+                raise CheckpointDamagedError(f"{path} is missing") from None
+        self._requests.clear()
+
+
+def _read_blocks(
+    descriptor: int, path: str, file: FileRecord, requests: Sequence[_Request]
+) -> None:
+    size = os.fstat(descriptor).st_size
+    if size != file.bytes:
+        how = "truncated" if size < file.bytes else "longer"
+        raise CheckpointDamagedError(
+            f"{path} is {how}: it has {size} bytes, and had {file.bytes} when it was written"
+        )
+    by_block: dict[int, list[_Request]] = defaultdict(list)
+    for request in requests:
+        for number in range(request.begin // file.block, -(-request.end // file.block)):
+            by_block[number].append(request)
+    buffer = memoryview(bytearray(min(file.block, file.bytes)))
+    for number, wanted in sorted(by_block.items()):
+        begin = number * file.block
+        end = min(begin + file.block, file.bytes)
+        direct = next((r for r in wanted if r.begin <= begin and end <= r.end), None)
+        block = buffer[: end - begin]
+        if direct is not None:  # read into place
+            block = direct.into[begin - direct.begin : end - direct.begin]
+        _read_exactly(descriptor, path, begin, block)
+        if xxh3_64_hexdigest(block) != file.checksums[16 * number : 16 * (number + 1)]:
+            raise CheckpointDamagedError(
+                f"{path} is not as it was written: the checksum of its bytes {begin}:{end} differs"
+            )
+        for request in wanted:
+            if request is direct:
+                continue
+            low, high = max(begin, request.begin), min(end, request.end)
+            into = request.into[low - request.begin : high - request.begin]
+            into[:] = block[low - begin : high - begin]
+
+
+def _read_exactly(descriptor: int, path: str, begin: int, into: memoryview) -> None:
+    while into:
+        count = os.preadv(descriptor, [into], begin)
+        if count == 0:
+            raise CheckpointDamagedError(f"{path} ends at byte {begin}: it was truncated")
+        begin, into = begin + count, into[count:]
