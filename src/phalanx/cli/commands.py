@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from phalanx.tools.doctor import Check
     from phalanx.tools.machine import Finding
-    from phalanx.tools.trace import Merged
+    from phalanx.tools.trace import MergedTrace
 
 
 def run_command(
@@ -180,7 +180,7 @@ def trace_command(
     _show_summary(merge(folder, output))
 
 
-def _show_summary(merged: Merged) -> None:
+def _show_summary(merged: MergedTrace) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
