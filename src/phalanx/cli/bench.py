@@ -10,9 +10,9 @@ import typer
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.tools.bench.records import Ask, Report
+    from phalanx.tools.bench.peers import PeerTable
+    from phalanx.tools.bench.request import BenchRequest
+    from phalanx.tools.bench.results import BenchReport
 
 __all__ = ["bench_command"]
 
@@ -21,6 +21,7 @@ _WIDEST = 1000
 
 
 def bench_command(
+    context: typer.Context,
     *,
     operations: Annotated[
         list[str] | None,
@@ -35,9 +36,9 @@ def bench_command(
         str,
         typer.Option(
             help="Who takes part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
-            "(Phalanx over those), gloo, mpi, deepspeed, mlx (those libraries themselves)."
+            "(Phalanx over those), gloo, nccl, mpi (those libraries themselves)."
         ),
-    ] = "shm,tcp,gloo,mpi,deepspeed,mlx",
+    ] = "shm,tcp,gloo,mpi",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
     sizes: Annotated[
         str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
@@ -121,8 +122,14 @@ def bench_command(
 
     The exit code is 1 if any result was wrong.
     """
-    from phalanx.tools.bench.request import make_ask, make_tuning_ask, parse_ranks  # noqa: PLC0415
+    from phalanx.tools.bench.peers import PEERS  # noqa: PLC0415
+    from phalanx.tools.bench.request import (  # noqa: PLC0415
+        make_request,
+        make_tuning_request,
+        parse_ranks,
+    )
 
+    peers = PEERS if context.obj is None else context.obj  # benchmarks/other_libraries.py's
     options: dict[str, Any] = {
         "backends": backends,
         "sizes": sizes,
@@ -137,14 +144,15 @@ def bench_command(
         "width": width,
         "measure": measure,
         "steps": steps,
+        "peers": peers,
     }
     if tune is None:
-        ask = make_ask(operations or ["all_reduce"], **options)
+        request = make_request(operations or ["all_reduce"], **options)
     else:
-        ask = make_tuning_ask(operations or [], **options)
+        request = make_tuning_request(operations or [], **options)
     files = _Files(json_file, plot, tune)
     files.check()
-    raise typer.Exit(_bench(ask, parse_ranks(ranks), files))
+    raise typer.Exit(_bench(request, parse_ranks(ranks), peers, files))
 
 
 class _Files(NamedTuple):
@@ -156,66 +164,61 @@ class _Files(NamedTuple):
 
     def check(self) -> None:
         """Raise `MisuseError`, before anything is measured, where one could not be written."""
+        from phalanx.tools.bench.files import check_plot  # noqa: PLC0415
+
         for path in self:
             if path is not None and not path.absolute().parent.is_dir():
                 raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
         if self.plot is not None:
-            from phalanx.tools.bench.plot import check_plot  # noqa: PLC0415
-
             check_plot(self.plot)
 
-    def write(self, report: Report) -> Iterator[str]:
-        """Write them; yields what to say of each."""
-        from phalanx.tools.bench.table import as_json  # noqa: PLC0415
+    def write(self, report: BenchReport) -> None:
+        """Write them, and say what each is."""
+        from phalanx.tools.bench.files import as_json, as_tuning, draw  # noqa: PLC0415
 
         if self.json is not None:
             self.json.write_bytes(as_json(report))
-            yield f"{self.json}: all figures"
+            typer.echo(f"{self.json}: all figures")
         if self.plot is not None:
-            from phalanx.tools.bench.plot import draw  # noqa: PLC0415
-
             draw(report, self.plot)
-            yield f"{self.plot}: the picture"
+            typer.echo(f"{self.plot}: the picture")
         if self.tune is not None:
-            from phalanx.tools.bench.table import as_tuning  # noqa: PLC0415
-
             self.tune.write_bytes(as_tuning(report))
-            yield (
+            typer.echo(
                 f"{self.tune}: with PHALANX_TUNING={self.tune} in the environment of every rank, "
                 "and the same file on every host, auto picks by it"
             )
 
 
-def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
+def _bench(request: BenchRequest, ranks: list[int], peers: PeerTable, files: _Files) -> int:
     """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
-    from phalanx.tools.bench.records import Message, Progress  # noqa: PLC0415
+    from phalanx.tools.bench.results import Message, Progress  # noqa: PLC0415
     from phalanx.tools.bench.start import new_report, run_bench  # noqa: PLC0415
 
-    report = new_report(ask, ranks)
+    report = new_report(request, ranks, peers)
     try:
         with Console(stderr=True).status("starting ranks") as status:
 
-            def heard(message: Message) -> None:
+            def hear(message: Message) -> None:
                 if isinstance(message, Progress):
                     status.update(message.text)
 
-            if not run_bench(report, heard):
+            if not run_bench(report, hear):
                 return 0
     finally:
         if report.lines or report.peaks or report.left_out:
             _show(report)
-    for text in files.write(report):
-        typer.echo(text)
+    files.write(report)
     return 1 if report.wrong else 0
 
 
-def _show(report: Report) -> None:
+def _show(report: BenchReport) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.tools.bench.table import notes, tables  # noqa: PLC0415
+    from phalanx.tools.bench.tables import notes, tables  # noqa: PLC0415
 
     console = Console(highlight=False)
     for table in tables(report):  # whole, also where it goes to a file
