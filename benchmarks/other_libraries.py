@@ -27,7 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-from phalanx.cli.bench import bench_command
+from phalanx.cli.bench import BENCH_HELP, bench_command
 from phalanx.errors import DistributedError
 from phalanx.tools.bench import peers
 from phalanx.tools.bench.operations import BenchOperation, PreparedCall
@@ -145,7 +145,7 @@ class MlxCall(PreparedCall):
         self._mx, self._group, self._stream = mx, group, mx.cpu
         self._function = getattr(mx.distributed, _FUNCTIONS[operation.name])
         self._given: Any = None
-        self._gotten: Any = None
+        self._result: Any = None
 
     def load(self) -> None:
         """Copy what is given into an array."""
@@ -153,13 +153,13 @@ class MlxCall(PreparedCall):
         self._given = self._mx.array(self.source.numpy())
 
     def _call(self) -> None:
-        self._gotten = self._function(self._given, group=self._group, stream=self._stream)
-        self._mx.eval(self._gotten)
+        self._result = self._function(self._given, group=self._group, stream=self._stream)
+        self._mx.eval(self._result)
 
     def store(self) -> None:
         """Copy what came back."""
         numpy: Any = importlib.import_module("numpy")  # MLX brings it, Phalanx does not
-        self.out = torch.from_numpy(numpy.array(self._gotten))
+        self.out = torch.from_numpy(numpy.array(self._result))
 
 
 # ------------------------------------------------------------------------------
@@ -174,8 +174,10 @@ PEERS: PeerTable = {
 
 def main() -> None:
     """Run the command line of this process; exit codes are those of `phalanx bench`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(bench_command)
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+    )
+    app.command(help=BENCH_HELP)(bench_command)
     try:
         app(obj={**peers.PEERS, **PEERS})
     except DistributedError as error:

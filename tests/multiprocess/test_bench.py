@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
@@ -171,29 +172,36 @@ def test_one_rank_is_too_few() -> None:
         next(iter(run_ranks(LONG, 1)))
 
 
-SECOND_TCP = """
+SECOND_GLOO = """
 from pathlib import Path
 from phalanx.tools.bench import peers
-PEERS = {"second": peers.PEERS["tcp"]._replace(script=str(Path(__file__).resolve()))}
+PEERS = {"second": peers.PEERS["gloo"]._replace(script=str(Path(__file__).resolve()))}
 """
 
 
 def test_a_peer_of_a_script_is_measured_beside_the_others(tmp_path: Path) -> None:
+    """It is a second process group of torch's, beside the default one."""
     script = tmp_path / "second.py"
-    script.write_text(SECOND_TCP)
+    script.write_text(SECOND_GLOO)
     peers = {**PEERS, **runpy.run_path(str(script))["PEERS"]}
     request = make_request(
-        ["all_reduce"],
-        backends="tcp,second",
+        ["all_reduce", "ddp", "fsdp"],
+        backends="tcp,gloo,second",
         sizes="64",
         rounds=1,
         seconds=1e-6,
         machine=False,
         memory="ordinary",
+        measure="time",
+        width=16,
         peers=peers,
     )
     lines = [line for line in run_ranks(request, 2, peers) if isinstance(line, ResultLine)]
-    assert [(str(line.entry), line.wrong) for line in lines] == [("tcp", 0), ("second", 0)]
+    assert [(line.operation, str(line.entry), line.wrong) for line in lines] == [
+        (operation, name, 0)
+        for operation in request.operations
+        for name in ("tcp", "gloo", "second")
+    ]
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "mlx"])
@@ -220,3 +228,4 @@ def test_other_libraries_are_measured_where_they_are_installed(tmp_path: Path, n
 def test_every_peer_says_why_it_is_not_here_or_nothing() -> None:
     for row in PEERS.values():
         assert isinstance(row.lacks(), str)
+    assert bool(PEERS["nccl"].lacks()) is not torch.cuda.is_available()

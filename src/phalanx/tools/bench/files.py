@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,12 +165,13 @@ def draw(report: BenchReport, path: Path) -> None:
 
 
 def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:
-    for number, (name, own) in enumerate(_by_entry(lines)):
+    for number, entry in enumerate(dict.fromkeys(line.entry for line in lines)):
+        own = [line for line in lines if line.entry == entry]
         sizes = [line.bytes for line in own]
-        style = "--" if own[0].entry.peer in MACHINE else "-"
+        style = "--" if entry.peer in MACHINE else "-"
         colour = f"C{number % 10}"
         middle = [line.median * 1e6 for line in own]
-        panel.plot(sizes, middle, style, marker=".", color=colour, label=name)
+        panel.plot(sizes, middle, style, marker=".", color=colour, label=str(entry))
         low, high = ([line.quartiles[edge] * 1e6 for line in own] for edge in (0, 1))
         panel.fill_between(sizes, low, high, color=colour, alpha=0.2)
     panel.set_xscale("log", base=2)
@@ -187,8 +187,3 @@ def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:
     panel.set_ylabel("microseconds of a call; the band holds half of the rounds")
     panel.grid(visible=True, alpha=0.3)
     panel.legend(fontsize="small")
-
-
-def _by_entry(lines: list[ResultLine]) -> Iterator[tuple[str, list[ResultLine]]]:
-    for entry in dict.fromkeys(line.entry for line in lines):
-        yield str(entry), [line for line in lines if line.entry == entry]

@@ -68,7 +68,9 @@ VALUES: Mapping[str, Callable[[int, int, int], Values]] = MappingProxyType(
         "sum part": lambda r, p, n: (_sum(p, r * (n // p), n // p),),
     }
 )
-"""What rank r of p ranks gives or gets, of messages of n elements; `/root`: on rank 0 alone."""
+"""What rank r of p ranks gives or gets, of messages of n elements.
+
+`.../root` is nothing but on rank 0, `.../even` nothing but on even ranks."""
 
 
 def _once(p: int) -> float:
@@ -88,9 +90,9 @@ class BenchOperation:
     """One row: an operation, for p ranks and messages of n elements.
 
     source, out   how many elements a rank gives and gets: "n", "n/p", or "" for none
-    in_place      what is given and gotten is one memory, unless it is asked for otherwise
+    in_place      a call overwrites what it is given, unless other memory is requested
     given         what a rank gives, a name of `VALUES`
-    gotten        what it has afterwards, a name of `VALUES`
+    expected      what it must have afterwards, a name of `VALUES`
     bus           the factor of the bus bandwidth
     trips         messages that one call takes one after the other, of which one is shown
     least         calls that make a round at least
@@ -103,7 +105,7 @@ class BenchOperation:
     out: str
     in_place: bool
     given: str
-    gotten: str
+    expected: str
     bus: Callable[[int], float]
     trips: int = 1
     least: int = 1
@@ -174,10 +176,10 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
 
 
 # ------------------------------------------------------------------------------
-# Writing what ranks give into memory, and comparing what came with what had to come.
+# Filling memory with what ranks give, and comparing results with what is expected.
 
 POISON = -1.0
-"""What memory holds that has to be overwritten: no result is negative."""
+"""What memory holds before a call has to overwrite it: no result is negative."""
 
 _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
@@ -268,7 +270,7 @@ class MessageBuffers:
 class PreparedCall:
     """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`.
 
-    operation   what it does; says what is given and gotten
+    operation   its row, with what is given and expected
     source      what this rank gives; written before calls
     out         what it gets; looked at after calls. The same memory in place; None where it is
                 not known before the first call

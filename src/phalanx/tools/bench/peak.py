@@ -1,9 +1,9 @@
-"""The peak of memory of a training step: one rank of a pair that is there for this alone.
+"""The peak of memory of a training step, on one rank.
 
-Each library is measured in processes of its own, made for it: in those that are timed all are
-at home, and what one has freed another uses again.
+Each library is measured in fresh processes. Those that are timed hold all libraries, and what one
+has freed another uses again.
 
-    a small step       what is loaded, connected and started once is there, and does not count
+    a small step       what is loaded, connected and started once is not counted
     the model is made  -> `building`: whole on each rank, as users do, then wrapped
     some steps         -> `training`
 

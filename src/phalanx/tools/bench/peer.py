@@ -98,7 +98,7 @@ class Peer(ABC):
         """What it can do: an operation's name -> what makes a call of it."""
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
-        """The algorithms that can be asked for by name: the same on every rank."""
+        """The algorithms that can be requested by name: the same on every rank."""
         return ("auto",)
 
     def empty(self, elements: int) -> Tensor:

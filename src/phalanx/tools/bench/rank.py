@@ -164,7 +164,7 @@ class _Sweep:
                 kinds = [peer.only]
             elif not kinds:
                 self._leave_out(
-                    name, f"it has no memory of a kind asked for ({', '.join(memories)})"
+                    name, f"it has no memory of a kind requested ({', '.join(memories)})"
                 )
             algorithms = _named(self.request.algorithms, peer.algorithms(self.operation))
             for kind, algorithm in itertools.product(kinds, algorithms):
@@ -258,7 +258,7 @@ class _Stretches:
         if source is not None:
             n = source.numel() * (size if operation.source == "n/p" else 1)
         self.given = VALUES[operation.given](rank, size, n)
-        self.gotten = VALUES[operation.gotten](rank, size, n)
+        self.expected = VALUES[operation.expected](rank, size, n)
         self.longest = longest_stretch(operation, size, in_place=call.in_place)
         self.growth = float(size) if operation.name == "all_reduce" and call.in_place else 1.0
         self.filled = False
@@ -275,7 +275,7 @@ class _Stretches:
             wrong += self.call.count_wrong(stretch)
             if self.call.out is not None:
                 factor = self.growth ** (stretch - 1)
-                wrong += count_wrong(self.call.out, self.gotten, factor)
+                wrong += count_wrong(self.call.out, self.expected, factor)
         return seconds, wrong
 
     def _time(self, calls: int) -> float:
@@ -289,7 +289,7 @@ class _Stretches:
 
     def _write(self) -> None:
         source, out = self.call.source, self.call.out
-        if self.gotten and out is not None and out is not source:
+        if self.expected and out is not None and out is not source:
             out.fill_(POISON)
         if self.call.in_place or not self.filled:
             if source is not None:

@@ -149,7 +149,11 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         scripts = dict.fromkeys(peers[name].script for name in request.backends)
         program = [sys.executable, "-m", "phalanx.tools.bench.rank", str(folder)]
         program += [script for script in scripts if script]
-        places = [_place(rank, ranks) for rank in range(ranks)]
+        names, sizes = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        places = [
+            dict.fromkeys(names, str(rank)) | dict.fromkeys(sizes, str(ranks))
+            for rank in range(ranks)
+        ]
         if over_mpi:  # mpirun gives them their places
             program, places = [*_mpirun(ranks), *program], [{}]
         processes: list[subprocess.Popen[bytes]] = []
@@ -188,11 +192,6 @@ def _try_mpirun() -> str:
     lines = (ended.stderr + ended.stdout).decode(errors="replace").split("\n")
     said = (line.strip() for line in reversed(lines) if line.strip("- "))
     return next(said, f"exit code {ended.returncode}")
-
-
-def _place(rank: int, ranks: int) -> dict[str, str]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(number) for name, number in names.items()}
 
 
 def _environment(request: BenchRequest, port: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A training step that can be repeated: what it trains, on which samples, and what has to come.
+"""A training step that can be repeated: what it trains, on which samples, and how it is checked.
 
            layers              samples of a rank   ours           torch's, over Gloo
     ddp    6 of 1024 x 1024    32                  phalanx.DDP    DistributedDataParallel
