@@ -49,14 +49,10 @@ def measure_peak(
     """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
     found: list[int] = []
     phases = _phases(peer, operation, request.steps, found)
-    over = False
+    over: str | None = ""
     while not over:  # all ranks begin each phase together
-        here = ""
-        try:
-            over = next(phases, "over") == "over"
-        except Exception as error:
-            here = f"{type(error).__name__}: {error}"
-        if problem := control.problem(here):
+        over, problem = control.attempt(lambda: next(phases, "over"))
+        if problem:
             return LeftOut(name, control.size, problem, operation.name)
     return Peak(
         operation=operation.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from phalanx.tools.bench.operations import (
     PreparedCall,
 )
 from phalanx.tools.bench.training import TrainedModel, TrainingStep, task_of
+
+T = TypeVar("T")
 
 
 class Control:
@@ -56,6 +58,15 @@ class Control:
             text if alike else f"rank {rank}: {text}" for rank, text in enumerate(texts) if text
         )
         return next(found, "")
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """Do it on every rank: its result here, and the first rank's problem, as for `problem`."""
+        result, here = None, ""
+        try:
+            result = action()
+        except Exception as error:
+            here = f"{type(error).__name__}: {error}"
+        return result, self.problem(here)
 
 
 class RankContext(NamedTuple):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -107,20 +108,16 @@ def _make_peers(
         for name in request.backends:
             tell(Progress(f"{control.size} ranks: starting {name}"))
             problem = control.problem(peers[name].lacks())
+            peer: Peer | None = None
             if not problem:
-                here = ""
-                try:
-                    made[name] = peers[name].make(context)
-                except Exception as error:
-                    here = f"{type(error).__name__}: {error}"
-                problem = control.problem(here)
-            peer = made.get(name)
+                peer, problem = control.attempt(partial(peers[name].make, context))
+            if peer is not None:
+                made[name] = peer
             if problem:
                 tell(LeftOut(name, control.size, problem))
-                if peer is not None:
-                    del made[name]
+                if peer is not None:  # only another rank cannot have it
                     with suppress(Exception):
-                        peer.close()
+                        made.pop(name).close()
             elif isinstance(peer, Phalanx):
                 root = root_of(peer.backend)
                 tell(BackendInfo(name, type(root).__name__, root.topology))
@@ -181,16 +178,12 @@ class _Sweep:
         calls: dict[str, PreparedCall] = {}
         failures: dict[str, str] = {}
         for name, entry in self.entries.items():
-            here = ""
-            try:
-                calls[name] = self.peers[entry.peer].prepare(
-                    operation, size, entry.memory, entry.algorithm, memory
-                )
-            except Exception as error:
-                here = f"{type(error).__name__}: {error}"
-            if problem := control.problem(here):
-                calls.pop(name, None)
+            prepare = partial(self.peers[entry.peer].prepare, operation, size)
+            call, problem = control.attempt(partial(prepare, entry.memory, entry.algorithm, memory))
+            if problem:
                 failures[name] = problem
+            elif call is not None:
+                calls[name] = call
         timings, refused = time_rounds(
             calls,
             control,
@@ -347,13 +340,10 @@ def _warm_up(stretches: _Stretches, timing: Timing, control: Control, seconds: f
     calls, passes = 1, 0
     while True:
         control.barrier()
-        problem, spent, wrong = "", 0.0, 0
-        try:
-            spent, wrong = stretches.run(calls)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if problem := control.problem(problem):
-            return problem
+        result, problem = control.attempt(partial(stretches.run, calls))
+        if result is None or problem:
+            return problem.partition("\n")[0]
+        spent, wrong = result
         timing.wrong += wrong
         passes += 1
         (spent,) = control.slowest([spent])
