@@ -116,6 +116,10 @@ class Peer(ABC):
         """Memory of its own, where it has such."""
         return torch.empty(elements)
 
+    def measured(self, operation: BenchOperation) -> BenchOperation:
+        """What it does beside this operation: the same, unless it shows what the machine can do."""
+        return operation
+
     def prepare(
         self,
         operation: BenchOperation,
@@ -125,6 +129,7 @@ class Peer(ABC):
         memory: MessageBuffers,
     ) -> PreparedCall:
         """A call on messages of `count` bytes in this kind of memory."""
+        operation = self.measured(operation)
         registered, fresh, apart = MEMORY_KINDS[kind]
         n = operation.fitting(self.size, count)
 

@@ -40,7 +40,6 @@ from phalanx.tools.bench.operations import (
     OPERATIONS,
     BenchOperation,
     FreshCall,
-    MessageBuffers,
     PreparedCall,
 )
 from phalanx.tools.bench.peer import Binder, Peer, RankContext
@@ -366,17 +365,9 @@ class Socket(Peer):
         """Messages, beside whatever is requested."""
         return dict.fromkeys(MOVING, self._messages)
 
-    def prepare(
-        self,
-        operation: BenchOperation,
-        count: int,
-        kind: str,
-        algorithm: str,
-        memory: MessageBuffers,
-    ) -> PreparedCall:
+    def measured(self, operation: BenchOperation) -> BenchOperation:
         """As many bytes, in messages."""
-        row = operation if operation.name == "ping_pong" else OPERATIONS["stream"]
-        return super().prepare(row, count, kind, algorithm, memory)
+        return operation if operation.name == "ping_pong" else OPERATIONS["stream"]
 
     def _messages(self, operation: BenchOperation, data: Tensor | None, *_: object) -> PreparedCall:
         return self.messages(operation, data, self._send, self._recv)
@@ -410,16 +401,9 @@ class Copy(Peer):
         """Beside whatever is requested."""
         return dict.fromkeys(MOVING, self._copy)
 
-    def prepare(
-        self,
-        operation: BenchOperation,
-        count: int,
-        kind: str,
-        algorithm: str,
-        memory: MessageBuffers,
-    ) -> PreparedCall:
+    def measured(self, operation: BenchOperation) -> BenchOperation:
         """As many bytes, copied."""
-        return super().prepare(OPERATIONS["copy"], count, kind, algorithm, memory)
+        return OPERATIONS["copy"]
 
     def _copy(
         self, operation: BenchOperation, source: Tensor | None, out: Tensor | None, *_: object
