@@ -3,7 +3,7 @@
 #   make demo    set up, then train a small language model on two ranks
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
-#   make bench   all_reduce beside Gloo, MPI, and what else is installed
+#   make bench   all_reduce beside Gloo and MPI
 #
 # The tests have a long form, too, with four times as many examples of hypothesis, a thousand ranks
 # where the short form proves a schedule with hundreds, and every size and combination where the

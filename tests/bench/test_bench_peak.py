@@ -11,14 +11,14 @@ import torch
 
 import phalanx
 from phalanx import Backend
-from phalanx.tools.bench.operations import OPERATIONS, Exchange, Operation
+from phalanx.tools.bench.operations import OPERATIONS, BenchOperation, PreparedCall
 from phalanx.tools.bench.peak import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
-from phalanx.tools.bench.peers.peer import Control, Place
-from phalanx.tools.bench.peers.table import PEERS
-from phalanx.tools.bench.peers.training import Alone, task_of
-from phalanx.tools.bench.records import LeftOut, Peak, Report
-from phalanx.tools.bench.request import make_ask
+from phalanx.tools.bench.peer import Control, RankContext
+from phalanx.tools.bench.peers import PEERS, Alone
+from phalanx.tools.bench.request import make_request
+from phalanx.tools.bench.results import BenchReport, LeftOut, Peak
 from phalanx.tools.bench.start import run_bench
+from phalanx.tools.bench.training import task_of
 
 MIB = 1 << 20
 SLACK = 4 * MIB  # pages of code that are first used, and the kernel's own rounding
@@ -127,16 +127,16 @@ def test_in_that_environment_freed_memory_is_given_back() -> None:
     assert int(ended.stdout) < 8 * MIB
 
 
-def ask_for(**options: object) -> Report:
-    asked: dict[str, object] = {"backends": "gloo", "sizes": "8", "measure": "peak", "steps": 3}
-    ask = make_ask(["fsdp"], **asked | options)  # type: ignore[arg-type]
-    return Report(ask=ask, ranks=[2], machine={})
+def requested(**options: object) -> BenchReport:
+    given: dict[str, object] = {"backends": "gloo", "sizes": "8", "measure": "peak", "steps": 3}
+    request = make_request(["fsdp"], **given | options)  # type: ignore[arg-type]
+    return BenchReport(request=request, ranks=[2], machine={})
 
 
 class Greedy(Alone):
     """Takes another 32 MiB when a large model is made, and 16 in each step."""
 
-    def _step(self, operation: Operation, *_: object) -> Exchange:
+    def _step(self, operation: BenchOperation, *_: object) -> PreparedCall:
         step = super()._step(operation)
         if self.width > 100:
             touch(32)
@@ -157,9 +157,9 @@ def peaks_of_two_ranks(_: Backend) -> list[Peak | LeftOut]:
     """Two simulated ranks are one process: what one has counts for both."""
 
     def rank(backend: Backend) -> Peak | LeftOut:
-        place = Place(Control(backend), "", 20.0, TOLD_APART)
-        ask = ask_for(width=TOLD_APART).ask
-        return measure_peak("it", Greedy(place), OPERATIONS["fsdp"], ask, place.control)
+        context = RankContext(Control(backend), "", 20.0, TOLD_APART)
+        request = requested(width=TOLD_APART).request
+        return measure_peak("it", Greedy(context), OPERATIONS["fsdp"], request, context.control)
 
     return list(phalanx.simulate(rank, 2))
 
@@ -171,8 +171,8 @@ def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -
     assert first == second
     assert isinstance(first, Peak)
     assert (first.peer, first.ranks, first.steps, first.gives_back) == ("it", 2, 3, False)
-    assert len(first.held) == 2
-    for held in first.held:
+    assert len(first.by_rank) == 2
+    for held in first.by_rank:
         assert abs(held.building - (2 * model + 32 * MIB)) < SLACK
         needed = 4 * model + 16 * MIB  # the C library may still have what building freed
         assert needed - SLACK < held.training < needed + 32 * MIB + SLACK
@@ -181,27 +181,28 @@ def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -
 
 def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
     class Refuses(Alone):
-        def _step(self, operation: Operation, *_: object) -> Exchange:
+        def _step(self, operation: BenchOperation, *_: object) -> PreparedCall:
             step = super()._step(operation)
             if self.rank == 1:
                 raise ValueError("not here")
             return step
 
     def rank(backend: Backend) -> Peak | LeftOut:
-        place = Place(Control(backend), "", 20.0, 16)
-        return measure_peak("it", Refuses(place), OPERATIONS["fsdp"], ask_for().ask, place.control)
+        context = RankContext(Control(backend), "", 20.0, 16)
+        request = requested().request
+        return measure_peak("it", Refuses(context), OPERATIONS["fsdp"], request, context.control)
 
     said = LeftOut("it", 2, "rank 1: ValueError: not here", "fsdp")
     assert phalanx.simulate(rank, 2) == [said, said]
 
 
 def test_who_has_no_training_steps_is_left_out_without_starting_anything() -> None:
-    report = ask_for(backends="mpi,deepspeed", machine=False)
+    report = requested(backends="mpi,nccl", machine=False)
     assert run_bench(report, lambda message: None)
     assert report.peaks == []
     assert [(left.peer, left.operation) for left in report.left_out] == [
         ("mpi", "fsdp"),
-        ("deepspeed", "fsdp"),
+        ("nccl", "fsdp"),
     ]
 
 
@@ -210,7 +211,7 @@ def test_under_a_launcher_there_are_no_fresh_processes(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(phalanx.MisuseError, match="fresh processes"):
-        run_bench(ask_for(), lambda message: None)
+        run_bench(requested(), lambda message: None)
 
 
 def test_every_peer_that_trains_can_be_asked_for_its_peak() -> None:

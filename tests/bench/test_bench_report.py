@@ -16,31 +16,31 @@ from typer.testing import CliRunner
 from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import MisuseError
-from phalanx.tools.bench.plot import draw
-from phalanx.tools.bench.records import (
-    Contender,
-    Held,
+from phalanx.tools.bench.files import as_json, as_tuning, draw
+from phalanx.tools.bench.request import make_request
+from phalanx.tools.bench.results import (
+    BackendInfo,
+    BenchReport,
+    Entry,
     LeftOut,
-    Line,
-    Made,
     Message,
     Peak,
     Progress,
-    Report,
+    RankPeak,
+    ResultLine,
 )
-from phalanx.tools.bench.request import make_ask
-from phalanx.tools.bench.table import as_json, as_tuning, notes, tables
+from phalanx.tools.bench.tables import notes, tables
 
 US = 1e-6
 
 
-def line(contender: Contender, *us: float, size: int = 1 << 20, **changes: object) -> Line:
+def line(entry: Entry, *us: float, size: int = 1 << 20, **changes: object) -> ResultLine:
     seconds = [value * US for value in us]
-    plain = Line(
+    plain = ResultLine(
         operation="all_reduce",
         ranks=4,
         bytes=size,
-        contender=contender,
+        entry=entry,
         calls=3,
         seconds=seconds,
         bus=1.5,
@@ -48,15 +48,15 @@ def line(contender: Contender, *us: float, size: int = 1 << 20, **changes: objec
     return msgspec.structs.replace(plain, **changes)
 
 
-def report(*messages: Message) -> Report:
-    ask = make_ask(["all_reduce"], backends="tcp,gloo", sizes="1M", rounds=3)
-    made = Report(ask=ask, ranks=[4], machine={"load": 0.1, "cores": 2})
+def report(*messages: Message) -> BenchReport:
+    request = make_request(["all_reduce"], backends="tcp,gloo", sizes="1M", rounds=3)
+    made = BenchReport(request, [4], {"load": 0.1, "cores": 2})
     for message in messages:
         made.add(message)
     return made
 
 
-TCP, GLOO, COPY = Contender("tcp"), Contender("gloo"), Contender("copy")
+TCP, GLOO, COPY = Entry("tcp"), Entry("gloo"), Entry("copy")
 
 
 def text_of_table(table: Table) -> str:
@@ -71,8 +71,8 @@ def cells(text: str, name: str) -> list[str]:
     return next(row for row in rows if len(row) > 1 and name in row[:2])
 
 
-def row_of(made: Report, name: str) -> list[str]:
-    """The cells of a contender's first row."""
+def row_of(made: BenchReport, name: str) -> list[str]:
+    """The cells of an entry's first row."""
     return cells("\n".join(text_of_table(table) for table in tables(made)), name)
 
 
@@ -85,8 +85,8 @@ def test_a_row_is_the_median_round_with_quartiles_bandwidths_and_the_ratio_to_gl
 
 
 def test_each_kind_of_memory_is_compared_with_glooss_own_of_that_kind() -> None:
-    fresh = Contender("gloo", "fresh")
-    tcp_fresh, registered = Contender("tcp", "fresh"), Contender("tcp", "registered")
+    fresh = Entry("gloo", "fresh")
+    tcp_fresh, registered = Entry("tcp", "fresh"), Entry("tcp", "registered")
     made = report(line(tcp_fresh, 10), line(registered, 10), line(GLOO, 20), line(fresh, 40))
     assert row_of(made, "tcp fresh")[-2] == "4.00"
     assert row_of(made, "tcp registered")[-2] == "2.00"
@@ -98,14 +98,14 @@ def test_what_the_machine_can_do_is_not_compared_with_gloo() -> None:
 
 def test_a_training_step_is_compared_with_the_same_step_alone() -> None:
     step = {"operation": "ddp", "size": 0}
-    alone = line(Contender("alone"), 100, **step)  # type: ignore[arg-type]
+    alone = line(Entry("alone"), 100, **step)  # type: ignore[arg-type]
     made = report(line(TCP, 115, **step), line(GLOO, 180, **step), alone)  # type: ignore[arg-type]
     assert row_of(made, "tcp")[5:7] == ["1.15", "1.57"]
 
 
 def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
     step = {"operation": "fsdp", "size": 0}
-    alone = line(Contender("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]
+    alone = line(Entry("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]
     made = report(line(TCP, 240, 330, 120, **step), alone)  # type: ignore[arg-type]
     assert row_of(made, "tcp")[5] == "1.20"
     assert json.loads(as_json(made))["lines"][0]["of_alone"] == pytest.approx(1.2)
@@ -141,7 +141,7 @@ def test_a_busy_machine_is_mentioned() -> None:
 
 
 def test_how_far_auto_is_from_the_best_fixed_algorithm_is_said() -> None:
-    ring, star = Contender("tcp", algorithm="ring"), Contender("tcp", algorithm="star")
+    ring, star = Entry("tcp", algorithm="ring"), Entry("tcp", algorithm="star")
     made = report(
         *(line(TCP, 11, size=8), line(ring, 20, size=8), line(star, 10, size=8)),
         *(line(TCP, 60), line(ring, 50), line(star, 90)),
@@ -202,13 +202,13 @@ def test_the_help_says_what_the_figures_are() -> None:
 
 
 def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
-    ring, star = Contender("tcp", algorithm="ring"), Contender("tcp", algorithm="star")
+    ring, star = Entry("tcp", algorithm="ring"), Entry("tcp", algorithm="star")
     made = report(
-        Made("tcp", "TcpBackend", (0, 0, 1, 1)),
+        BackendInfo("tcp", "TcpBackend", (0, 0, 1, 1)),
         *(line(ring, 20, size=8), line(star, 10, size=8), line(ring, 50), line(star, 90)),
         line(ring, 70, size=1 << 24),  # where the other has no figure
         *(line(TCP, 1), line(GLOO, 1)),
-        line(Contender("tcp", "registered", "ring"), 1),
+        line(Entry("tcp", "registered", "ring"), 1),
     )
     (table,) = read_tuning(as_tuning(made), "it").tables
     assert (table.backend, table.hosts, table.collective) == (
@@ -224,11 +224,15 @@ def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
 
 
 def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
-    held = [Held(building=20 << 20, training=mib << 20, shared=shared << 20) for mib in training]
-    return Peak(operation="fsdp", ranks=2, peer=peer, gives_back=gives_back, steps=10, held=held)
+    by_rank = [
+        RankPeak(building=20 << 20, training=mib << 20, shared=shared << 20) for mib in training
+    ]
+    return Peak(
+        operation="fsdp", ranks=2, peer=peer, gives_back=gives_back, steps=10, by_rank=by_rank
+    )
 
 
-def peaks() -> Report:
+def peaks() -> BenchReport:
     given_back = [peak(name, 60, gives_back=True) for name in ("shm", "gloo")]
     return report(
         peak("shm", 100, 110, shared=32), *given_back, peak("gloo", 220, 200), peak("alone", 128)

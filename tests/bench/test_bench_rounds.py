@@ -13,34 +13,34 @@ import phalanx
 from phalanx import Backend
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.tools.bench.operations import (
-    MEMORIES,
+    MEMORY_KINDS,
     OPERATIONS,
-    Exchange,
-    Memory,
-    Segment,
+    MessageBuffers,
+    PreparedCall,
+    ValueRange,
     count_wrong,
     fill,
     kinds_for,
     longest_stretch,
-    poison,
 )
-from phalanx.tools.bench.peers.backends import Ours
-from phalanx.tools.bench.peers.libraries import Copy
-from phalanx.tools.bench.peers.peer import Control, Place
+from phalanx.tools.bench.peer import Control, RankContext
+from phalanx.tools.bench.peers import Copy, Phalanx
 from phalanx.tools.bench.rank import Timing, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
 Results = dict[str, Timing]
 
 
-def on_ranks(size: int, exchanges: Callable[[Ours, Place], dict[str, Exchange]]) -> list[Results]:
+def on_ranks(
+    size: int, prepare: Callable[[Phalanx, RankContext], dict[str, PreparedCall]]
+) -> list[Results]:
     """Each rank's timings of two rounds."""
 
     def rank(backend: Backend) -> Results:
-        place = Place(Control(backend), "", 20.0)
-        peer = Ours(backend.subgroup(range(size)), place)
+        context = RankContext(Control(backend), "", 20.0)
+        peer = Phalanx(backend.subgroup(range(size)), context)
         timings, failures = time_rounds(
-            exchanges(peer, place), place.control, rounds=2, seconds=1e-6
+            prepare(peer, context), context.control, rounds=2, seconds=1e-6
         )
         assert failures == {}
         return timings
@@ -53,14 +53,14 @@ def on_ranks(size: int, exchanges: Callable[[Ours, Place], dict[str, Exchange]])
 def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: int) -> None:
     operation = OPERATIONS[name]
 
-    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+    def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
         return {
-            f"{kind} {count}": peer.exchange(operation, count, kind, "auto", Memory())
-            for kind in kinds_for(operation, list(MEMORIES))
+            f"{kind} {count}": peer.prepare(operation, count, kind, "auto", MessageBuffers())
+            for kind in kinds_for(operation, list(MEMORY_KINDS))
             for count in (8, 1000)
         }
 
-    for timings in on_ranks(size, exchanges):
+    for timings in on_ranks(size, prepare):
         assert timings
         for timing in timings.values():
             assert timing.wrong == 0
@@ -72,26 +72,28 @@ def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: 
 def test_every_algorithm_is_offered_by_name(name: str) -> None:
     operation = OPERATIONS[name]
 
-    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
+    def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
         rows = COLLECTIVES[name]
         on_one_host = [algorithm for algorithm in rows if not rows[algorithm].placed]
         assert peer.algorithms(operation) == ("auto", *on_one_host)
         peer.backend.topology = (0, 1, 1)
         assert peer.algorithms(operation) == ("auto", *rows)
         return {
-            algorithm: peer.exchange(operation, 100, "ordinary", algorithm, Memory())
+            algorithm: peer.prepare(operation, 100, "ordinary", algorithm, MessageBuffers())
             for algorithm in peer.algorithms(operation)
         }
 
-    for timings in on_ranks(3, exchanges):
+    for timings in on_ranks(3, prepare):
         assert all(timing.wrong == 0 for timing in timings.values())
 
 
 def test_ranks_agree_on_the_slowest_time_and_the_number_of_calls() -> None:
-    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
-        return {"it": peer.exchange(OPERATIONS["all_reduce"], 8, "ordinary", "auto", Memory())}
+    def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
+        return {
+            "it": peer.prepare(OPERATIONS["all_reduce"], 8, "ordinary", "auto", MessageBuffers())
+        }
 
-    first, *others = on_ranks(3, exchanges)
+    first, *others = on_ranks(3, prepare)
     assert all(timings == first for timings in others)
 
 
@@ -100,22 +102,22 @@ def test_one_wrong_call_among_many_shows() -> None:
     operation = replace(OPERATIONS["all_reduce"], least=6)
     called = 0
 
-    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
-        exchange = peer.exchange(operation, 400, "ordinary", "auto", Memory())
-        inner = exchange.call
+    def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
+        call = peer.prepare(operation, 400, "ordinary", "auto", MessageBuffers())
+        inner = call.call
 
         def spoiled() -> None:
             nonlocal called
             inner()
             called += 1
             if called == 4:
-                exchange.out[7] += 1  # type: ignore[index]
+                call.out[7] += 1  # type: ignore[index]
 
-        if place.rank == 1:
-            exchange.call = spoiled
-        return {"spoiled": exchange}
+        if peer.rank == 1:
+            call.call = spoiled
+        return {"spoiled": call}
 
-    for timings in on_ranks(2, exchanges):
+    for timings in on_ranks(2, prepare):
         assert timings["spoiled"].wrong > 0
 
 
@@ -123,28 +125,30 @@ def test_one_wrong_call_among_many_shows() -> None:
 def test_a_call_that_does_nothing_shows(name: str) -> None:
     operation = OPERATIONS[name]
 
-    def exchanges(peer: Ours, place: Place) -> dict[str, Exchange]:
-        exchange = peer.exchange(operation, 400, "ordinary", "auto", Memory())
-        exchange.call, exchange.finish = (lambda: None), None
-        return {"idle": exchange}
+    def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
+        call = peer.prepare(operation, 400, "ordinary", "auto", MessageBuffers())
+        call.call, call.finish = (lambda: None), None
+        return {"idle": call}
 
-    for timings in on_ranks(2, exchanges):
+    for timings in on_ranks(2, prepare):
         assert timings["idle"].wrong > 0
 
 
 def test_who_cannot_do_it_is_left_out_on_every_rank_and_the_others_go_on() -> None:
     def rank(backend: Backend) -> tuple[list[str], dict[str, str]]:
-        place = Place(Control(backend), "", 20.0)
+        context = RankContext(Control(backend), "", 20.0)
 
         def refuse() -> None:
             if backend.rank == 2:
                 raise ValueError("not here\nand more")
 
-        exchanges = {
-            "refuses": Exchange(OPERATIONS["barrier"], None, None, refuse),
-            "copy": Copy(place).exchange(OPERATIONS["all_reduce"], 64, "ordinary", "", Memory()),
+        calls = {
+            "refuses": PreparedCall(OPERATIONS["barrier"], None, None, refuse),
+            "copy": Copy(context).prepare(
+                OPERATIONS["all_reduce"], 64, "ordinary", "", MessageBuffers()
+            ),
         }
-        timings, failures = time_rounds(exchanges, place.control, rounds=1, seconds=1e-6)
+        timings, failures = time_rounds(calls, context.control, rounds=1, seconds=1e-6)
         return list(timings), failures
 
     for timed, failures in phalanx.simulate(rank, 3):
@@ -165,17 +169,17 @@ def test_sums_in_place_stay_exact_in_float32_for_a_whole_stretch(size: int) -> N
 
 def test_values_are_written_and_compared_to_the_last_element() -> None:
     tensor = torch.empty(250_000)
-    segments = (Segment(5, 130_000, 1, 2), Segment(0, 120_000, 3, 1))
-    fill(tensor, segments)
+    values = (ValueRange(5, 130_000, 1, 2), ValueRange(0, 120_000, 3, 1))
+    fill(tensor, values)
     assert tensor[:3].tolist() == [7, 8, 9]
     assert tensor[130_000:130_003].tolist() == [1, 4, 7]
-    assert count_wrong(tensor, segments) == 0
-    assert count_wrong(tensor * 4, segments, 4.0) == 0
+    assert count_wrong(tensor, values) == 0
+    assert count_wrong(tensor * 4, values, 4.0) == 0
     for place in (0, 106_495, 106_496, 129_999, 130_000, 249_999):
         tensor[place] += 1
-    assert count_wrong(tensor, segments) == 6
-    poison(tensor)
-    assert count_wrong(tensor, segments) == 250_000
+    assert count_wrong(tensor, values) == 6
+    fill(tensor, ())
+    assert count_wrong(tensor, values) == 250_000
 
 
 @pytest.mark.parametrize(
@@ -194,12 +198,12 @@ def test_bus_bandwidths_are_those_of_the_nccl_tests(name: str, factor: float) ->
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_message_has_at_least_the_bytes_asked_for_and_can_be_cut(name: str) -> None:
+def test_a_message_has_at_least_the_bytes_requested_and_can_be_cut(name: str) -> None:
     operation = OPERATIONS[name]
     for size in (2, 3, 7):
         for count in (1, 8, 100, 4096):
             elements = operation.fitting(size, count)
-            if operation.source is None:
+            if not operation.source:
                 assert elements == 0
             else:
                 assert count <= 4 * elements < count + 4 * size

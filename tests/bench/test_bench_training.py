@@ -10,22 +10,31 @@ from torch import nn
 
 import phalanx
 from phalanx import DDP, Backend
-from phalanx.tools.bench.operations import OPERATIONS, Exchange, Memory
-from phalanx.tools.bench.peers.backends import Ours
-from phalanx.tools.bench.peers.peer import Control, Learner, Peer, Place, Plain
-from phalanx.tools.bench.peers.training import TASKS, Alone, Task, TrainingStep, joint_step, task_of
+from phalanx.tools.bench.operations import OPERATIONS, MessageBuffers, PreparedCall
+from phalanx.tools.bench.peer import Control, Peer, RankContext
+from phalanx.tools.bench.peers import Alone, Phalanx
 from phalanx.tools.bench.rank import time_rounds
+from phalanx.tools.bench.training import (
+    TASKS,
+    TrainedModel,
+    TrainingStep,
+    TrainingTask,
+    replicated,
+    task_of,
+)
 
 WIDTH = 24
 
 
 def peer_on(backend: Backend, kind: type[Peer] = Alone) -> Peer:
-    place = Place(Control(backend), "", 20.0, WIDTH)
-    return Ours(backend.subgroup(range(backend.world_size)), place) if kind is Ours else kind(place)
+    context = RankContext(Control(backend), "", 20.0, WIDTH)
+    if kind is Phalanx:
+        return Phalanx(backend.subgroup(range(backend.world_size)), context)
+    return kind(context)
 
 
 def wrong_on_ranks(
-    wrap: Callable[[Backend], Callable[[nn.Module], Learner]],
+    wrap: Callable[[Backend], Callable[[nn.Module], TrainedModel]],
     calls: int,
     then: Callable[[nn.Module, Backend], None] = lambda model, backend: None,
 ) -> list[int]:
@@ -34,11 +43,11 @@ def wrong_on_ranks(
     def rank(backend: Backend) -> int:
         made: list[nn.Module] = []
 
-        def keep(model: nn.Module) -> Learner:
+        def keep(model: nn.Module) -> TrainedModel:
             made.append(model)
             return wrap(backend)(model)
 
-        step = joint_step(peer_on(backend), OPERATIONS["ddp"], keep)
+        step = peer_on(backend).step(OPERATIONS["ddp"], keep)
         step.load()
         for _ in range(calls):
             step.call()
@@ -49,29 +58,29 @@ def wrong_on_ranks(
     return list(phalanx.simulate(rank, 2))
 
 
-def together(backend: Backend) -> Callable[[nn.Module], Learner]:
-    return lambda model: Plain(DDP(model, backend), model)
+def together(backend: Backend) -> Callable[[nn.Module], TrainedModel]:
+    return lambda model: replicated(DDP(model, backend), model)
 
 
-def apart(backend: Backend) -> Callable[[nn.Module], Learner]:
-    return Plain
+def apart(backend: Backend) -> Callable[[nn.Module], TrainedModel]:
+    return replicated
 
 
 PARAMETERS = sum(p.numel() for p in task_of("ddp", WIDTH).make_model().parameters())
 
 
-@pytest.mark.parametrize("kind", [Ours, Alone])
+@pytest.mark.parametrize("kind", [Phalanx, Alone])
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_steps_are_what_one_process_gets_in_every_round(
     name: str, kind: type[Peer], size: int
 ) -> None:
     def rank(backend: Backend) -> int:
-        exchange = peer_on(backend, kind).exchange(
-            OPERATIONS[name], 0, "ordinary", "auto", Memory()
+        call = peer_on(backend, kind).prepare(
+            OPERATIONS[name], 0, "ordinary", "auto", MessageBuffers()
         )
         control = Control(backend)
-        timings, failures = time_rounds({"it": exchange}, control, rounds=2, seconds=1e-6)
+        timings, failures = time_rounds({"it": call}, control, rounds=2, seconds=1e-6)
         assert failures == {}
         assert timings["it"].calls >= 5
         return timings["it"].wrong
@@ -99,7 +108,7 @@ def test_a_piece_that_missed_the_last_step_shows() -> None:
     step = TrainingStep(
         OPERATIONS["ddp"],
         task_of("ddp", WIDTH),
-        lambda _: Plain(model),
+        lambda _: replicated(model),
         rank=0,
         ranks=range(1),
     )
@@ -123,8 +132,8 @@ def test_what_is_no_number_shows(value: float) -> None:
 
 def test_a_rank_by_itself_is_right_for_its_own_samples_only() -> None:
     task = task_of("ddp", WIDTH)
-    own = TrainingStep(OPERATIONS["ddp"], task, Plain, rank=1, ranks=range(1, 2))
-    other = TrainingStep(OPERATIONS["ddp"], task, Plain, rank=0, ranks=range(1, 2))
+    own = TrainingStep(OPERATIONS["ddp"], task, replicated, rank=1, ranks=range(1, 2))
+    other = TrainingStep(OPERATIONS["ddp"], task, replicated, rank=0, ranks=range(1, 2))
     for step in (own, other):
         step.load()
         step.call()
@@ -133,8 +142,8 @@ def test_a_rank_by_itself_is_right_for_its_own_samples_only() -> None:
 
 
 def test_a_stretch_begins_with_the_same_weights() -> None:
-    step: Exchange = TrainingStep(
-        OPERATIONS["ddp"], task_of("ddp", WIDTH), Plain, rank=0, ranks=range(1)
+    step: PreparedCall = TrainingStep(
+        OPERATIONS["ddp"], task_of("ddp", WIDTH), replicated, rank=0, ranks=range(1)
     )
     for _ in range(3):
         step.load()
@@ -142,10 +151,10 @@ def test_a_stretch_begins_with_the_same_weights() -> None:
         assert step.count_wrong(1) == 0
 
 
-def test_tasks_are_those_of_the_readme_unless_another_width_is_asked_for() -> None:
-    assert {"ddp": Task(1024, 6, 32), "fsdp": Task(2048, 4, 16)} == TASKS
+def test_tasks_are_those_of_the_readme_unless_another_width_is_requested() -> None:
+    assert {"ddp": TrainingTask(1024, 6, 32), "fsdp": TrainingTask(2048, 4, 16)} == TASKS
     assert task_of("fsdp", 0) == TASKS["fsdp"]
-    assert task_of("fsdp", 8) == Task(8, 4, 16)
-    model = Task(8, 3, 2).make_model()
-    assert Task(8, 3, 2).model_bytes == sum(4 * p.numel() for p in model.parameters())
+    assert task_of("fsdp", 8) == TrainingTask(8, 4, 16)
+    model = TrainingTask(8, 3, 2).make_model()
+    assert TrainingTask(8, 3, 2).model_bytes == sum(4 * p.numel() for p in model.parameters())
     assert str(TASKS["fsdp"]) == "4 layers of 2048 x 2048, 16 samples on each rank"

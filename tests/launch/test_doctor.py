@@ -3,86 +3,130 @@ from __future__ import annotations
 import json
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.tools.doctor.examine as examining
 from phalanx.cli.app import app
+from phalanx.cli.commands import run_checks
 from phalanx.launch.init import BACKENDS
-from phalanx.tools.doctor.checks import Finding, fail, info, ok, warn
-from phalanx.tools.doctor.examine import SHARING, SUBJECTS, Line, as_markdown, examine, share_memory
-from phalanx.tools.doctor.machine import (
-    MACHINE,
-    NETWORK,
+from phalanx.tools.doctor import CHECKS, Check, as_markdown, share_memory
+from phalanx.tools.machine import (
+    Finding,
     cpu_quota,
+    fail,
+    find_packages,
+    find_threads,
+    info,
+    is_older,
     judge_clock,
     judge_name,
     judge_open_files,
     judge_shared_memory,
-)
-from phalanx.tools.doctor.software import (
-    SOFTWARE,
-    VARIABLES,
-    below,
-    judge_packages,
-    judge_threads,
+    ok,
     shown_variables,
+    warn,
 )
 
-QUICK = [SOFTWARE, MACHINE, VARIABLES, NETWORK, SHARING]
+QUICK = [check for check in CHECKS if check.section != "Backends"]
 """All but the backends, for which ranks are started: see tests/multiprocess."""
 
 
-@pytest.mark.parametrize("checks", QUICK, ids=lambda checks: next(iter(checks)))
-def test_every_check_finds_something_and_says_what_to_do(checks: dict[str, object]) -> None:
-    for line in examine({"here": checks}):  # type: ignore[dict-item]
-        assert line.finding.what, line
-        assert "the check failed" not in line.finding.what, line
-        assert line.finding.status in ("ok", "info") or line.finding.hint, line
+def found(section: str, name: str) -> Finding:
+    """What the check of this name finds here."""
+    (check,) = (check for check in CHECKS if (check.section, check.name) == (section, name))
+    return check.run()
 
 
-def test_every_backend_is_tried() -> None:
-    assert BACKENDS.keys() - {"auto"} < SUBJECTS["Backends"].keys()
+@pytest.mark.parametrize("check", QUICK, ids=lambda check: f"{check.section}: {check.name}")
+def test_every_check_finds_something_and_says_what_to_do(check: Check) -> None:
+    finding = check.run()
+    assert finding.what
+    assert "the check failed" not in finding.what
+    assert finding.status in ("ok", "info") or finding.hint
 
 
-def test_a_check_that_raises_has_failed_and_the_others_go_on() -> None:
-    def broken() -> Finding:
-        raise OSError("no such device")
+def test_every_backend_is_tried_and_every_check_says_what_it_looks_at() -> None:
+    assert BACKENDS.keys() - {"auto"} < {c.name for c in CHECKS if c.section == "Backends"}
+    assert all(check.looks_at for check in CHECKS)
+    assert len({(check.section, check.name) for check in CHECKS}) == len(CHECKS)
 
-    lines = list(examine({"a": {"broken": broken, "fine": lambda: ok("yes")}}))
-    assert [line.finding.status for line in lines] == ["fail", "ok"]
-    assert "OSError: no such device" in lines[0].finding.what
+
+def broken() -> Finding:
+    raise OSError("no such device")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_check_that_raises_or_fails_hides_no_other(
+    capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    checks = [
+        Check("A", "raises", "a device", broken),
+        Check("A", "fails", "itself", lambda: fail("no", "do that")),
+        Check("B", "fine", "itself", lambda: ok("yes")),
+    ]
+    assert run_checks(checks, as_json=as_json) == 1
+    out = capsys.readouterr().out
+    if as_json:
+        findings = json.loads(out)["findings"]
+        assert [finding["status"] for finding in findings] == ["fail", "fail", "ok"]
+        assert "OSError: no such device" in findings[0]["what"]
+        return
+    assert out.splitlines()[1:4] == [
+        "### A",
+        "",
+        "- **FAIL** raises: the check failed: OSError: no such device -- please report it with all "
+        "of this",
+    ]
+    assert "- **FAIL** fails: no -- do that\n" in out
+    assert "### B\n\n- fine: yes\n" in out
+    assert out.endswith("3 checks, 2 failed\n")
+
+
+def test_each_line_is_shown_as_its_check_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+
+    def look(what: str) -> Finding:
+        shown.append(capsys.readouterr().out)  # what was printed before this check has ended
+        return ok(what)
+
+    names = ("first", "second", "third")
+    checks = [Check("A", name, "the output so far", partial(look, name)) for name in names]
+    assert run_checks(checks, as_json=False) == 0
+    assert shown == ["", "\n### A\n\n- first: first\n", "- second: second\n"]
 
 
 def test_the_report_is_markdown_with_what_to_do() -> None:
     findings = [ok("good"), info("so"), warn("near", "do this"), fail("bad", "do that")]
-    lines = [Line("Machine" if n < 2 else "Network", str(n), f) for n, f in enumerate(findings)]
-    assert list(as_markdown(lines)) == [
-        "\n### Machine\n",
-        "- 0: good",
-        "- 1: so",
-        "\n### Network\n",
-        "- **WARN** 2: near -- do this",
-        "- **FAIL** 3: bad -- do that",
+    assert [as_markdown(Check("Machine", "it", "it", broken), f) for f in findings] == [
+        "- it: good",
+        "- it: so",
+        "- **WARN** it: near -- do this",
+        "- **FAIL** it: bad -- do that",
     ]
 
 
 @pytest.mark.parametrize(("finding", "exitcode"), [(warn("so", "do"), 0), (fail("no", "do"), 1)])
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_code_says_whether_a_check_failed(
-    monkeypatch: pytest.MonkeyPatch, finding: Finding, exitcode: int, options: list[str]
+    capsys: pytest.CaptureFixture[str], finding: Finding, exitcode: int, as_json: bool
 ) -> None:
-    monkeypatch.setattr(examining, "examine", lambda: iter([Line("a", "b", finding)]))
-    result = CliRunner().invoke(app, ["doctor", *options])
-    assert result.exit_code == exitcode
-    if options:
-        report = json.loads(result.output)
-        assert report["ok"] is (exitcode == 0)
-        assert report["findings"][0]["status"] == finding.status
+    assert run_checks([Check("a", "b", "it", lambda: finding)], as_json=as_json) == exitcode
+    out = capsys.readouterr().out
+    if as_json:
+        hint = {"what": finding.what, "hint": "do"}
+        said = {"subject": "a", "check": "b", "status": finding.status, **hint}
+        assert json.loads(out) == {"ok": exitcode == 0, "findings": [said]}
     else:
-        assert f"**{finding.status.upper()}** b: {finding.what} -- do" in result.output
+        assert f"**{finding.status.upper()}** b: {finding.what} -- do" in out
+
+
+def test_the_help_says_what_it_does() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--help"])
+    assert result.exit_code == 0
+    assert "The exit code is 1 if anything failed" in " ".join(result.output.split())
 
 
 def test_a_secret_is_never_shown() -> None:
@@ -102,7 +146,7 @@ def test_a_secret_is_never_shown() -> None:
 def test_a_token_is_told_by_its_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for token, status in (("x" * 15, "fail"), ("x" * 64, "ok")):
         monkeypatch.setenv("PHALANX_TOKEN", token)
-        finding = VARIABLES["token"]()
+        finding = found("Environment", "token")
         assert finding.status == status
         assert str(len(token)) in finding.what
         assert token not in f"{finding}"
@@ -111,7 +155,7 @@ def test_a_token_is_told_by_its_length_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_environment_that_makes_no_sense_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    finding = VARIABLES["launcher"]()
+    finding = found("Environment", "launcher")
     assert finding.status == "fail"
     assert "RANK=2" in finding.what
 
@@ -126,7 +170,7 @@ def test_an_environment_that_makes_no_sense_has_failed(monkeypatch: pytest.Monke
     ],
 )
 def test_what_is_needed_must_be_there_and_new_enough(requirements: list[str], status: str) -> None:
-    assert judge_packages(requirements).status == status
+    assert find_packages(requirements).status == status
 
 
 @pytest.mark.parametrize(
@@ -139,7 +183,7 @@ def test_what_is_needed_must_be_there_and_new_enough(requirements: list[str], st
     ],
 )
 def test_versions_are_compared_by_number(has: str, least: str, older: bool) -> None:
-    assert below(has, least) is older
+    assert is_older(has, least) is older
 
 
 @pytest.mark.parametrize(
@@ -174,10 +218,10 @@ def test_an_old_control_group_is_read_too(tmp_path: Path) -> None:
         (judge_name("a", ["10.0.0.1"], 5.0), "warn"),
         (judge_name("a", ["127.0.1.1"], 0.1), "info"),
         (judge_name("a", ["10.0.0.1"], 0.1), "ok"),
-        (judge_threads(None, 2), "ok"),
-        (judge_threads("3", 2), "warn"),
-        (judge_threads("many", 2), "warn"),
-        (judge_threads("2", 2), "ok"),
+        (find_threads({}, 2), "ok"),
+        (find_threads({"OMP_NUM_THREADS": "3"}, 2), "warn"),
+        (find_threads({"OMP_NUM_THREADS": "many"}, 2), "warn"),
+        (find_threads({"OMP_NUM_THREADS": "2"}, 2), "ok"),
     ],
 )
 def test_what_is_little_is_a_warning_with_a_way_out(finding: Finding, status: str) -> None:
@@ -198,7 +242,7 @@ def test_a_temporary_folder_that_cannot_be_used_is_said(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     monkeypatch.setattr("tempfile.tempdir", None)
-    finding = MACHINE["temporary files"]()
+    finding = found("Machine", "temporary files")
     assert finding.status == "warn"
     assert "cannot be used" in finding.what
 
@@ -209,7 +253,5 @@ def test_without_a_network_the_checks_say_so(monkeypatch: pytest.MonkeyPatch) ->
 
     for name in ("create_server", "getaddrinfo", "create_connection"):
         monkeypatch.setattr(socket, name, refuse)
-    found = {line.check: line.finding.status for line in examine({"n": NETWORK})}
-    assert found["loopback"] == "fail"
-    assert found["host name"] == "warn"
-    assert found["route"] == "info"
+    statuses = {name: found("Network", name).status for name in ("loopback", "host name", "route")}
+    assert statuses == {"loopback": "fail", "host name": "warn", "route": "info"}

@@ -15,7 +15,7 @@ from phalanx import Backend, all_reduce, barrier, simulate
 from phalanx.cli.app import app
 from phalanx.cli.main import main
 from phalanx.errors import MisuseError
-from phalanx.tools.trace import TraceSet, merge
+from phalanx.tools.trace import merge
 
 EPOCH = 1_700_000_000_000_000.0  # microseconds
 
@@ -117,8 +117,8 @@ def test_operations_that_overlap_are_on_lines_of_their_own(tmp_path: Path) -> No
     rank = Rank(tmp_path, 0, of=1)
     for sequence, start in enumerate((0, 4, 8, 10)):
         rank.did(sequence, start)
-    lanes = [e["tid"] for e in events(merge(tmp_path).path) if e["ph"] == "X"]
-    assert lanes == [1, 2, 3, 1]
+    lines = [e["tid"] for e in events(merge(tmp_path).path) if e["ph"] == "X"]
+    assert lines == [1, 2, 3, 1]
 
 
 def test_what_a_killed_rank_left_unwritten_is_no_error(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_nothing_to_merge_is_said(tmp_path: Path, name: str, words: str) -> None
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "rank-0-1-0.json").mkdir()
     with pytest.raises(MisuseError, match="a trace cannot be read"):
-        TraceSet(tmp_path)
+        merge(tmp_path)
 
 
 def test_the_command_shows_a_row_a_rank(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,25 +13,26 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
+from phalanx.tools.bench.files import as_tuning
 from phalanx.tools.bench.peak import gives_back, lacks_peaks
-from phalanx.tools.bench.peers.table import PEERS
-from phalanx.tools.bench.peers.training import TASKS
-from phalanx.tools.bench.records import Line, Made, Peak, Report
-from phalanx.tools.bench.request import make_ask
+from phalanx.tools.bench.peers import PEERS
+from phalanx.tools.bench.request import make_request
+from phalanx.tools.bench.results import BackendInfo, BenchReport, Peak, ResultLine
 from phalanx.tools.bench.start import run_ranks
-from phalanx.tools.bench.table import as_tuning
+from phalanx.tools.bench.training import TASKS
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
-ASKED = "shm,tcp,phalanx-gloo,phalanx-mpi,gloo,mpi"
+REQUESTED = "shm,tcp,phalanx-gloo,phalanx-mpi,gloo,mpi"
 
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS]
-    options = ["--backends", ASKED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
+    options = ["--backends", REQUESTED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
     files = ["--json", "all.json", "--plot", "all.png"]
     ended = subprocess.run(
         [*command, *options, *files],
@@ -47,7 +49,7 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
     assert "every result is right" in ended.stdout
 
     left_out = {left["peer"]: left["reason"] for left in found["left_out"] if not left["operation"]}
-    here = [name for name in ASKED.split(",") if name not in left_out]
+    here = [name for name in REQUESTED.split(",") if name not in left_out]
     assert {"tcp", "gloo"} <= set(here)
     for name, reason in left_out.items():
         assert f"{name} is left out: {reason}" in ended.stdout
@@ -65,7 +67,7 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
 
 
 def test_training_steps_and_the_algorithms_by_name() -> None:
-    ask = make_ask(
+    request = make_request(
         ["ddp", "fsdp", "all_reduce"],
         backends="tcp,gloo",
         sizes="64",
@@ -75,15 +77,15 @@ def test_training_steps_and_the_algorithms_by_name() -> None:
         width=64,
         measure="time",
     )
-    messages = list(run_ranks(ask, 2))
-    lines = [message for message in messages if isinstance(message, Line)]
+    messages = list(run_ranks(request, 2))
+    lines = [message for message in messages if isinstance(message, ResultLine)]
     assert all(line.wrong == 0 for line in lines)
     for operation in ("ddp", "fsdp"):
-        steps = {str(line.contender) for line in lines if line.operation == operation}
+        steps = {str(line.entry) for line in lines if line.operation == operation}
         assert steps == {"tcp", "gloo", "alone"}
-    sums = {line.contender.algorithm for line in lines if line.contender.peer == "tcp"}
+    sums = {line.entry.algorithm for line in lines if line.entry.peer == "tcp"}
     assert {"auto", "ring", "direct", "tree"} <= sums
-    report = Report(ask=ask, ranks=[2], machine={})
+    report = BenchReport(request=request, ranks=[2], machine={})
     for message in messages:
         report.add(message)
     (table,) = read_tuning(as_tuning(report), "it").tables
@@ -92,11 +94,13 @@ def test_training_steps_and_the_algorithms_by_name() -> None:
 
 @pytest.mark.skipif(bool(lacks_peaks()), reason="no peaks of memory here")
 def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
-    ask = make_ask(["fsdp"], backends="shm", sizes="8", width=512, measure="peak", machine=False)
-    ask = msgspec.structs.replace(ask, gives_back=gives_back())
-    (peak,) = [message for message in run_ranks(ask, 2) if isinstance(message, Peak)]
+    request = make_request(
+        ["fsdp"], backends="shm", sizes="8", width=512, measure="peak", machine=False
+    )
+    request = msgspec.structs.replace(request, gives_back=gives_back())
+    (peak,) = [message for message in run_ranks(request, 2) if isinstance(message, Peak)]
     model = TASKS["fsdp"]._replace(width=512).model_bytes
-    for held in peak.held:
+    for held in peak.by_rank:
         assert model / 2 < held.training < 6 * model
         assert held.shared >= model / 2 - 65536
 
@@ -134,7 +138,7 @@ def started() -> Iterator[set[int]]:
     assert children() <= before
 
 
-LONG = make_ask(["barrier"], backends="tcp", sizes="8", rounds=1_000_000, machine=False)
+LONG = make_request(["barrier"], backends="tcp", sizes="8", rounds=1_000_000, machine=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -149,12 +153,12 @@ def test_who_stops_listening_ends_the_ranks(started: set[int]) -> None:
 def test_a_rank_that_dies_ends_the_others_and_its_last_words_are_shown(started: set[int]) -> None:
     messages = run_ranks(LONG, 3)
     for message in messages:
-        if isinstance(message, Made):
+        if isinstance(message, BackendInfo):
             break
     workers = [
         pid
         for pid in children() - started
-        if b"phalanx.tools.bench.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"phalanx.tools.bench.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert len(workers) == 3
     os.kill(max(workers), signal.SIGKILL)
@@ -168,6 +172,60 @@ def test_one_rank_is_too_few() -> None:
         next(iter(run_ranks(LONG, 1)))
 
 
+SECOND_GLOO = """
+from pathlib import Path
+from phalanx.tools.bench import peers
+PEERS = {"second": peers.PEERS["gloo"]._replace(script=str(Path(__file__).resolve()))}
+"""
+
+
+def test_a_peer_of_a_script_is_measured_beside_the_others(tmp_path: Path) -> None:
+    """It is a second process group of torch's, beside the default one."""
+    script = tmp_path / "second.py"
+    script.write_text(SECOND_GLOO)
+    peers = {**PEERS, **runpy.run_path(str(script))["PEERS"]}
+    request = make_request(
+        ["all_reduce", "ddp", "fsdp"],
+        backends="tcp,gloo,second",
+        sizes="64",
+        rounds=1,
+        seconds=1e-6,
+        machine=False,
+        memory="ordinary",
+        measure="time",
+        width=16,
+        peers=peers,
+    )
+    lines = [line for line in run_ranks(request, 2, peers) if isinstance(line, ResultLine)]
+    assert [(line.operation, str(line.entry), line.wrong) for line in lines] == [
+        (operation, name, 0)
+        for operation in request.operations
+        for name in ("tcp", "gloo", "second")
+    ]
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "mlx"])
+def test_other_libraries_are_measured_where_they_are_installed(tmp_path: Path, name: str) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "other_libraries.py"
+    options = ["--backends", f"tcp,{name}", "--sizes", "64", "--rounds", "1", "--json", "all.json"]
+    ended = subprocess.run(
+        [sys.executable, str(script), "all_reduce", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "all.json").read_text())
+    measured = {line["peer"] for line in found["lines"]}
+    assert "tcp" in measured
+    reasons = [left["reason"] for left in found["left_out"] if left["peer"] == name]
+    assert (name in measured) is (reasons == [])
+    assert all(f"{name} is left out: {reason}" in ended.stdout for reason in reasons)
+
+
 def test_every_peer_says_why_it_is_not_here_or_nothing() -> None:
     for row in PEERS.values():
         assert isinstance(row.lacks(), str)
+    assert bool(PEERS["nccl"].lacks()) is not torch.cuda.is_available()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from forms import sizes
 from launchers import PHALANX, Launch, environ_without_launcher, finish, run_script
 
 from phalanx.launch.worker import BOOT
+from phalanx.tools.doctor import try_backend
 
 ENDS_EARLY = """
 import os, signal, sys
@@ -171,14 +173,13 @@ def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
 # that tells why it does not work here. That every backend has its row is seen in tests/launch.
 DOCTOR = """
 import sys
-from functools import partial
-from phalanx.cli.main import main
-from phalanx.tools.doctor import examine
-tried = {name: examine.SUBJECTS["Backends"][name] for name in ("tcp", "nccl", "process groups")}
-examine.examine = partial(examine.examine, {**examine.SUBJECTS, "Backends": tried})
+from phalanx.cli.commands import run_checks
+from phalanx.tools.doctor import CHECKS
+
+names = ("tcp", "nccl", "process groups")
+checks = [check for check in CHECKS if check.section != "Backends" or check.name in names]
 if __name__ == "__main__":
-    sys.argv[:] = ["phalanx", "doctor"]
-    main()
+    sys.exit(run_checks(checks, as_json=False))
 """
 
 
@@ -199,3 +200,9 @@ def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself(tmp_path: P
     assert "- nccl: " in ended.stdout
     assert "PHALANX_TOKEN: set, 64 characters" in ended.stdout
     assert token not in ended.stdout
+
+
+def test_a_backend_that_takes_too_long_has_failed_and_its_ranks_are_gone() -> None:
+    finding = try_backend("tcp", bound=0.2)
+    assert (finding.status, finding.what) == ("fail", "TimeoutError: it took more than 0.2 s")
+    assert not multiprocessing.active_children()

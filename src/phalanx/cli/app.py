@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.bench import bench_command
+from phalanx.cli.bench import BENCH_HELP, bench_command
 from phalanx.cli.commands import doctor_command, run_command, trace_command
 
 __all__ = ["app"]
@@ -52,5 +52,5 @@ def _options(
 # Everything after the script is the script's, whatever it looks like.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 app.command("trace")(trace_command)
-app.command("bench")(bench_command)
+app.command("bench", help=BENCH_HELP)(bench_command)
 app.command("doctor")(doctor_command)

@@ -10,141 +10,152 @@ import typer
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from phalanx.tools.bench.peers import PeerTable
+    from phalanx.tools.bench.request import BenchRequest
+    from phalanx.tools.bench.results import BenchReport
 
-    from phalanx.tools.bench.records import Ask, Report
+__all__ = ["BENCH_HELP", "bench_command"]
 
-__all__ = ["bench_command"]
+BENCH_HELP = """Time operations of Phalanx beside other libraries, in the same processes.
+
+Rounds of all that take part are interleaved, so that what the machine does besides meets all
+alike. A line shows the median round, microseconds of a call on the slowest rank; between the
+quartiles lies half of the rounds. Every round's results are checked, to the last element.
+Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
+and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
+
+Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
+their time with that of the same step alone, without communication: the median of the rounds'
+ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
+it is, and with all freed memory given back, which the C library else keeps.
+
+Who is not installed is left out, and the reason is given. Ranks are processes of this host,
+with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
+(phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
+
+    phalanx bench
+
+    phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
+
+    phalanx bench all_reduce --backends tcp --algorithms all
+
+    phalanx bench fsdp --backends shm,tcp,gloo
+
+    phalanx bench --tune tuning.json --ranks 2,4
+
+The exit code is 1 if any result was wrong.
+"""
 
 _WIDEST = 1000
 """Characters of a line."""
 
 
+# What is requested by a word that takes some explaining. The rest is in the command's signature.
+
+Operations = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OPERATION]...",
+        help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
+        "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
+        show_default="all_reduce",
+    ),
+]
+Backends = Annotated[
+    str,
+    typer.Option(
+        help="Who takes part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
+        "(Phalanx over those), gloo, nccl, mpi (those libraries themselves)."
+    ),
+]
+Sizes = Annotated[
+    str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
+]
+Memories = Annotated[
+    str,
+    typer.Option(
+        help="Kinds of memory: ordinary (in place, or into given memory), registered (from "
+        "backend.empty), fresh (a new result each time), into (not in place)."
+    ),
+]
+Algorithms = Annotated[
+    str,
+    typer.Option(help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."),
+]
+Machine = Annotated[
+    bool, typer.Option(help="Also time a plain socket pair (one way) and a memory copy.")
+]
+Width = Annotated[
+    int, typer.Option(help="Of the layers of a training step: 1024 for ddp, 2048 for fsdp.")
+]
+Figures = Annotated[
+    str,
+    typer.Option(
+        help="time; peak (of fsdp: the memory of each rank, in fresh processes for each library)."
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Draw time over size there.")
+]
+TuningFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Time every algorithm of Phalanx's backends, and write there which is the best "
+        "when: with PHALANX_TUNING=FILE, auto picks by it.",
+    ),
+]
+
+
 def bench_command(
+    context: typer.Context,
     *,
-    operations: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATION]...",
-            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
-            "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
-            show_default="all_reduce",
-        ),
-    ] = None,
-    backends: Annotated[
-        str,
-        typer.Option(
-            help="Who takes part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
-            "(Phalanx over those), gloo, mpi, deepspeed, mlx (those libraries themselves)."
-        ),
-    ] = "shm,tcp,gloo,mpi,deepspeed,mlx",
+    operations: Operations = None,
+    backends: Backends = "shm,tcp,gloo,mpi",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
-    sizes: Annotated[
-        str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
-    ] = "8..64M",
+    sizes: Sizes = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds that count; medians are shown.")] = 11,
-    seconds: Annotated[
-        float, typer.Option(help="What a round of small messages should take.")
-    ] = 0.02,
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="Kinds of memory: ordinary (in place, or into given memory), registered (from "
-            "backend.empty), fresh (a new result each time), into (not in place)."
-        ),
-    ] = "ordinary,registered",
-    algorithms: Annotated[
-        str,
-        typer.Option(
-            help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."
-        ),
-    ] = "auto",
-    machine: Annotated[
-        bool,
-        typer.Option(help="Also time a plain socket pair (one way) and a memory copy."),
-    ] = True,
+    seconds: Annotated[float, typer.Option(help="What a round of small messages should take.")] = (
+        0.02
+    ),
+    memory: Memories = "ordinary,registered",
+    algorithms: Algorithms = "auto",
+    machine: Machine = True,
     baseline: Annotated[str, typer.Option(help="Whom the others are compared with.")] = "gloo",
-    width: Annotated[
-        int, typer.Option(help="Of the layers of a training step: 1024 for ddp, 2048 for fsdp.")
-    ] = 0,
-    measure: Annotated[
-        str,
-        typer.Option(
-            help="time; peak (of fsdp: the memory of each rank, in fresh processes for each "
-            "library)."
-        ),
-    ] = "time,peak",
+    width: Width = 0,
+    measure: Figures = "time,peak",
     steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw time over size there.")
-    ] = None,
-    tune: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Time every algorithm of Phalanx's backends, and write there which is the best "
-            "when: with PHALANX_TUNING=FILE, auto picks by it.",
-        ),
-    ] = None,
+    json_file: JsonFile = None,
+    plot: Picture = None,
+    tune: TuningFile = None,
 ) -> None:
-    """Time operations of Phalanx beside other libraries, in the same processes.
+    """Run `phalanx bench`; its help is `BENCH_HELP`.
 
-    Rounds of all that take part are interleaved, so that what the machine does besides meets all
-    alike. A line shows the median round, microseconds of a call on the slowest rank; between the
-    quartiles lies half of the rounds. Every round's results are checked, to the last element.
-    Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
-    and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
-
-    Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
-    their time with that of the same step alone, without communication: the median of the rounds'
-    ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
-    it is, and with all freed memory given back, which the C library else keeps.
-
-    Who is not installed is left out, and the reason is given. Ranks are processes of this host,
-    with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
-    (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
-
-        phalanx bench
-
-        phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
-
-        phalanx bench all_reduce --backends tcp --algorithms all
-
-        phalanx bench fsdp --backends shm,tcp,gloo
-
-        phalanx bench --tune tuning.json --ranks 2,4
-
-    The exit code is 1 if any result was wrong.
+    `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
     """
-    from phalanx.tools.bench.request import make_ask, make_tuning_ask, parse_ranks  # noqa: PLC0415
+    from phalanx.tools.bench.peers import PEERS  # noqa: PLC0415
+    from phalanx.tools.bench.request import (  # noqa: PLC0415
+        make_request,
+        make_tuning_request,
+        parse_ranks,
+    )
 
-    options: dict[str, Any] = {
-        "backends": backends,
-        "sizes": sizes,
-        "factor": factor,
-        "rounds": rounds,
-        "seconds": seconds,
-        "memory": memory,
-        "algorithms": algorithms,
-        "machine": machine,
-        "threads": threads,
-        "baseline": baseline,
-        "width": width,
-        "measure": measure,
-        "steps": steps,
-    }
-    if tune is None:
-        ask = make_ask(operations or ["all_reduce"], **options)
-    else:
-        ask = make_tuning_ask(operations or [], **options)
+    peers = PEERS if context.obj is None else context.obj
     files = _Files(json_file, plot, tune)
+    options: dict[str, Any] = {**context.params, "peers": peers}
+    for name in ("operations", "ranks", "json_file", "plot", "tune"):
+        del options[name]  # the others are those of a request, by the same names
+    if tune is None:
+        request = make_request(operations or ["all_reduce"], **options)
+    else:
+        request = make_tuning_request(operations or [], **options)
     files.check()
-    raise typer.Exit(_bench(ask, parse_ranks(ranks), files))
+    raise typer.Exit(_bench(request, parse_ranks(ranks), peers, files))
 
 
 class _Files(NamedTuple):
@@ -156,66 +167,61 @@ class _Files(NamedTuple):
 
     def check(self) -> None:
         """Raise `MisuseError`, before anything is measured, where one could not be written."""
+        from phalanx.tools.bench.files import check_plot  # noqa: PLC0415
+
         for path in self:
             if path is not None and not path.absolute().parent.is_dir():
                 raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
         if self.plot is not None:
-            from phalanx.tools.bench.plot import check_plot  # noqa: PLC0415
-
             check_plot(self.plot)
 
-    def write(self, report: Report) -> Iterator[str]:
-        """Write them; yields what to say of each."""
-        from phalanx.tools.bench.table import as_json  # noqa: PLC0415
+    def write(self, report: BenchReport) -> None:
+        """Write them, and say what each is."""
+        from phalanx.tools.bench.files import as_json, as_tuning, draw  # noqa: PLC0415
 
         if self.json is not None:
             self.json.write_bytes(as_json(report))
-            yield f"{self.json}: all figures"
+            typer.echo(f"{self.json}: all figures")
         if self.plot is not None:
-            from phalanx.tools.bench.plot import draw  # noqa: PLC0415
-
             draw(report, self.plot)
-            yield f"{self.plot}: the picture"
+            typer.echo(f"{self.plot}: the picture")
         if self.tune is not None:
-            from phalanx.tools.bench.table import as_tuning  # noqa: PLC0415
-
             self.tune.write_bytes(as_tuning(report))
-            yield (
+            typer.echo(
                 f"{self.tune}: with PHALANX_TUNING={self.tune} in the environment of every rank, "
                 "and the same file on every host, auto picks by it"
             )
 
 
-def _bench(ask: Ask, ranks: list[int], files: _Files) -> int:
+def _bench(request: BenchRequest, ranks: list[int], peers: PeerTable, files: _Files) -> int:
     """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
-    from phalanx.tools.bench.records import Message, Progress  # noqa: PLC0415
+    from phalanx.tools.bench.results import Message, Progress  # noqa: PLC0415
     from phalanx.tools.bench.start import new_report, run_bench  # noqa: PLC0415
 
-    report = new_report(ask, ranks)
+    report = new_report(request, ranks, peers)
     try:
         with Console(stderr=True).status("starting ranks") as status:
 
-            def heard(message: Message) -> None:
+            def hear(message: Message) -> None:
                 if isinstance(message, Progress):
                     status.update(message.text)
 
-            if not run_bench(report, heard):
+            if not run_bench(report, hear):
                 return 0
     finally:
         if report.lines or report.peaks or report.left_out:
             _show(report)
-    for text in files.write(report):
-        typer.echo(text)
+    files.write(report)
     return 1 if report.wrong else 0
 
 
-def _show(report: Report) -> None:
+def _show(report: BenchReport) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.tools.bench.table import notes, tables  # noqa: PLC0415
+    from phalanx.tools.bench.tables import notes, tables  # noqa: PLC0415
 
     console = Console(highlight=False)
     for table in tables(report):  # whole, also where it goes to a file

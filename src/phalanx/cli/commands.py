@@ -1,10 +1,12 @@
-"""`phalanx run`."""
+"""`phalanx run`, `phalanx doctor` and `phalanx trace`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,12 +14,13 @@ import typer
 from phalanx.launch.supervisor import Job, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from rich.console import Console
 
-    from phalanx.tools.doctor.examine import Line
-    from phalanx.tools.trace import Merged
+    from phalanx.tools.doctor import Check
+    from phalanx.tools.machine import Finding
+    from phalanx.tools.trace import MergedTrace
 
 
 def run_command(
@@ -82,7 +85,9 @@ def run_command(
 # ------------------------------------------------------------------------------
 # `phalanx doctor`.
 
-_COLOURS = (("ok", "green"), ("info", "cyan"), ("warn", "yellow"), ("fail", "bold red"))
+_COLOURS: Mapping[str, str] = MappingProxyType(
+    {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+)
 
 
 def doctor_command(
@@ -97,52 +102,54 @@ def doctor_command(
 
         phalanx doctor > report.md
     """
-    from phalanx.tools.doctor.examine import as_markdown, examine  # noqa: PLC0415
+    from phalanx.tools.doctor import CHECKS  # noqa: PLC0415
 
-    lines: list[Line] = []
+    raise typer.Exit(run_checks(CHECKS, as_json=as_json))
+
+
+def run_checks(checks: Sequence[Check], *, as_json: bool) -> int:
+    """Run the checks, showing each as it ends, or all as JSON; return the exit code.
+
+    On a terminal stderr shows which check is under way.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    console, progress = Console(highlight=False, soft_wrap=True), Console(stderr=True)
+    findings: list[dict[str, str]] = []
+    section = ""
+    for check in checks:
+        with progress.status(f"{check.section}: {check.looks_at}"):
+            finding = check.run()
+        findings.append({"subject": check.section, "check": check.name, **asdict(finding)})
+        if not as_json:
+            _show_finding(console, check, finding, new_section=check.section != section)
+        section = check.section
+    failed = sum(finding["status"] == "fail" for finding in findings)
     if as_json:
-        lines.extend(examine())
-        report = {"ok": _healthy(lines), "findings": [_flat(line) for line in lines]}
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps({"ok": not failed, "findings": findings}, indent=2))
     else:
-        from rich.console import Console  # noqa: PLC0415
-
-        console = Console(highlight=False, soft_wrap=True)
-        if console.is_terminal:
-            lines.extend(_show_findings(console, examine()))
-        else:
-            lines.extend(examine())
-            for text in as_markdown(lines):
-                typer.echo(text)
-        failed = sum(line.finding.status == "fail" for line in lines)
-        typer.echo(f"\n{len(lines)} checks, {failed or 'none'} failed")
-    raise typer.Exit(0 if _healthy(lines) else 1)
+        typer.echo(f"\n{len(findings)} checks, {failed or 'none'} failed")
+    return 1 if failed else 0
 
 
-def _healthy(lines: list[Line]) -> bool:
-    return all(line.finding.status != "fail" for line in lines)
-
-
-def _flat(line: Line) -> dict[str, str]:
-    return {"subject": line.subject, "check": line.check, **asdict(line.finding)}
-
-
-def _show_findings(console: Console, lines: Iterator[Line]) -> Iterator[Line]:
-    """Show each line on a terminal when it comes, and pass it on."""
+def _show_finding(console: Console, check: Check, finding: Finding, *, new_section: bool) -> None:
+    """Show one line: in colours on a terminal, as Markdown elsewhere."""
     from rich.markup import escape  # noqa: PLC0415
 
-    colours = dict(_COLOURS)
-    subject = ""
-    for line in lines:
-        if line.subject != subject:
-            subject = line.subject
-            console.print(f"\n[bold]{escape(subject)}[/bold]")
-        status, finding = line.finding.status, line.finding
-        mark = f"[{colours[status]}]{status:>4}[/{colours[status]}]"
-        console.print(f"{mark}  {escape(line.check):16} {escape(finding.what)}")
-        if finding.hint:
-            console.print(f"{'':22} {escape(finding.hint)}", style="dim")
-        yield line
+    from phalanx.tools.doctor import as_markdown  # noqa: PLC0415
+
+    if not console.is_terminal:
+        if new_section:
+            typer.echo(f"\n### {check.section}\n")
+        typer.echo(as_markdown(check, finding))
+        return
+    if new_section:
+        console.print(f"\n[bold]{escape(check.section)}[/bold]")
+    colour = _COLOURS[finding.status]
+    mark = f"[{colour}]{finding.status:>4}[/{colour}]"
+    console.print(f"{mark}  {escape(check.name):16} {escape(finding.what)}")
+    if finding.hint:
+        console.print(f"{'':22} {escape(finding.hint)}", style="dim")
 
 
 # ------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ def trace_command(
     _show_summary(merge(folder, output))
 
 
-def _show_summary(merged: Merged) -> None:
+def _show_summary(merged: MergedTrace) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 

@@ -1,8 +1,13 @@
-"""One trace of a whole job, out of those of its ranks: for Perfetto, and in numbers.
+"""`phalanx trace`: merges the traces of a job's ranks into one, for Perfetto, and sums them up.
 
-    rank-0-812-0.json  rank-1-813-0.json  ...   --- merge --->  merged.json, a process a rank
+    rank-0-812-0.json  rank-1-813-0.json  ...   --- merge --->  merged.json: a process a rank, in it
                                                                 a line a group (more, where its
                                                                 operations overlap)
+
+The files are those that a job leaves with `PHALANX_TRACE=folder`: one a rank and backend, named
+`rank-<rank>-<process>-<n>.json`, "[" and then an event a line. A rank that was killed leaves the
+end of its last line unwritten, which is no error. A rank that was started again, or that formed
+its group anew, has several files: its runs, counted from 0 by when they began.
 
 Times of different hosts are not corrected: they are off by as much as the hosts' clocks are.
 """
@@ -15,25 +20,33 @@ import os
 import re
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from phalanx.errors import MisuseError
 
+Event = dict[str, Any]
+"""One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
+
+_FILE_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.json")
+
 _HEAD = b'{"otherData":{"producer":"phalanx trace"},"displayTimeUnit":"ms","traceEvents":[\n'
 """How every merged file begins; one that begins otherwise is not overwritten."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass
 class RankSummary:
-    """What one rank did, in all of its runs."""
+    """What one rank did, in all of its runs.
+
+    waiting   seconds in which its operations waited for others
+    moving    seconds in which they moved and combined bytes
+    last      how often it was the last rank to start a collective
+    late      seconds by which it was the last, in all
+    """
 
     rank: int
     host: str
@@ -41,27 +54,25 @@ class RankSummary:
     operations: int = 0
     bytes: int = 0
     waiting: float = 0.0
-    """Seconds in which its operations waited for others."""
     moving: float = 0.0
-    """Seconds in which they moved and combined bytes."""
     errors: int = 0
     last: int = 0
-    """How often the others waited for this rank, the last one to come to a collective."""
     late: float = 0.0
-    """Seconds by which it was last, in all."""
 
 
 @dataclass
-class Merged:
-    """What `merge` has written, and what it has seen."""
+class MergedTrace:
+    """What `merge` has written, and what it has seen.
+
+    collectives   how many all ranks have started; `last` and `late` of the ranks are about these
+    notes         what a reader of the numbers should know
+    """
 
     path: Path
     ranks: list[RankSummary]
     collectives: int
-    """Collectives to which all ranks came; `last` and `late` are about these."""
     hosts: list[str]
-    notes: list[str] = field(default_factory=list)
-    """What a reader of the numbers should know."""
+    notes: list[str]
 
     @property
     def straggler(self) -> RankSummary | None:
@@ -70,27 +81,27 @@ class Merged:
         return slowest if slowest.late > 0 else None
 
 
-def merge(folder: Path, output: Path | None = None) -> Merged:
+def merge(folder: Path, output: Path | None = None) -> MergedTrace:
     """Merge the traces in `folder` into `output` (`folder/merged.json`), and sum them up.
 
     The earliest operation starts at 0. The file appears whole or not at all, and an earlier one is
-    replaced. `MisuseError`: nothing to merge, or `output` is something else than a merged trace,
-    or cannot be written.
+    replaced. Raises `MisuseError` where there is nothing to merge, and where `output` cannot be
+    written or is there and no merged trace.
     """
     output = output or folder / "merged.json"
-    with TraceSet(folder) as traces:
+    with open_traces(folder) as files:
         _check_replaceable(output)
-        stragglers = Stragglers()
         ranks: dict[int, RankSummary] = {}
-        for file in traces.files:
+        for file in files:
             ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
+        stragglers = Stragglers()
         part = output.with_name(f"{output.name}.part")
         try:
             with part.open("wb") as out:
                 separator = _HEAD
-                for event in _events(traces, ranks, stragglers):
+                for event in _merged_events(files, ranks, stragglers):
                     out.write(separator)
-                    out.write(_encode(event))
+                    out.write(msgspec.json.encode(event))
                     separator = b",\n"
                 out.write(b"\n]}\n")
             os.replace(part, output)
@@ -103,65 +114,9 @@ def merge(folder: Path, output: Path | None = None) -> Merged:
         for rank, summary in ranks.items():
             summary.last = stragglers.times.get(rank, 0)
             summary.late = stragglers.seconds.get(rank, 0.0)
-        hosts = sorted({file.host for file in traces.files})
+        hosts = sorted({file.host for file in files})
         in_order = [ranks[rank] for rank in sorted(ranks)]
-        return Merged(output, in_order, stragglers.met, hosts, _notes(traces.files, hosts))
-
-
-def _events(
-    traces: TraceSet, ranks: dict[int, RankSummary], stragglers: Stragglers
-) -> Iterator[Event]:
-    lanes = _Lanes()
-    for summary in ranks.values():
-        name = f"rank {summary.rank} ({summary.host})"
-        yield _name("process_name", summary.rank, 0, name=name)
-        yield _name("process_sort_index", summary.rank, 0, sort_index=summary.rank)
-    first: float | None = None
-    for file, event in traces.operations():
-        first = event["ts"] if first is None else first
-        args = event.setdefault("args", {})
-        _count(ranks[file.rank], event, args)
-        stragglers.add(file, event)
-        lane, new = lanes.find(file, event)
-        if new:
-            yield _name("thread_name", file.rank, lane, name=new)
-        event.update(pid=file.rank, tid=lane, ts=round(event["ts"] - first, 1))
-        yield event
-
-
-def _name(what: str, rank: int, lane: int, **args: object) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
-
-
-def _count(summary: RankSummary, event: Event, args: Event) -> None:
-    summary.operations += 1
-    summary.bytes += args.get("bytes", 0)
-    summary.waiting += args.get("waiting_us", 0) / 1e6
-    summary.moving += args.get("moving_us", 0) / 1e6
-    summary.errors += "error" in args
-
-
-class _Lanes:
-    """The lines of the picture: one a rank, run and group, and another where two overlap."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[object, ...], list[tuple[int, float]]] = {}
-        self._count: dict[int, int] = {}
-
-    def find(self, file: TraceFile, event: Event) -> tuple[int, str]:
-        """Return the number of a line that is free, and its name if it is a new one."""
-        ends = self._ends.setdefault((file.rank, file.run, event.get("tid")), [])
-        end = event["ts"] + event["dur"]
-        for place, (lane, free) in enumerate(ends):
-            if free <= event["ts"]:
-                ends[place] = lane, end
-                return lane, ""
-        lane = self._count[file.rank] = self._count.get(file.rank, 0) + 1
-        ends.append((lane, end))
-        name = str(event["args"].get("group", "world"))
-        name += "" if event.get("cat") == "collective" else ": messages"
-        name += f", run {file.run}" if file.run else ""
-        return lane, name
+        return MergedTrace(output, in_order, stragglers.collectives, hosts, _notes(files, hosts))
 
 
 def _check_replaceable(output: Path) -> None:
@@ -174,6 +129,61 @@ def _check_replaceable(output: Path) -> None:
         raise MisuseError(f"{output} cannot be replaced ({error}): name a file with -o") from error
     if not ours:
         raise MisuseError(f"{output} is there and no merged trace: name another file with -o")
+
+
+def _merged_events(
+    files: list[TraceFile], ranks: dict[int, RankSummary], stragglers: Stragglers
+) -> Iterator[Event]:
+    """All events of the merged file; fills the summaries as it goes."""
+
+    def label(what: str, rank: int, line: int, **args: object) -> Event:
+        return {"ph": "M", "name": what, "pid": rank, "tid": line, "args": args}
+
+    for summary in ranks.values():
+        name = f"rank {summary.rank} ({summary.host})"
+        yield label("process_name", summary.rank, 0, name=name)
+        yield label("process_sort_index", summary.rank, 0, sort_index=summary.rank)
+    lines = _Lines()
+    in_order = heapq.merge(*(file.operations() for file in files), key=lambda found: found[0])
+    first: float | None = None
+    for start, file, event in in_order:
+        first = start if first is None else first
+        args = event.setdefault("args", {})
+        summary = ranks[file.rank]
+        summary.operations += 1
+        summary.bytes += args.get("bytes", 0)
+        summary.waiting += args.get("waiting_us", 0) / 1e6
+        summary.moving += args.get("moving_us", 0) / 1e6
+        summary.errors += "error" in args
+        stragglers.add(file, event)
+        line, new_name = lines.find(file, event)
+        if new_name:
+            yield label("thread_name", file.rank, line, name=new_name)
+        event.update(pid=file.rank, tid=line, ts=round(start - first, 1))
+        yield event
+
+
+class _Lines:
+    """The lines of the picture: one a rank, run and group, and another where two overlap."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+        self._count: dict[int, int] = {}
+
+    def find(self, file: TraceFile, event: Event) -> tuple[int, str]:
+        """Return the number of a line that is free, and its name if it is a new one."""
+        ends = self._ends.setdefault((file.rank, file.run, event.get("tid")), [])
+        end = event["ts"] + event["dur"]
+        for place, (line, free_from) in enumerate(ends):
+            if free_from <= event["ts"]:
+                ends[place] = line, end
+                return line, ""
+        line = self._count[file.rank] = self._count.get(file.rank, 0) + 1
+        ends.append((line, end))
+        name = str(event["args"].get("group", "world"))
+        name += "" if event.get("cat") == "collective" else ": messages"
+        name += f", run {file.run}" if file.run else ""
+        return line, name
 
 
 def _notes(files: list[TraceFile], hosts: list[str]) -> list[str]:
@@ -199,173 +209,134 @@ def _notes(files: list[TraceFile], hosts: list[str]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------
-# The traces of a job's ranks, as `PHALANX_TRACE=folder` leaves them: found, read, put in order.
-#
-# One file a rank and backend, `rank-<rank>-<process>-<n>.json`: "[", then an event a line. A rank
-# that was killed leaves the end of its last line unwritten, which is no error. A rank that was
-# started again, or that met anew, has several files: its runs, counted from 0 by when they began.
-
-Event = dict[str, Any]
-"""One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
-
-_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.json")
+# Reading: each file is read once for an index, which takes some 100 bytes of memory an operation.
+# The operations themselves are decoded one at a time, in the order of their starts.
 
 
-class _Said(msgspec.Struct):
-    """What an operation says about itself, as far as it is used here."""
+class _Args(msgspec.Struct):
+    """What an event says about itself, as far as its type matters here."""
 
+    # An operation:
     sequence: int | None = None
     bytes: int = 0
     group: str = "world"
     waiting_us: float = 0.0
     moving_us: float = 0.0
     error: str = ""
-    # And a backend:
+    # A backend:
     world_size: int = 0
     host: str = "?"
     started: float = 0.0
 
 
-class _Line(msgspec.Struct):
+class _CheckedEvent(msgspec.Struct):
     ph: str
     name: str
     cat: str = ""
     tid: int = 0
     ts: float = 0.0
     dur: float = 0.0
-    args: _Said = msgspec.field(default_factory=_Said)
+    args: _Args = msgspec.field(default_factory=_Args)
 
 
-_check = msgspec.json.Decoder(_Line).decode
+_decode_checked = msgspec.json.Decoder(_CheckedEvent).decode
 _decode = msgspec.json.Decoder(Event).decode
 
 
 @dataclass
 class TraceFile:
-    """One backend of one rank, and where in its file the operations are."""
+    """One backend of one rank, and where in its file the operations are.
+
+    world_size   0: it was not written down
+    started      seconds since 1970, by the clock of `host`
+    damaged      lines that cannot be read, apart from the last one
+    cut_off      whether the last line cannot be read
+    times        when each operation started, in microseconds since 1970
+    places       where each is: the first byte of its line, and the first after it
+    """
 
     path: Path
     rank: int
+    data: mmap.mmap | bytes = field(repr=False)
     world_size: int = 0
-    """0: it was not written down."""
     host: str = "?"
     started: float = 0.0
-    """Seconds since 1970, by the clock of `host`."""
     run: int = 0
     damaged: int = 0
-    """Lines that cannot be read, the last one aside."""
     cut_off: bool = False
     times: array[float] = field(default_factory=lambda: array("d"), repr=False)
-    """When each operation started, in microseconds since 1970."""
     places: array[int] = field(default_factory=lambda: array("q"), repr=False)
-    """And where it is: the first byte of its line, and the first after it."""
 
-    def in_order(self) -> Iterator[tuple[float, int, int]]:
-        """Yield time and place of the operations, by when they started."""
+    def __post_init__(self) -> None:
+        start, size = 0, len(self.data)
+        while start < size:
+            end = self.data.find(b"\n", start)
+            stop = size if end < 0 else end
+            line = self.data[start:stop].strip(b" \r\t,")
+            if line not in (b"[", b"]", b""):
+                self._index(line, self.data.find(line, start), is_last=end < 0)
+            start = stop + 1
+        self.started = self.started or min(self.times, default=0.0) / 1e6
+
+    def _index(self, line: bytes, start: int, *, is_last: bool) -> None:
+        try:
+            event = _decode_checked(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.cut_off = self.cut_off or is_last
+            self.damaged += not is_last
+            return
+        if event.ph == "X":
+            self.times.append(event.ts)
+            self.places.extend((start, start + len(line)))
+        elif event.name == "phalanx":
+            self.world_size = event.args.world_size
+            self.host, self.started = event.args.host, event.args.started
+
+    def operations(self) -> Iterator[tuple[float, TraceFile, Event]]:
+        """Yield each operation with its time and this file, in the order of their starts."""
         for number in sorted(range(len(self.times)), key=self.times.__getitem__):
             start, stop = self.places[2 * number : 2 * number + 2]
-            yield self.times[number], start, stop
+            yield self.times[number], self, _decode(self.data[start:stop])
 
 
-class TraceSet:
-    """All traces in a folder, indexed by one reading; close it, or use a `with` statement.
+@contextmanager
+def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
+    """All traces in a folder, open and indexed, in the order of their names.
 
-    Takes some 100 bytes of memory an operation, and never a whole file. `MisuseError` where
-    there is no such folder, no trace in it, or one that cannot be read.
+    Raises `MisuseError` where there is no such folder, no trace in it, or one that cannot be read.
     """
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise MisuseError(
-                f"there is no folder {folder}: give the one that PHALANX_TRACE named when the job "
-                "ran"
-            )
-        found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-        self.files = [TraceFile(path, int(name[1])) for path, name in found if name]
-        if not self.files:
-            raise MisuseError(
-                f"there is no trace in {folder} (rank-*.json): run the job with "
-                f"PHALANX_TRACE={folder} in its environment"
-            )
-        self._open = ExitStack()
-        self._data: list[mmap.mmap | bytes] = []
+    if not folder.is_dir():
+        raise MisuseError(
+            f"there is no folder {folder}: give the one that PHALANX_TRACE named when the job ran"
+        )
+    found = [(path, _FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    named = [(path, int(name[1])) for path, name in found if name]
+    if not named:
+        raise MisuseError(
+            f"there is no trace in {folder} (rank-*.json): run the job with "
+            f"PHALANX_TRACE={folder} in its environment"
+        )
+    with ExitStack() as stack:
+        files: list[TraceFile] = []
         try:
-            for file in self.files:
-                self._data.append(self._map(file.path))
-                _index(file, self._data[-1])
+            for path, rank in named:
+                file = stack.enter_context(path.open("rb"))
+                data: mmap.mmap | bytes = b""  # an empty file cannot be mapped
+                if path.stat().st_size:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    data = stack.enter_context(mapped)
+                files.append(TraceFile(path, rank, data))
         except OSError as error:
-            self.close()
             raise MisuseError(f"a trace cannot be read: {error}") from error
-        self._number_runs()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._open.close()
-
-    def __enter__(self) -> TraceSet:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def operations(self) -> Iterator[tuple[TraceFile, Event]]:
-        """Yield every operation of all ranks, by when it started."""
-        ordered = [self._places(number) for number in range(len(self.files))]
-        for _, number, start, stop in heapq.merge(*ordered):
-            yield self.files[number], _decode(self._data[number][start:stop])
-
-    def _places(self, number: int) -> Iterator[tuple[float, int, int, int]]:
-        for when, start, stop in self.files[number].in_order():
-            yield when, number, start, stop
-
-    def _map(self, path: Path) -> mmap.mmap | bytes:
-        file = self._open.enter_context(path.open("rb"))
-        if path.stat().st_size == 0:
-            return b""
-        return self._open.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-    def _number_runs(self) -> None:
         runs: dict[int, int] = {}
-        for file in sorted(self.files, key=lambda file: file.started):
-            file.run = runs.get(file.rank, 0)
-            runs[file.rank] = file.run + 1
-
-
-def _index(file: TraceFile, data: mmap.mmap | bytes) -> None:
-    """Find the operations in `data`, and what it says about itself."""
-    start, size = 0, len(data)
-    while start < size:
-        end = data.find(b"\n", start)
-        stop = size if end < 0 else end
-        line = data[start:stop].strip(b" \r\t,")
-        if line not in (b"[", b"]", b""):
-            _note(file, line, data.find(line, start), cut_off=end < 0)
-        start = stop + 1
-    file.started = file.started or min(file.times, default=0.0) / 1e6
-
-
-def _note(file: TraceFile, line: bytes, start: int, *, cut_off: bool) -> None:
-    try:
-        event = _check(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        file.cut_off = file.cut_off or cut_off
-        file.damaged += not cut_off
-        return
-    if event.ph == "X":
-        file.times.append(event.ts)
-        file.places.extend((start, start + len(line)))
-    elif event.name == "phalanx":
-        file.world_size = event.args.world_size
-        file.host, file.started = event.args.host, event.args.started
+        for trace in sorted(files, key=lambda trace: trace.started):
+            trace.run = runs.get(trace.rank, 0)
+            runs[trace.rank] = trace.run + 1
+        yield files
 
 
 # ------------------------------------------------------------------------------
-# Which rank the others wait for: the one that comes to a collective last.
+# Which rank the others wait for: the last one to start a collective.
 #
 # rank 0  |=====all_reduce #41=====|
 # rank 1      |=all_reduce #41=====|
@@ -376,8 +347,8 @@ _MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
 
 
 @dataclass
-class _Meeting:
-    """One collective, of which some ranks have started."""
+class _OpenCollective:
+    """A collective that some ranks have started, and when the last two of them did."""
 
     ranks: int = 0
     last: float = 0.0
@@ -387,17 +358,16 @@ class _Meeting:
 class Stragglers:
     """Counts, over operations given in the order of their starts, who was last and by how much.
 
-    A collective that a rank did not come to does not count: it has no last one.
+    times         rank -> how often it was last
+    seconds       rank -> by how much it was last, in all
+    collectives   how many all ranks of their group have started; the others do not count
     """
 
     def __init__(self) -> None:
         self.times: dict[int, int] = {}
-        """Rank -> how often it was last."""
         self.seconds: dict[int, float] = {}
-        """Rank -> by how much it was last, in all."""
-        self.met = 0
-        """Collectives to which everyone came."""
-        self._open: dict[tuple[object, ...], _Meeting] = {}
+        self.collectives = 0
+        self._open: dict[tuple[object, ...], _OpenCollective] = {}
         self._ordinals: dict[tuple[object, ...], int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
 
@@ -405,19 +375,20 @@ class Stragglers:
         """Take the next operation, of the rank whose `file` it is in."""
         if event.get("cat") != "collective":
             return
-        said = event["args"]
-        group = str(said.get("group", "world"))
-        size = _size(group, file.world_size)
+        args = event["args"]
+        group = str(args.get("group", "world"))
+        members = _MEMBERS.search(group)
+        size = len(members[1].split(",")) if members else file.world_size
         if size < 2:
             return
-        key = (file.run, group, self._ordinal(file, group, event.get("tid")), said.get("sequence"))
-        meeting = self._open.setdefault(key, _Meeting())
-        meeting.ranks += 1
-        meeting.before_last, meeting.last = meeting.last, event["ts"]
-        if meeting.ranks == size:
+        key = (file.run, group, self._ordinal(file, group, event.get("tid")), args.get("sequence"))
+        collective = self._open.setdefault(key, _OpenCollective())
+        collective.ranks += 1
+        collective.before_last, collective.last = collective.last, event["ts"]
+        if collective.ranks == size:
             del self._open[key]
-            rank, late = file.rank, (meeting.last - meeting.before_last) / 1e6
-            self.met += 1
+            rank, late = file.rank, (collective.last - collective.before_last) / 1e6
+            self.collectives += 1
             self.times[rank] = self.times.get(rank, 0) + 1
             self.seconds[rank] = self.seconds.get(rank, 0.0) + late
 
@@ -431,8 +402,3 @@ class Stragglers:
             before = self._groups.get(this[:3], 0)
             self._ordinals[this], self._groups[this[:3]] = before, before + 1
         return self._ordinals[this]
-
-
-def _size(group: str, world_size: int) -> int:
-    members = _MEMBERS.search(group)
-    return len(members[1].split(",")) if members else world_size

@@ -1,4 +1,4 @@
-"""What is measured: how much memory each operation takes, and what has to be in it afterwards.
+"""What is measured: the memory that each operation takes, and the values that have to be in it.
 
 Element i of what rank r gives is `i % 13 + r + 1`, where i counts over the whole of the message.
 So a result says which rank and which place it is from, and sums stay whole numbers.
@@ -22,7 +22,7 @@ from torch import Tensor
 PERIOD = 13
 
 
-class Segment(NamedTuple):
+class ValueRange(NamedTuple):
     """`length` elements; the k-th is `scale * ((first + k) % 13) + shift`."""
 
     first: int
@@ -31,102 +31,46 @@ class Segment(NamedTuple):
     shift: float
 
 
-Segments = tuple[Segment, ...]
-Given = Callable[[int, int, int], Segments]
-Gotten = Callable[[int, int, int], Segments]
+Values = tuple[ValueRange, ...]
+"""What memory holds: ranges, one after the other. Nothing: the values do not matter."""
 
 
-def _own(rank: int, size: int, n: int) -> Segments:
-    """All n elements of this rank's."""
-    return (Segment(0, n, 1, rank + 1),)
+def _whole(q: int, n: int) -> ValueRange:
+    """All n elements of what rank q gives."""
+    return ValueRange(0, n, 1, q + 1)
 
 
-def _own_slice(rank: int, size: int, n: int) -> Segments:
-    return (Segment(rank * (n // size), n // size, 1, rank + 1),)
+def _part(k: int, q: int, p: int, n: int) -> ValueRange:
+    """The k-th of p parts of it."""
+    return ValueRange(k * (n // p), n // p, 1, q + 1)
 
 
-def _all_slices(rank: int, size: int, n: int) -> Segments:
-    return tuple(Segment(q * (n // size), n // size, 1, q + 1) for q in range(size))
+def _sum(p: int, first: int, length: int) -> ValueRange:
+    """Elements of the sum over p ranks."""
+    return ValueRange(first, length, p, p * (p + 1) / 2)
 
 
-def _slices_for_me(rank: int, size: int, n: int) -> Segments:
-    return tuple(Segment(rank * (n // size), n // size, 1, q + 1) for q in range(size))
+VALUES: Mapping[str, Callable[[int, int, int], Values]] = MappingProxyType(
+    {
+        "nothing": lambda r, p, n: (),
+        "own": lambda r, p, n: (_whole(r, n),),
+        "own/root": lambda r, p, n: (_whole(r, n),) if r == 0 else (),
+        "own/even": lambda r, p, n: (_whole(r, n),) if r % 2 == 0 else (),
+        "own part": lambda r, p, n: (_part(r, r, p, n),),
+        "root's": lambda r, p, n: (_whole(0, n),),
+        "root's part": lambda r, p, n: (_part(r, 0, p, n),),
+        "even's": lambda r, p, n: (_whole(r - r % 2, n),),
+        "all parts": lambda r, p, n: tuple(_part(q, q, p, n) for q in range(p)),
+        "all parts/root": lambda r, p, n: VALUES["all parts"](r, p, n) if r == 0 else (),
+        "my parts": lambda r, p, n: tuple(_part(r, q, p, n) for q in range(p)),
+        "sum": lambda r, p, n: (_sum(p, 0, n),),
+        "sum/root": lambda r, p, n: (_sum(p, 0, n),) if r == 0 else (),
+        "sum part": lambda r, p, n: (_sum(p, r * (n // p), n // p),),
+    }
+)
+"""What rank r of p ranks gives or gets, of messages of n elements.
 
-
-def _slice_of_root(rank: int, size: int, n: int) -> Segments:
-    return (Segment(rank * (n // size), n // size, 1, 1),)
-
-
-def _sum(rank: int, size: int, n: int) -> Segments:
-    return (Segment(0, n, size, size * (size + 1) / 2),)
-
-
-def _slice_of_sum(rank: int, size: int, n: int) -> Segments:
-    return (Segment(rank * (n // size), n // size, size, size * (size + 1) / 2),)
-
-
-def _of_root(rank: int, size: int, n: int) -> Segments:
-    return _own(0, size, n)
-
-
-def _of_even(rank: int, size: int, n: int) -> Segments:
-    return _own(rank - rank % 2, size, n)
-
-
-def _on_root(gotten: Gotten) -> Gotten:
-    return lambda rank, size, n: gotten(rank, size, n) if rank == 0 else ()
-
-
-def _on_even(given: Given) -> Given:
-    return lambda rank, size, n: given(rank, size, n) if rank % 2 == 0 else ()
-
-
-def _nothing(rank: int, size: int, n: int) -> Segments:
-    return ()
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One row: an operation, for p ranks and messages of n elements.
-
-    source, out   how many elements a rank gives and gets, as parts of n: 1, or p for the p-th part
-    in_place      what is given and gotten is one memory, unless it is asked for otherwise
-    given         what a rank gives; nothing, where its values do not matter
-    gotten        what it has afterwards; nothing, where it gets nothing
-    bus           the factor of the bus bandwidth
-    trips         messages that one call takes one after the other, of which one is shown
-    least         calls that make a round at least
-    training      a training step (`peers/training.py`), to be compared with the same step alone
-    held          its peak of memory is of interest, too
-    """
-
-    name: str
-    source: bool | None  # whole; a p-th part; nothing
-    out: bool | None
-    in_place: bool
-    given: Given
-    gotten: Gotten
-    bus: Callable[[int], float]
-    trips: int = 1
-    least: int = 1
-    training: bool = False
-    held: bool = False
-
-    def elements(self, whole: bool | None, size: int, n: int) -> int:
-        """How many elements such memory has."""
-        return 0 if whole is None else n if whole else n // size
-
-    def fitting(self, size: int, count: int) -> int:
-        """The number of float32 elements, for `count` bytes: at least, and to be cut into p."""
-        if self.source is None:
-            return 0
-        unit = size if self.sliced else 1
-        return -(-count // (4 * unit)) * unit
-
-    @property
-    def sliced(self) -> bool:
-        """Whether messages are cut into one part for each rank."""
-        return not self.in_place and self.name not in ("copy", "reduce")
+`.../root` is nothing but on rank 0, `.../even` nothing but on even ranks."""
 
 
 def _once(p: int) -> float:
@@ -141,37 +85,81 @@ def _others(p: int) -> float:
     return (p - 1) / p
 
 
+@dataclass(frozen=True)
+class BenchOperation:
+    """One row: an operation, for p ranks and messages of n elements.
+
+    source, out   how many elements a rank gives and gets: "n", "n/p", or "" for none
+    in_place      a call overwrites what it is given, unless other memory is requested
+    given         what a rank gives, a name of `VALUES`
+    expected      what it must have afterwards, a name of `VALUES`
+    bus           the factor of the bus bandwidth
+    trips         messages that one call takes one after the other, of which one is shown
+    least         calls that make a round at least
+    training      a training step (`training.py`), to be compared with the same step alone
+    peak          its peak of memory is of interest, too
+    """
+
+    name: str
+    source: str
+    out: str
+    in_place: bool
+    given: str
+    expected: str
+    bus: Callable[[int], float]
+    trips: int = 1
+    least: int = 1
+    training: bool = False
+    peak: bool = False
+
+    def elements(self, part: str, size: int, n: int) -> int:
+        """How many elements `source` or `out` has."""
+        return {"": 0, "n": n, "n/p": n // size}[part]
+
+    def fitting(self, size: int, count: int) -> int:
+        """The number of float32 elements, for `count` bytes: at least, and to be cut into p."""
+        if not self.source:
+            return 0
+        unit = size if self.sliced else 1
+        return -(-count // (4 * unit)) * unit
+
+    @property
+    def sliced(self) -> bool:
+        """Whether messages are cut into one part for each rank."""
+        return not self.in_place and self.name not in ("copy", "reduce")
+
+
 # fmt: off
-_W, _P = True, False  # the whole message, or a p-th part of it
-_ROOT, _EVEN = _on_root, _on_even
-OPERATIONS: Mapping[str, Operation] = MappingProxyType({row.name: row for row in (
-    #         name              gives gets  in place  given         gotten              bus
-    Operation("all_reduce",     _W,   _W,   True,     _own,         _sum,               _twice),
-    Operation("all_gather",     _P,   _W,   False,    _own_slice,   _all_slices,        _others),
-    Operation("reduce_scatter", _W,   _P,   False,    _own,         _slice_of_sum,      _others),
-    Operation("broadcast",      _W,   _W,   True,     _ROOT(_own),  _of_root,           _once),
-    Operation("all_to_all",     _W,   _W,   False,    _own,         _slices_for_me,     _others),
-    Operation("reduce",         _W,   _W,   False,    _own,         _ROOT(_sum),        _once),
-    Operation("gather",         _P,   _W,   False,    _own_slice,   _ROOT(_all_slices), _others),
-    Operation("scatter",        _W,   _P,   False,    _own,         _slice_of_root,     _others),
-    Operation("ping_pong",      _W,   _W,   True,     _EVEN(_own),  _of_even,           _once, 2),
-    Operation("stream",         _W,   _W,   True,     _EVEN(_own),  _of_even,           _once),
-    Operation("barrier",        None, None, True,     _nothing,     _nothing,           _once),
-    Operation("ddp",            None, None, True,     _nothing,     _nothing,           _once,
-              least=5, training=True),
-    Operation("fsdp",           None, None, True,     _nothing,     _nothing,           _once,
-              least=5, training=True, held=True),
-    Operation("copy",           _W,   _W,   False,    _own,         _own,               _once),
-)})
-"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one; `ddp`
-and `fsdp` are training steps (see `peers/training.py`), and `copy` what the machine can do."""
+_ROWS = (
+    #              name              gives  gets   in place given      gets              bus
+    BenchOperation("all_reduce",     "n",   "n",   True,  "own",      "sum",            _twice),
+    BenchOperation("all_gather",     "n/p", "n",   False, "own part", "all parts",      _others),
+    BenchOperation("reduce_scatter", "n",   "n/p", False, "own",      "sum part",       _others),
+    BenchOperation("broadcast",      "n",   "n",   True,  "own/root", "root's",         _once),
+    BenchOperation("all_to_all",     "n",   "n",   False, "own",      "my parts",       _others),
+    BenchOperation("reduce",         "n",   "n",   False, "own",      "sum/root",       _once),
+    BenchOperation("gather",         "n/p", "n",   False, "own part", "all parts/root", _others),
+    BenchOperation("scatter",        "n",   "n/p", False, "own",      "root's part",    _others),
+    BenchOperation("ping_pong",      "n",   "n",   True,  "own/even", "even's",         _once,
+                   trips=2),
+    BenchOperation("stream",         "n",   "n",   True,  "own/even", "even's",         _once),
+    BenchOperation("barrier",        "",    "",    True,  "nothing",  "nothing",        _once),
+    BenchOperation("ddp",            "",    "",    True,  "nothing",  "nothing",        _once,
+                   least=5, training=True),
+    BenchOperation("fsdp",           "",    "",    True,  "nothing",  "nothing",        _once,
+                   least=5, training=True, peak=True),
+    BenchOperation("copy",           "n",   "n",   False, "own",      "own",            _once),
+)
 # fmt: on
+OPERATIONS: Mapping[str, BenchOperation] = MappingProxyType({row.name: row for row in _ROWS})
+"""Name -> row. `ping_pong` and `stream` are between each even rank and the next one, `ddp` and
+`fsdp` training steps, and `copy` what the machine can do."""
 
 EXPANDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"p2p": ("ping_pong", "stream")})
-"""What is asked for under one name and measured as several."""
+"""What is requested under one name and measured as several."""
 
 
-def longest_stretch(operation: Operation, size: int, *, in_place: bool) -> int:
+def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> int:
     """How many calls may follow each other until the result has to be looked at.
 
     An all_reduce in place multiplies its own result by p in each call, and float32 has to hold it
@@ -188,48 +176,38 @@ def longest_stretch(operation: Operation, size: int, *, in_place: bool) -> int:
 
 
 # ------------------------------------------------------------------------------
-# Writing what ranks give into memory, and comparing what came with what had to come.
+# Filling memory with what ranks give, and comparing results with what is expected.
 
 POISON = -1.0
-"""What memory holds that has to be overwritten: no result is negative."""
+"""What memory holds before a call has to overwrite it: no result is negative."""
 
 _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
 
-def fill(tensor: Tensor, segments: Segments) -> None:
+def fill(tensor: Tensor, values: Values) -> None:
     """Write them one after the other; nothing given is POISON everywhere."""
-    if not segments:
-        poison(tensor)
-    for part, block in _blocks(tensor, segments):
+    if not values:
+        tensor.fill_(POISON)
+    for part, block in _blocks(tensor, values, 1.0):
         part.copy_(block)
 
 
-def poison(tensor: Tensor) -> None:
-    """Write POISON everywhere."""
-    tensor.fill_(POISON)
-
-
-def count_wrong(tensor: Tensor, segments: Segments, factor: float = 1.0) -> int:
-    """How many elements are not `factor` times what the segments say, bit for bit."""
+def count_wrong(tensor: Tensor, values: Values, factor: float = 1.0) -> int:
+    """How many elements are not `factor` times these values, bit for bit."""
     wrong = 0
-    for part, block in _blocks(tensor, tuple(_times(segment, factor) for segment in segments)):
+    for part, block in _blocks(tensor, values, factor):
         if not torch.equal(part, block):
             wrong += int((part != block).sum())
     return wrong
 
 
-def _times(segment: Segment, factor: float) -> Segment:
-    return segment._replace(scale=segment.scale * factor, shift=segment.shift * factor)
-
-
-def _blocks(tensor: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(tensor: Tensor, values: Values, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
     """The parts of the tensor, and what belongs there."""
     begin = 0
-    for first, length, scale, shift in segments:
-        block = (
-            (torch.arange(min(length, _BLOCK)) + first % PERIOD).remainder_(PERIOD).to(tensor.dtype)
-        )
-        block.mul_(scale).add_(shift)
+    for first, length, scale, shift in values:
+        numbers = torch.arange(min(length, _BLOCK), device=tensor.device)
+        block = numbers.add_(first % PERIOD).remainder_(PERIOD).to(tensor.dtype)
+        block.mul_(scale * factor).add_(shift * factor)
         for start in range(begin, begin + length, _BLOCK):
             part = tensor[start : min(start + _BLOCK, begin + length)]
             yield part, block[: part.numel()]
@@ -237,10 +215,10 @@ def _blocks(tensor: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor
 
 
 # ------------------------------------------------------------------------------
-# Where tensors of a message lie: rows of a table, by which contenders differ.
+# Where the tensors of a message lie, and a call on them.
 
 
-class Kind(NamedTuple):
+class MemoryKind(NamedTuple):
     """One way to give memory to a call.
 
     registered  what the backend's `empty` gives, instead of torch's
@@ -253,51 +231,46 @@ class Kind(NamedTuple):
     apart: bool = False
 
 
-MEMORIES: Mapping[str, Kind] = MappingProxyType(
+MEMORY_KINDS: Mapping[str, MemoryKind] = MappingProxyType(
     {
-        "ordinary": Kind(),
-        "registered": Kind(registered=True),
-        "fresh": Kind(fresh=True),
-        "into": Kind(apart=True),
+        "ordinary": MemoryKind(),
+        "registered": MemoryKind(registered=True),
+        "fresh": MemoryKind(fresh=True),
+        "into": MemoryKind(apart=True),
     }
 )
 """`ordinary` and `registered` are in place, where an operation can be; else into given memory."""
 
-_MESSAGES = frozenset({"ping_pong", "stream"})
 
-
-def kinds_for(operation: Operation, asked: Sequence[str]) -> list[str]:
-    """Which of the kinds asked for are different things for this operation."""
-    if operation.source is None or operation.name == "copy":
+def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
+    """Which of the requested kinds of memory are different things for this operation."""
+    if not operation.source or operation.name == "copy":
         return ["ordinary"]
-    names = [name for name in asked if not (operation.name in _MESSAGES and name == "fresh")]
-    if not operation.in_place or operation.name in _MESSAGES:
+    is_message = operation.name in ("ping_pong", "stream")
+    names = [name for name in requested if not (is_message and name == "fresh")]
+    if not operation.in_place or is_message:
         names = ["ordinary" if name == "into" else name for name in names]
     return list(dict.fromkeys(names))
 
 
-class Memory:
+class MessageBuffers:
     """Torch's own memory for messages of one size: all peers use the same, one after the other."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[str, int, str], Tensor] = {}
 
-    def empty(self, use: str, elements: int) -> Tensor:
+    def empty(self, use: str, elements: int, device: str = "cpu") -> Tensor:
         """As many float32 elements for this use ("source" or "out"), the same memory again."""
-        key = (use, elements)
-        if key not in self._held:
-            self._held[key] = torch.zeros(elements)  # touched: no page is missing when it is timed
-        return self._held[key]
+        key = (use, elements, device)
+        if key not in self._buffers:  # touched: no page is missing when it is timed
+            self._buffers[key] = torch.zeros(elements, device=device)
+        return self._buffers[key]
 
 
-# ------------------------------------------------------------------------------
-# One operation of one peer on this rank's memory, ready to be repeated.
+class PreparedCall:
+    """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`.
 
-
-class Exchange:
-    """What is timed: `call()` as often as wanted, then `finish()`.
-
-    operation   what it does; says what is given and gotten
+    operation   its row, with what is given and expected
     source      what this rank gives; written before calls
     out         what it gets; looked at after calls. The same memory in place; None where it is
                 not known before the first call
@@ -307,7 +280,7 @@ class Exchange:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: BenchOperation,
         source: Tensor | None,
         out: Tensor | None,
         call: Callable[[], object],
@@ -335,14 +308,18 @@ class Exchange:
         return 0
 
 
-class Fresh(Exchange):
+class FreshCall(PreparedCall):
     """A call that returns its result in new memory; it is kept until the next call has one."""
 
     def __init__(
-        self, operation: Operation, source: Tensor, make: Callable[[], Tensor | None]
+        self,
+        operation: BenchOperation,
+        source: Tensor,
+        make: Callable[[], Tensor | None],
+        finish: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(operation, source, None, self._keep)
+        super().__init__(operation, source, None, self._make_and_keep, finish)
         self._make = make
 
-    def _keep(self) -> None:
+    def _make_and_keep(self) -> None:
         self.out = self._make()

@@ -1,11 +1,27 @@
-"""The peak of memory of a training step: one rank of a pair that is there for this alone.
+"""The peak of memory of a training step, on one rank.
 
-Each library is measured in processes of its own, made for it: in those that are timed all are
-at home, and what one has freed another uses again.
+Each library is measured in fresh processes. Those that are timed hold all libraries, and what one
+has freed another uses again.
 
-    a small step       what is loaded, connected and started once is there, and does not count
+    a small step       what is loaded, connected and started once is not counted
     the model is made  -> `building`: whole on each rank, as users do, then wrapped
     some steps         -> `training`
+
+How much memory a process has, and had at most, is read from Linux's /proc:
+
+    peak       VmHWM: the most pages that were resident at the same time since the last reset,
+               which is a 5 written to /proc/self/clear_refs (proc(5)). Nothing is missed between
+               two looks, since the kernel keeps it
+    pages that processes share
+               RssShmem counts those that this process has touched, wholly, in each process. Of
+               /proc/self/smaps_rollup, Pss_Shmem divides each page by the processes that have it,
+               so that the sum over all ranks is what the host has given
+
+A rank's share of a peak is what it has for itself, and its part of what is shared:
+
+    peak - RssShmem + Pss_Shmem
+
+with the last two as they are when it is read: pages stay when they have been touched once.
 """
 
 from __future__ import annotations
@@ -18,49 +34,40 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from phalanx.tools.bench.operations import Memory, Operation
-from phalanx.tools.bench.peers.peer import Control, Peer
-from phalanx.tools.bench.records import Ask, Held, LeftOut, Peak
+from phalanx.tools.bench.operations import BenchOperation, MessageBuffers
+from phalanx.tools.bench.peer import Control, Peer
+from phalanx.tools.bench.request import BenchRequest
+from phalanx.tools.bench.results import LeftOut, Peak, RankPeak
 
-_OVER = object()
 _SMALL = 8
 """The width of layers that count for nothing."""
 
 
 def measure_peak(
-    name: str, peer: Peer, operation: Operation, ask: Ask, control: Control
+    name: str, peer: Peer, operation: BenchOperation, request: BenchRequest, control: Control
 ) -> Peak | LeftOut:
     """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
-    held: list[int] = []
-    for problem in _together(_phases(peer, operation, ask.steps, held), control):
+    found: list[int] = []
+    phases = _phases(peer, operation, request.steps, found)
+    over: str | None = ""
+    while not over:  # all ranks begin each phase together
+        over, problem = control.attempt(lambda: next(phases, "over"))
         if problem:
             return LeftOut(name, control.size, problem, operation.name)
     return Peak(
         operation=operation.name,
         ranks=control.size,
         peer=name,
-        gives_back=ask.gives_back,
-        steps=ask.steps,
-        held=[Held(*values) for values in control.gather(held)],
+        gives_back=request.gives_back,
+        steps=request.steps,
+        by_rank=[RankPeak(*values) for values in control.gather(found)],
     )
 
 
-def _together(phases: Iterator[None], control: Control) -> Iterator[str]:
-    """Go through the phases, which all ranks begin together; yields any rank's problem in each."""
-    going = True
-    while going:
-        here = ""
-        try:
-            going = next(phases, _OVER) is not _OVER
-        except Exception as error:
-            here = f"{type(error).__name__}: {error}"
-        yield control.problem(here)
-
-
-def _phases(peer: Peer, operation: Operation, steps: int, held: list[int]) -> Iterator[None]:
-    """What a rank does between meetings; appends the fields of `Held`."""
+def _phases(peer: Peer, operation: BenchOperation, steps: int, found: list[int]) -> Iterator[None]:
+    """What a rank does, phase by phase; appends the fields of `RankPeak`."""
     width, peer.width = peer.width, _SMALL
-    step = peer.exchange(operation, 0, "ordinary", "auto", Memory())
+    step = peer.prepare(operation, 0, "ordinary", "auto", MessageBuffers())
     step.call()
     step.call()
     peer.width = width
@@ -68,41 +75,26 @@ def _phases(peer: Peer, operation: Operation, steps: int, held: list[int]) -> It
     yield
     meter = Meter()
     yield
-    step = peer.exchange(operation, 0, "ordinary", "auto", Memory())
+    step = peer.prepare(operation, 0, "ordinary", "auto", MessageBuffers())
     yield  # what is shared by two counts half for each, once both have it
-    held.append(meter.peak())
+    found.append(meter.peak())
     yield  # where ranks are threads, they have one peak
     meter.reset()
     yield
     for _ in range(steps):
         step.call()
     yield
-    held += [meter.peak(), meter.shared()]
+    found += [meter.peak(), meter.shared()]
 
 
 # ------------------------------------------------------------------------------
-# How much memory a process has, and had at most: from Linux's /proc.
-#
-#   peak       VmHWM: the most pages that were resident at the same time since the last reset, which
-#              is a 5 written to /proc/self/clear_refs (proc(5)). Nothing is missed between two
-#              looks, since the kernel keeps it
-#   pages that processes share
-#              RssShmem counts those that this process has touched, wholly, in each process. Of
-#              /proc/self/smaps_rollup, Pss_Shmem divides each page by the processes that have it,
-#              so that the sum over all ranks is what the host has given
-#
-# A rank's share of a peak is what it has for itself, and its part of what is shared:
-#
-#     peak - RssShmem + Pss_Shmem
-#
-# with the last two as they are when it is asked for: pages stay when they have been touched once.
+# The meter.
 
 _STATUS, _CLEAR, _ROLLUP = (
     Path("/proc/self/status"),
     Path("/proc/self/clear_refs"),
     Path("/proc/self/smaps_rollup"),
 )
-_RESET = "5"
 
 GIVES_BACK: Mapping[str, str] = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
 """The environment in which glibc's malloc gives the memory of a tensor back as soon as it is freed.
@@ -129,20 +121,13 @@ def lacks_peaks() -> str:
     return ""
 
 
-class _Pages(NamedTuple):
-    """Bytes: resident now and at most, those of them that are shared, and this process's part."""
-
-    now: int
-    most: int
-    touched: int
-    part: int
-
-
 class Meter:
     """What this process has taken since it was made, in bytes."""
 
     def __init__(self) -> None:
-        _drop_unused()
+        gc.collect()
+        if gives_back():  # what was freed, too: it would hide what comes
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
         _reset()
         before = _read()
         self._before = before._replace(most=before.now)
@@ -155,38 +140,32 @@ class Meter:
         """This rank's share of the most that it had since the last reset."""
         now, before = _read(), self._before
         private = (now.most - before.most) - (now.touched - before.touched)
-        return private + self._part(now)
+        return private + now.part - before.part
 
     def shared(self) -> int:
         """Its part of what it shares with others now. The sum over the ranks is the host's."""
-        return self._part(_read())
-
-    def _part(self, now: _Pages) -> int:
-        return now.part - self._before.part
+        return _read().part - self._before.part
 
 
-def _drop_unused() -> None:
-    """Give back what was freed, as far as the C library can: it would hide what comes."""
-    gc.collect()
-    if gives_back():
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+class _Pages(NamedTuple):
+    """Bytes: resident now and at most, those of them that are shared, and this process's part."""
+
+    now: int
+    most: int
+    touched: int
+    part: int
 
 
 def _reset() -> None:
-    _CLEAR.write_text(_RESET)
+    _CLEAR.write_text("5")
 
 
 def _read() -> _Pages:
-    status, rollup = _fields(_STATUS), _fields(_ROLLUP)
-    return _Pages(status["VmRSS"], status["VmHWM"], status["RssShmem"], rollup["Pss_Shmem"])
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """The lines `name: number kB`, in bytes."""
     found = {}
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            found[name] = int(words[0]) << 10
-    return found
+    for path in (_STATUS, _ROLLUP):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            words = value.split()
+            if len(words) == 2 and words[1] == "kB":
+                found[name] = int(words[0]) << 10
+    return _Pages(found["VmRSS"], found["VmHWM"], found["RssShmem"], found["Pss_Shmem"])

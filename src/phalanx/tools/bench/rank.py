@@ -1,117 +1,212 @@
-"""One rank of a benchmark: makes the peers, goes through operations and sizes, and tells rank 0's.
+"""One rank of a benchmark: makes the peers, goes through operations and sizes, holds the clock.
 
-Every rank does the same, in the same order; what one of them cannot do, none does.
+Every rank does the same, in the same order; what one of them cannot do, none does. As a program it
+is `python -m phalanx.tools.bench.rank FOLDER [SCRIPT]...`: FOLDER/request.json says what to
+measure, scripts bring further peers, and rank 0 writes what it finds to FOLDER/found.jsonl.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import runpy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 
+import msgspec
 import torch
 
 from phalanx.collectives.tuning import root_of
 from phalanx.launch.environment import read_environment
 from phalanx.launch.init import init
+from phalanx.launch.scratch import die_with_parent
 from phalanx.tools.bench.operations import (
     OPERATIONS,
-    Exchange,
-    Memory,
-    Operation,
+    POISON,
+    VALUES,
+    BenchOperation,
+    MessageBuffers,
+    PreparedCall,
     count_wrong,
     fill,
     kinds_for,
     longest_stretch,
-    poison,
 )
 from phalanx.tools.bench.peak import measure_peak
-from phalanx.tools.bench.peers.backends import Ours
-from phalanx.tools.bench.peers.peer import Control, Peer, Place
-from phalanx.tools.bench.peers.table import PEERS
-from phalanx.tools.bench.records import (
-    PEAK,
-    Ask,
-    Contender,
+from phalanx.tools.bench.peer import Control, Peer, RankContext
+from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
+from phalanx.tools.bench.request import PEAK, BenchRequest, show_size
+from phalanx.tools.bench.results import (
+    BackendInfo,
+    Entry,
     LeftOut,
-    Line,
-    Made,
     Message,
     Progress,
-    show_size,
+    ResultLine,
 )
+
+REQUEST, FOUND = "request.json", "found.jsonl"
 
 Tell = Callable[[Message], None]
 
 
-def run_rank(ask: Ask, tell: Tell) -> None:
+def main(folder: Path, scripts: Sequence[str]) -> None:
+    """Be a rank, as a program of its own."""
+    die_with_parent(os.getppid())
+    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=BenchRequest)
+    peers = dict(PEERS)
+    for script in scripts:
+        peers |= runpy.run_path(script)["PEERS"]
+
+    def tell(message: Message) -> None:
+        with (folder / FOUND).open("ab") as file:
+            file.write(msgspec.json.encode(message) + b"\n")
+
+    run_rank(request, peers, tell)
+
+
+def run_rank(request: BenchRequest, peers: PeerTable, tell: Tell) -> None:
     """This rank's part; `tell` is called on rank 0, with what is found as it is found."""
-    torch.set_num_threads(ask.threads)
+    torch.set_num_threads(request.threads)
     world = read_environment(os.environ)
-    with init("tcp", timeout=ask.timeout) as backend:
+    with init("tcp", timeout=request.timeout) as backend:
         control = Control(backend)
+        if control.rank != 0:
+            tell = _say_nothing
         master = world.master_addr if world is not None else ""
-        place = Place(
-            control, master, ask.timeout / 2, ask.width
-        )  # who waits for a peer is waited for, too
-        with _peers(ask, place, tell if control.rank == 0 else _silent) as peers:
-            for name in ask.operations:
-                if ask.measure == (PEAK,):
-                    _peaks(ask, OPERATIONS[name], peers, control, tell)
+        # Half: who waits for a peer is waited for, too.
+        context = RankContext(control, master, request.timeout / 2, request.width)
+        with _make_peers(request, peers, context, tell) as made:
+            for name in request.operations:
+                if request.measure == (PEAK,):  # there should be one peer only
+                    for peer_name, peer in made.items():
+                        tell(measure_peak(peer_name, peer, OPERATIONS[name], request, control))
                 else:
-                    _Sweep(ask, OPERATIONS[name], peers, control, tell).run()
+                    sweep = _Sweep(request, OPERATIONS[name], made, control, tell)
+                    for size in request.sizes if OPERATIONS[name].source else (0,):
+                        sweep.measure(size)
         control.barrier()
 
 
-def _silent(message: Message) -> None:
+def _say_nothing(message: Message) -> None:
     """Every rank but the first."""
 
 
-def _peaks(
-    ask: Ask, operation: Operation, peers: dict[str, Peer], control: Control, tell: Tell
-) -> None:
-    """Each peer's peak of memory; there should be one peer only."""
-    for name, peer in peers.items():
-        found = measure_peak(name, peer, operation, ask, control)
-        if control.rank == 0:
-            tell(found)
-
-
 @contextmanager
-def _peers(ask: Ask, place: Place, tell: Tell) -> Iterator[dict[str, Peer]]:
-    """All that were asked for and can be made on every rank."""
+def _make_peers(
+    request: BenchRequest, peers: PeerTable, context: RankContext, tell: Tell
+) -> Iterator[dict[str, Peer]]:
+    """All that were requested and can be made on every rank."""
     made: dict[str, Peer] = {}
-    control = place.control
+    control = context.control
     try:
-        for name in ask.backends:
-            tell(Progress(f"{place.size} ranks: starting {name}"))
-            row = PEERS[name]
-            problem = control.problem(row.lacks())
+        for name in request.backends:
+            tell(Progress(f"{control.size} ranks: starting {name}"))
+            problem = control.problem(peers[name].lacks())
+            peer: Peer | None = None
             if not problem:
-                here = ""
-                try:
-                    made[name] = row.make(place)
-                except Exception as error:
-                    here = f"{type(error).__name__}: {error}"
-                problem = control.problem(here)
-            peer = made.get(name)
+                peer, problem = control.attempt(partial(peers[name].make, context))
+            if peer is not None:
+                made[name] = peer
             if problem:
-                tell(LeftOut(name, place.size, problem))
-                if peer is not None:
-                    del made[name]
+                tell(LeftOut(name, control.size, problem))
+                if peer is not None:  # only another rank cannot have it
                     with suppress(Exception):
-                        peer.close()
-            elif isinstance(peer, Ours):
+                        made.pop(name).close()
+            elif isinstance(peer, Phalanx):
                 root = root_of(peer.backend)
-                tell(Made(name, type(root).__name__, root.topology))
+                tell(BackendInfo(name, type(root).__name__, root.topology))
         yield made
     finally:
         for peer in made.values():
             with suppress(Exception):  # what was measured counts
                 peer.close()
+
+
+class _Sweep:
+    """One operation, through the sizes."""
+
+    def __init__(
+        self,
+        request: BenchRequest,
+        operation: BenchOperation,
+        peers: Mapping[str, Peer],
+        control: Control,
+        tell: Tell,
+    ) -> None:
+        self.request = request
+        self.operation = operation
+        self.peers = peers
+        self.control = control
+        self.tell = tell
+        self.entries = {str(entry): entry for entry in self._find_entries()}
+
+    def _find_entries(self) -> Iterator[Entry]:
+        """Who takes part, in what memory, with which algorithms."""
+        memories = self.request.memories
+        for name, peer in self.peers.items():
+            if self.operation.name not in peer.binders:
+                if name not in MACHINE:
+                    self._leave_out(name, "it has no such operation")
+                continue
+            kinds = [kind for kind in kinds_for(self.operation, memories) if kind in peer.memories]
+            if name in MACHINE:
+                kinds = ["ordinary"]
+            elif peer.only:
+                kinds = [peer.only]
+            elif not kinds:
+                self._leave_out(
+                    name, f"it has no memory of a kind requested ({', '.join(memories)})"
+                )
+            algorithms = _named(self.request.algorithms, peer.algorithms(self.operation))
+            for kind, algorithm in itertools.product(kinds, algorithms):
+                yield Entry(name, kind, algorithm)
+
+    def _leave_out(self, peer: str, reason: str) -> None:
+        self.tell(LeftOut(peer, self.control.size, reason, self.operation.name))
+
+    def measure(self, size: int) -> None:
+        """Time and check everybody on messages of `size` bytes."""
+        control, operation = self.control, self.operation
+        where = f"{operation.name}, {control.size} ranks, {show_size(size)}"
+        memory = MessageBuffers()
+        calls: dict[str, PreparedCall] = {}
+        failures: dict[str, str] = {}
+        for name, entry in self.entries.items():
+            prepare = partial(self.peers[entry.peer].prepare, operation, size)
+            call, problem = control.attempt(partial(prepare, entry.memory, entry.algorithm, memory))
+            if problem:
+                failures[name] = problem
+            elif call is not None:
+                calls[name] = call
+        timings, refused = time_rounds(
+            calls,
+            control,
+            rounds=self.request.rounds,
+            seconds=self.request.seconds,
+            say=lambda text: self.tell(Progress(f"{where}: {text}")),
+        )
+        for name, reason in (failures | refused).items():
+            self._leave_out(name, reason)
+            del self.entries[name]
+        for name, timing in timings.items():
+            self.tell(
+                ResultLine(
+                    operation=operation.name,
+                    ranks=control.size,
+                    bytes=4 * operation.fitting(control.size, size),
+                    entry=self.entries[name],
+                    calls=timing.calls,
+                    seconds=timing.seconds,
+                    bus=calls[name].operation.bus(control.size),
+                    wrong=timing.wrong,
+                )
+            )
 
 
 def _named(words: Sequence[str], known: tuple[str, ...]) -> list[str]:
@@ -121,127 +216,44 @@ def _named(words: Sequence[str], known: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(name for name in named if name in known)) or ["auto"]
 
 
-class _Sweep:
-    """One operation, through the sizes."""
-
-    def __init__(
-        self, ask: Ask, operation: Operation, peers: dict[str, Peer], control: Control, tell: Tell
-    ) -> None:
-        self.ask = ask
-        self.operation = operation
-        self.peers = peers
-        self.control = control
-        self.tell = tell if control.rank == 0 else _silent
-        self.contenders = list(self._contenders())
-
-    def run(self) -> None:
-        """Measure every size."""
-        sizes = self.ask.sizes if self.operation.source is not None else [0]
-        for size in sizes:
-            self._measure(size)
-
-    def _contenders(self) -> Iterator[Contender]:
-        """Who takes part."""
-        for name, peer in self.peers.items():
-            if self.operation.name not in peer.binders:
-                if not PEERS[name].machine:
-                    reason = "it has no such operation"
-                    self.tell(LeftOut(name, self.control.size, reason, self.operation.name))
-                continue
-            kinds = kinds_for(self.operation, self.ask.memories)
-            kinds = [peer.only] if peer.only else [kind for kind in kinds if kind in peer.memories]
-            algorithms = _named(self.ask.algorithms, peer.algorithms(self.operation))
-            if PEERS[name].machine:
-                kinds = ["ordinary"]
-            elif not kinds:
-                reason = f"it has no memory of a kind asked for ({', '.join(self.ask.memories)})"
-                self.tell(LeftOut(name, self.control.size, reason, self.operation.name))
-            for kind, algorithm in itertools.product(kinds, algorithms):
-                yield Contender(name, kind, algorithm)
-
-    def _measure(self, size: int) -> None:
-        control, operation = self.control, self.operation
-        memory = Memory()
-        where = f"{operation.name}, {control.size} ranks, {show_size(size)}"
-        exchanges: dict[str, Exchange] = {}
-        by_name = {str(contender): contender for contender in self.contenders}
-        failures: dict[str, str] = {}
-        for name, contender in by_name.items():
-            here = ""
-            try:
-                exchanges[name] = self.peers[contender.peer].exchange(
-                    operation, size, contender.memory, contender.algorithm, memory
-                )
-            except Exception as error:
-                here = f"{type(error).__name__}: {error}"
-            if problem := control.problem(here):
-                exchanges.pop(name, None)
-                failures[name] = problem
-        timings, refused = time_rounds(
-            exchanges,
-            control,
-            rounds=self.ask.rounds,
-            seconds=self.ask.seconds,
-            said=lambda text: self.tell(Progress(f"{where}: {text}")),
-        )
-        for name, reason in (failures | refused).items():
-            self.contenders.remove(by_name[name])
-            self.tell(LeftOut(name, control.size, reason, operation.name))
-        for name, timing in timings.items():
-            self.tell(
-                Line(
-                    operation=operation.name,
-                    ranks=control.size,
-                    bytes=4 * operation.fitting(control.size, size),
-                    contender=by_name[name],
-                    calls=timing.calls,
-                    seconds=timing.seconds,
-                    bus=exchanges[name].operation.bus(control.size),
-                    wrong=timing.wrong,
-                )
-            )
-
-
 # ------------------------------------------------------------------------------
-# The clock: rounds of the contenders, interleaved.
+# The clock: rounds of the entries, interleaved.
 #
 #     round 1   A A A A   B B   C C C C C C
 #     round 2   B B   C C C C C C   A A A A         each begins in turn, after a barrier
 #     ...
 #
-# A round of one contender is so many calls, one after the other, that small messages can be timed;
-# how many is measured beforehand, and the same on every rank. Its time is that of the slowest rank
-# (the NCCL tests' `-a 3`): an operation is over when the last rank has its result. Between the
-# calls there may be stops, at which results are looked at and written anew while the clock stands
-# still.
+# A round of one entry is so many calls, one after the other, that small messages can be timed; how
+# many is measured beforehand, and the same on every rank. Its time is that of the slowest rank (the
+# NCCL tests' `-a 3`): an operation is over when the last rank has its result. Calls are done in
+# stretches; before a stretch memory is written anew, after it results are looked at, and meanwhile
+# the clock stands still.
 
 _MOST_CALLS = 10_000
 
 
 @dataclass
 class Timing:
-    """What one contender took, on the slowest rank, and how many elements were wrong on all."""
+    """What one entry took, on the slowest rank, and how many elements were wrong on all."""
 
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
 
 
-class _Runner:
-    """One contender's exchange on this rank, with its values."""
+class _Stretches:
+    """One entry's calls on this rank, with the values that they take and must give."""
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
-        self.exchange = exchange
-        operation, source = exchange.operation, exchange.source
-        elements = 0
+    def __init__(self, call: PreparedCall, rank: int, size: int) -> None:
+        self.call = call
+        operation, source = call.operation, call.source
+        n = 0
         if source is not None:
-            elements = source.numel() * (1 if operation.source else size)
-        self.given = operation.given(rank, size, elements)
-        self.gotten = operation.gotten(rank, size, elements)
-        self.in_place = exchange.in_place
-        self.least = operation.least
-        self.longest = longest_stretch(operation, size, in_place=self.in_place)
-        self.growth = size if operation.name == "all_reduce" and self.in_place else 1
+            n = source.numel() * (size if operation.source == "n/p" else 1)
+        self.given = VALUES[operation.given](rank, size, n)
+        self.expected = VALUES[operation.expected](rank, size, n)
+        self.longest = longest_stretch(operation, size, in_place=call.in_place)
+        self.growth = float(size) if operation.name == "all_reduce" and call.in_place else 1.0
         self.filled = False
 
     def run(self, calls: int) -> tuple[float, int]:
@@ -250,76 +262,71 @@ class _Runner:
         while calls:
             stretch = min(calls, self.longest)
             calls -= stretch
-            seconds += self._stretch(stretch)
-            wrong += self._wrong(stretch)
+            self._write()
+            seconds += self._time(stretch)
+            self.call.store()
+            wrong += self.call.count_wrong(stretch)
+            if self.call.out is not None:
+                factor = self.growth ** (stretch - 1)
+                wrong += count_wrong(self.call.out, self.expected, factor)
         return seconds, wrong
 
-    def _stretch(self, calls: int) -> float:
-        exchange = self.exchange
-        self._write(exchange)
-        call = exchange.call
+    def _time(self, calls: int) -> float:
+        call, finish = self.call.call, self.call.finish
         began = perf_counter()
         for _ in range(calls):
             call()
-        if exchange.finish is not None:
-            exchange.finish()
+        if finish is not None:
+            finish()
         return perf_counter() - began
 
-    def _write(self, exchange: Exchange) -> None:
-        source, out = exchange.source, exchange.out
-        if source is not None and self.gotten and out is not None and out is not source:
-            poison(out)
-        if self.in_place or not self.filled:
+    def _write(self) -> None:
+        source, out = self.call.source, self.call.out
+        if self.expected and out is not None and out is not source:
+            out.fill_(POISON)
+        if self.call.in_place or not self.filled:
             if source is not None:
                 fill(source, self.given)
-            exchange.load()
+            self.call.load()
             self.filled = True
-
-    def _wrong(self, calls: int) -> int:
-        self.exchange.store()
-        wrong = self.exchange.count_wrong(calls)
-        if self.exchange.out is not None:
-            wrong += count_wrong(self.exchange.out, self.gotten, float(self.growth) ** (calls - 1))
-        return wrong
 
 
 def time_rounds(
-    exchanges: Mapping[str, Exchange],
+    calls: Mapping[str, PreparedCall],
     control: Control,
     *,
     rounds: int,
     seconds: float,
-    said: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time every exchange; every rank calls this with the same ones.
+    """Time all of the calls; every rank calls this with the same ones.
 
     rounds   that count
     seconds  that a round should take where calls are short
-    said     is told what is being done
+    say      is told what is being done
 
-    Returns a timing for each exchange, and for those that could not do it the reason.
+    Returns a timing for each, and for those that could not do it the reason.
     """
-    runners: dict[str, _Runner] = {}
+    entries: dict[str, _Stretches] = {}
     timings: dict[str, Timing] = {}
     failures: dict[str, str] = {}
-    for name, exchange in exchanges.items():
-        said(f"{name}: warming up")
-        runner = _Runner(exchange, control.rank, control.size)
-        problem = _warm_up(runner, timing := Timing(), control, seconds)
-        if problem:
+    for name, call in calls.items():
+        say(f"{name}: warming up")
+        stretches = _Stretches(call, control.rank, control.size)
+        if problem := _warm_up(stretches, timing := Timing(), control, seconds):
             failures[name] = problem
         else:
-            runners[name], timings[name] = runner, timing
-    order = list(runners)
+            entries[name], timings[name] = stretches, timing
+    order = list(entries)
     for number in range(rounds if order else 0):
-        said(f"round {number + 1} of {rounds}")
+        say(f"round {number + 1} of {rounds}")
         own: dict[str, float] = {}
         for place in range(len(order)):
             name = order[(number + place) % len(order)]
             control.barrier()
-            runners[name].filled = False  # another may have written to the same memory
-            spent, wrong = runners[name].run(timings[name].calls)
-            own[name] = spent / runners[name].exchange.operation.trips
+            entries[name].filled = False  # another may have written to the same memory
+            spent, wrong = entries[name].run(timings[name].calls)
+            own[name] = spent / entries[name].call.operation.trips
             timings[name].wrong += wrong
         for name, slowest in zip(order, control.slowest([own[n] for n in order]), strict=True):
             timings[name].seconds.append(slowest / timings[name].calls)
@@ -328,25 +335,26 @@ def time_rounds(
     return timings, failures
 
 
-def _warm_up(runner: _Runner, timing: Timing, control: Control, seconds: float) -> str:
+def _warm_up(stretches: _Stretches, timing: Timing, control: Control, seconds: float) -> str:
     """Find out how many calls make a round; return why it cannot be done, or nothing."""
     calls, passes = 1, 0
     while True:
         control.barrier()
-        problem, spent, wrong = "", 0.0, 0
-        try:
-            spent, wrong = runner.run(calls)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if problem := control.problem(problem):
-            return problem
+        result, problem = control.attempt(partial(stretches.run, calls))
+        if result is None or problem:
+            return problem.partition("\n")[0]
+        spent, wrong = result
         timing.wrong += wrong
         passes += 1
         (spent,) = control.slowest([spent])
         wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
-        wanted = max(runner.least, wanted)
+        wanted = max(stretches.call.operation.least, wanted)
         # The first pass connects, compiles and touches memory: it says little.
         if passes > 1 and (spent > seconds / 2 or calls >= wanted):
             timing.calls = wanted
             return ""
         calls = min(wanted, 8 * calls)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

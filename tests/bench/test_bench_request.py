@@ -6,8 +6,14 @@ import pytest
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.tools.bench.records import parse_sizes, show_size
-from phalanx.tools.bench.request import make_ask, make_tuning_ask, parse_ranks
+from phalanx.tools.bench.peers import PEERS
+from phalanx.tools.bench.request import (
+    make_request,
+    make_tuning_request,
+    parse_ranks,
+    parse_sizes,
+    show_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_the_sizes_of_a_range_grow() -> None:
         parse_sizes("8..64", 1)
 
 
-def test_sizes_are_shown_as_they_are_asked_for() -> None:
+def test_sizes_are_shown_as_they_are_requested() -> None:
     shown = ["0", "8", "1000", "1K", "64K", "1M", "256M", "1G"]
     assert [
         show_size(parse_sizes(text)[0]) if text != "0" else show_size(0) for text in shown
@@ -46,15 +52,15 @@ def test_sizes_are_shown_as_they_are_asked_for() -> None:
 
 
 def test_p2p_is_a_ping_pong_and_a_stream() -> None:
-    ask = make_ask(["p2p", "stream"], backends="tcp", sizes="8")
-    assert ask.operations == ("ping_pong", "stream")
+    request = make_request(["p2p", "stream"], backends="tcp", sizes="8")
+    assert request.operations == ("ping_pong", "stream")
 
 
 def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
-    ask = make_ask(["all_reduce"], backends="gloo,tcp,gloo", sizes="8")
-    assert ask.backends == ("gloo", "tcp", "socket", "copy", "alone")
-    ask = make_ask(["all_reduce"], backends="gloo", sizes="8", machine=False)
-    assert ask.backends == ("gloo",)
+    request = make_request(["all_reduce"], backends="gloo,tcp,gloo", sizes="8")
+    assert request.backends == ("gloo", "tcp", "socket", "copy", "alone")
+    request = make_request(["all_reduce"], backends="gloo", sizes="8", machine=False)
+    assert request.backends == ("gloo",)
 
 
 @pytest.mark.parametrize(
@@ -77,27 +83,35 @@ def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
 def test_a_word_that_means_nothing_is_named_with_those_that_do(
     options: dict[str, object], words: str
 ) -> None:
-    asked: dict[str, object] = {"operations": ["all_reduce"], "backends": "tcp", "sizes": "8"}
-    asked |= options
+    given: dict[str, object] = {"operations": ["all_reduce"], "backends": "tcp", "sizes": "8"}
+    given |= options
     with pytest.raises(MisuseError, match=words):
-        make_ask(asked.pop("operations"), **asked)  # type: ignore[arg-type]
+        make_request(given.pop("operations"), **given)  # type: ignore[arg-type]
 
 
 def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> None:
-    ask = make_tuning_ask([], backends="tcp,gloo,mpi,hybrid", sizes="8")
-    assert ask.operations == tuple(COLLECTIVES)
-    assert (ask.backends, ask.algorithms, ask.memories) == (
+    request = make_tuning_request([], backends="tcp,gloo,mpi,hybrid", sizes="8")
+    assert request.operations == tuple(COLLECTIVES)
+    assert (request.backends, request.algorithms, request.memories) == (
         ("tcp", "hybrid"),
         ("fixed",),
         ("ordinary",),
     )
-    assert ask.measure == ("time",)
+    assert request.measure == ("time",)
 
 
 @pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,mpi")])
 def test_what_has_no_algorithms_cannot_be_tuned(operations: list[str], backends: str) -> None:
     with pytest.raises(MisuseError, match="--tune compares the algorithms"):
-        make_tuning_ask(operations, backends=backends, sizes="8")
+        make_tuning_request(operations, backends=backends, sizes="8")
+
+
+def test_a_peer_from_outside_can_be_requested_with_its_table() -> None:
+    peers = {**PEERS, "again": PEERS["tcp"]}
+    request = make_request(["barrier"], backends="again", sizes="8", machine=False, peers=peers)
+    assert request.backends == ("again",)
+    with pytest.raises(MisuseError, match="no backend 'again'"):
+        make_request(["barrier"], backends="again", sizes="8")
 
 
 def test_ranks_are_numbers_above_one() -> None:

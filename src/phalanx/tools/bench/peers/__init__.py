@@ -1,1 +1,0 @@
-"""Who is measured: a row for each library, in `table.py`."""

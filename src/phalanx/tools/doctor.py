@@ -1,0 +1,261 @@
+"""`phalanx doctor`: what this machine has, and whether Phalanx works on it.
+
+`CHECKS`, at the end of this file, is the table of all checks. To add one, write a function that
+returns a `Finding`, and give it a row.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.errors import BackendUnavailableError, DistributedError
+from phalanx.launch.init import BACKENDS
+from phalanx.launch.spawn import spawn
+from phalanx.tools import machine
+from phalanx.tools.machine import Finding, fail, info, ok
+
+if TYPE_CHECKING:
+    from phalanx.core.backend import Backend
+
+
+class Check(NamedTuple):
+    """One row of the table: the section it is shown in, its name, what it looks at, and how."""
+
+    section: str
+    name: str
+    looks_at: str
+    find: Callable[[], Finding]
+
+    def run(self) -> Finding:
+        """Return what the check finds; a check that raises has failed."""
+        try:
+            return self.find()
+        except Exception as error:
+            said = traceback.format_exception_only(error)[-1].strip()
+            return fail(f"the check failed: {said}", "please report it with all of this")
+
+
+def as_markdown(check: Check, finding: Finding) -> str:
+    """Return one line of the report, to paste into a bug report."""
+    mark = f"**{finding.status.upper()}** " if finding.status in ("warn", "fail") else ""
+    hint = f" -- {finding.hint}" if finding.hint else ""
+    return f"- {mark}{check.name}: {finding.what}{hint}"
+
+
+# ------------------------------------------------------------------------------
+# Memory between processes: made by one, read and answered by another, removed.
+
+_SHARED_SIZE = 16 << 20
+_SECOND_PROCESS = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    assert memory[:5] == memory[-5:] == b"hello", memory[:5]
+    memory[:5] = b"world"
+"""
+
+
+def find_shared_memory() -> Finding:
+    """Return whether processes of this host share memory."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return info("there is no /dev/shm here: ranks of one host talk over TCP")
+    return share_memory(folder)
+
+
+def share_memory(folder: Path) -> Finding:
+    """Return whether a second process sees what this one writes to memory in `folder`."""
+    hint = f"is {folder} full, or mounted noexec or read-only? Ranks of one host can use tcp"
+    path = ""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="phalanx-doctor-", dir=folder)
+        with os.fdopen(descriptor, "r+b") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, _SHARED_SIZE)  # if full: an error, no SIGBUS
+            else:
+                os.ftruncate(file.fileno(), _SHARED_SIZE)
+            with mmap.mmap(file.fileno(), _SHARED_SIZE) as memory:
+                data = b"hello" + bytes(_SHARED_SIZE - 10) + b"hello"
+                begin = perf_counter()
+                memory[:] = data
+                seconds = perf_counter() - begin
+                command = [sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path]
+                other = subprocess.run(command, capture_output=True, timeout=30, check=False)
+                if other.returncode != 0:
+                    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                    return fail(f"a second process cannot read {folder}: {said}", hint)
+                if memory[:5] != b"world":
+                    return fail(f"a second process's answer in {folder} is not seen", hint)
+    except (OSError, subprocess.SubprocessError) as error:
+        return fail(f"{folder}: {error}", hint)
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+    rate = _SHARED_SIZE / seconds / 1e9
+    return ok(f"two processes share memory in {folder}; {rate:.1f} GB/s to new pages")
+
+
+# ------------------------------------------------------------------------------
+# Backends: whether they work here, and how fast two ranks of this host are.
+#
+# Each backend is tried as a user would: `spawn` starts two ranks, which meet, and what an
+# all_reduce gives them is checked.
+
+_SMALL, _LARGE = 2, 4 << 20  # float32 elements: 8 B, 16 MiB
+_CALL_TIMEOUT = 15.0  # seconds that a rank waits for the other, which then names who is missing
+_BOUND = 30.0  # seconds that one backend may take in all
+_PROCESS_GROUPS = ("gloo", "nccl", "ucc", "mpi")
+
+
+def try_backend(name: str, *, bound: float = _BOUND) -> Finding:
+    """Return whether two ranks of this host can work with the backend `name`, and how fast.
+
+    A backend that takes more than `bound` seconds has failed, and its ranks are ended.
+    """
+    try:
+        if name in ("gloo", "nccl", "ucc"):
+            from phalanx.native.torch_group import check_available  # noqa: PLC0415
+
+            check_available(name)  # without one, there is no need to start ranks
+        with _time_limit(bound):
+            results = spawn(_two_ranks, 2, name, timeout=_CALL_TIMEOUT)
+    except BackendUnavailableError as error:
+        return info(f"cannot run here: {error}")
+    except (DistributedError, ArithmeticError, OSError) as error:
+        return fail(
+            f"{type(error).__name__}: {error}",
+            "a bug, or something between two processes of this host: please report it with all "
+            "of this",
+        )
+    barrier, small, large = (max(times) for times in zip(*results, strict=True))
+    return ok(
+        f"2 ranks: barrier {barrier * 1e6:.0f} us, all_reduce of 8 B {small * 1e6:.0f} us, of "
+        f"16 MiB {large * 1e3:.1f} ms ({4 * _LARGE / large / 1e9:.1f} GB/s)"
+    )
+
+
+def _two_ranks(backend: Backend) -> list[float]:
+    """One rank's part: median seconds of a barrier, and of a small and a large all_reduce."""
+    import torch  # noqa: PLC0415
+
+    from phalanx.collectives import all_reduce_, barrier  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    expected = float(sum(range(1, backend.world_size + 1)))
+    times = [_median(partial(barrier, backend), 200)]
+    for count, calls in ((_SMALL, 200), (_LARGE, 5)):
+        tensor = torch.full((count,), float(backend.rank + 1))
+        all_reduce_(tensor, backend)
+        if not bool((tensor == expected).all()):
+            raise ArithmeticError(
+                f"all_reduce of {count} elements gave {tensor[0]}, not {expected}"
+            )
+        times.append(_median(partial(all_reduce_, tensor, backend), calls))
+    return times
+
+
+def _median(call: Callable[[], object], calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        begin = perf_counter()
+        call()
+        times.append(perf_counter() - begin)
+    return statistics.median(times)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the body after so many seconds; only in a program's main thread."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} s")
+
+    try:
+        before = signal.signal(signal.SIGALRM, stop)
+    except (AttributeError, ValueError):  # no such signal, or not the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def find_process_groups() -> Finding:
+    """Return which process groups this build of torch has."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not dist.is_available():
+        return info("this build of torch has no torch.distributed: torchrun does not work")
+    has = [name for name in _PROCESS_GROUPS if getattr(dist, f"is_{name}_available")()]
+    lacks = [name for name in _PROCESS_GROUPS if name not in has]
+    return info(f"torch has {', '.join(has) or 'none'}; it lacks {', '.join(lacks) or 'none'}")
+
+
+# ------------------------------------------------------------------------------
+# The table of checks, in the order in which they run.
+
+_SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = MappingProxyType(
+    {
+        "Software": (
+            ("phalanx", "the version and the folder of Phalanx", machine.find_phalanx),
+            ("python", "the interpreter", machine.find_python),
+            ("torch", "torch, its build and its devices", machine.find_torch),
+            ("packages", "the packages that Phalanx needs", machine.find_packages),
+            ("extras", "the packages that Phalanx can use", machine.find_extras),
+        ),
+        "Machine": (
+            ("system", "the operating system", machine.find_system),
+            ("cores", "the cores that this process may use", machine.find_cores),
+            ("memory", "the memory, in all and available", machine.find_memory),
+            ("open files", "the limit on open files", machine.find_open_files),
+            ("other limits", "other limits on a process", machine.find_other_limits),
+            ("shared memory", "the room in /dev/shm", machine.find_room_in_shared_memory),
+            ("temporary files", "the room in TMPDIR", machine.find_temporary_files),
+            ("processes", "the time a process takes to start", machine.find_start_of_processes),
+            ("clock", "the date, and the clock of timeouts", machine.find_clock),
+        ),
+        "Environment": (
+            ("launcher", "what a launcher has set", machine.find_launcher),
+            ("token", "the job's token", machine.find_token),
+            ("threads", "OMP_NUM_THREADS", machine.find_threads),
+            ("all that matter", "every variable that matters", machine.find_variables),
+        ),
+        "Network": (
+            ("host name", "the addresses of this host's name", machine.find_host_name),
+            ("loopback", "a connection to 127.0.0.1", machine.find_loopback),
+            ("IPv6", "a connection to ::1", machine.find_ipv6),
+            ("route", "the address for other hosts", machine.find_route),
+            ("ports", "the ports that the system gives away", machine.find_ports),
+        ),
+        "Memory between processes": (
+            ("shared memory", "memory that two processes share", find_shared_memory),
+        ),
+        "Backends": (
+            *(
+                (name, f"two ranks with the backend {name}", partial(try_backend, name))
+                for name in sorted(BACKENDS)
+                if name != "auto"  # which is one of the others
+            ),
+            ("process groups", "what torch.distributed has", find_process_groups),
+        ),
+    }
+)
+CHECKS: Sequence[Check] = tuple(
+    Check(section, *row) for section, rows in _SECTIONS.items() for row in rows
+)
