@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
+from phalanx.errors import DistributedError
+from phalanx.parallel.averaging import (
+    AllReduceAveraging,
+    CompressedAveraging,
+    GradientAveraging,
+)
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import (
@@ -32,10 +37,10 @@ from phalanx.parallel.guards import (
     FiniteCheck,
     Skip,
     check_same_model,
-    hint,
+    explain,
 )
 from phalanx.parallel.reducer import Reducer, inside_backward
-from phalanx.parallel.uneven import Join, Turn, check_joinable, weigh
+from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper
 
 BUCKET_SIZE = 25 << 20
@@ -123,7 +128,7 @@ class DDP(Wrapper):
         }
         check_same_model(module, backend, options)
         self.broadcast_parameters()
-        self._complete = False  # nobody has looked yet
+        self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
         trained = {p: name for name, p in named.items() if p.requires_grad}
         self.compression = deepcopy(compression)
@@ -142,48 +147,53 @@ class DDP(Wrapper):
             else None,
         )
 
-    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
+    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> GradientAveraging:
         if self.compression is None:
-            return AllReduced(self.backend)
+            return AllReduceAveraging(self.backend)
         for parameter, name in trained.items():
             check_floating(parameter, f"rank {self.backend.rank}: DDP: {name}: {self.compression}")
-        return Compressed(self.compression, trained, self.backend)
+        return CompressedAveraging(self.compression, trained, self.backend)
 
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._reducer.begin_forward()
-        if self.training and not inside_backward():
-            self._begin_together()
+        recomputed = inside_backward()  # by activation checkpointing: nothing begins then
+        if not recomputed:
+            self._reducer.begin_forward()
+            if self.training:
+                self._begin_training_forward()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._reducer.watch(outputs)
+            self._reducer.watch(outputs, recomputed=recomputed)
         return outputs
 
-    def _begin_together(self) -> None:
-        """What a forward pass in training begins with, on all ranks."""
+    def _begin_training_forward(self) -> None:
         if not self._complete:
             self._reducer.check_complete(dict(self.module.named_parameters()))
             self._complete = True  # seen once: to look each time would cost more than it is worth
         join = self._reducer.join
-        sends = self.broadcast_buffers and self._reducer.synchronize and self._has_buffers()
+        sends = (
+            self.broadcast_buffers
+            and self._reducer.synchronize
+            and next(self.module.buffers(), None) is not None
+        )
         if join is not None and (sends or join.throws):
-            join.call(Turn.FORWARD)
+            join.exchange(JoinPhase.FORWARD)
         if sends:
             self._broadcast_buffers()
-
-    def _has_buffers(self) -> bool:
-        return next(self.module.buffers(), None) is not None
 
     def _broadcast_buffers(self) -> None:
         join = self._reducer.join
         # As .data: a buffer of batch norm that an earlier forward pass has saved for its
         # backward is not used there, and need not count as changed.
         buffers = [buffer.data for buffer in self.module.buffers()]
-        with hint(UNANSWERED if self._reducer.unanswered else BEGINNING):
-            root = join.leader if join is not None else 0
+        root = join.leader if join is not None else 0
+        try:
             broadcast_all_(buffers, self.backend, root, label="DDP's buffers, at a forward pass")
+        except DistributedError as error:
+            explain(error, UNANSWERED if self._reducer.unanswered else BEGINNING)
+            raise
 
     def own_state(self) -> dict[str, Tensor]:
         """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`."""
@@ -231,7 +241,7 @@ class DDP(Wrapper):
         each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
         ValueError unless `samples` is finite and not negative.
         """
-        return weigh(loss, samples, self._reducer, self.backend)
+        return self._reducer.weighting.scale(loss, samples, self._reducer.join)
 
     @contextmanager
     def join(
@@ -287,13 +297,12 @@ class DDP(Wrapper):
         self.broadcast_parameters(join.leader)
 
     def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
-        """Do what they wait for, until nobody has a batch."""
-        self._reducer.begin_forward()  # or a backward pass that failed here would lie in the way
-        while (turn := join.call(Turn.OVER).turn) is not Turn.OVER:
-            if turn is Turn.FORWARD:
+        self._reducer.begin_forward()  # forgets a backward pass that failed here
+        while (phase := join.exchange(JoinPhase.OVER).phase) is not JoinPhase.OVER:
+            if phase is JoinPhase.FORWARD:
                 self._broadcast_buffers()
-            elif turn in (Turn.BACKWARD, Turn.CATCHING_UP):
-                self._reducer.answer(turn)
+            elif phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
+                self._reducer.answer(phase)
                 if step is not None:
                     step()
 
