@@ -138,14 +138,7 @@ def load_own(
     are states of different numbers of ranks, and what `check_intact` does; the compressor is as
     before then.
     """
-    states: dict[int, dict[str, Tensor]] = {}
-    layouts = set()
-    for key, value in state.items():
-        match = _KEY.fullmatch(key)
-        if match is not None:
-            rank, copies, shards, name = match.groups()
-            states.setdefault(int(rank), {})[name] = value
-            layouts.add((int(copies), int(shards or 1)))
+    states, layouts = _states_in(state)
     if not states:
         return
     if compressor is None:
@@ -182,6 +175,19 @@ def load_own(
     else:
         own = saved.share_of(backend, sharding, sizes_of)
     compressor.load_state_dict(own)
+
+
+def _states_in(state: Mapping[str, Any]) -> tuple[States, set[tuple[int, int]]]:
+    """The compressors' states in a dict, and of how many copies and shards they are."""
+    states: dict[int, dict[str, Tensor]] = {}
+    layouts = set()
+    for key, value in state.items():
+        match = _KEY.fullmatch(key)
+        if match is not None:
+            rank, copies, shards, name = match.groups()
+            states.setdefault(int(rank), {})[name] = value
+            layouts.add((int(copies), int(shards or 1)))
+    return states, layouts
 
 
 class SavedStates(NamedTuple):
