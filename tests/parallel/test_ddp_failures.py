@@ -13,7 +13,7 @@ from ddp_runs import (
     assert_close,
     assert_same_bits,
     gradients,
-    mean_of,
+    naive_gradients,
     outcome_of,
     values,
 )
@@ -95,12 +95,10 @@ def test_training_goes_on_after_a_pass_that_failed_on_every_rank(
         backward(ddp, 0)
         return len(watched.sizes())
 
-    plain = [seeded(Fragile) for _ in range(3)]
-    for rank, model in enumerate(plain):
-        backward(model, 20 + rank)
+    expected = naive_gradients(lambda: seeded(Fragile), 3, lambda m, rank: backward(m, 20 + rank))
     messages = simulate(undisturbed, 3)[0]
     for found, sent, _ in simulate(run, 3):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
         assert sent == messages
 
 
@@ -115,11 +113,9 @@ def test_a_pass_that_failed_may_be_retried_without_another_forward_pass():
         loss.backward()
         return gradients(ddp)
 
-    plain = [seeded(Fragile) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        backward(model, rank)
+    expected = naive_gradients(lambda: seeded(Fragile), 2, backward)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 def test_parameters_stay_equal_after_passes_that_failed():
