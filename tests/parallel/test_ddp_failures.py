@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from ddp_models import noise, seeded
+from ddp_models import Fails, noise, seeded
 from ddp_runs import (
     Gradients,
     Watched,
@@ -20,18 +18,6 @@ from ddp_runs import (
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, DesyncError, UnsupportedOperationError, simulate
-
-
-class Fails(torch.autograd.Function):
-    """Nothing in forward, an error in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("a bad batch")
 
 
 class Fragile(nn.Module):
