@@ -61,10 +61,10 @@ class DDP(Wrapper):
                    message. Without it, such a parameter is an error that names it
     skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
                    ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
-                   names the ranks and their first such parameters; `skipped_steps` and `last_skip`
-                   tell, too. What `no_sync` accumulated before is dropped with it. Costs one look
-                   at each bucket before it is averaged and one after, and a message of 8 bytes.
-                   Not together with torch's GradScaler, which looks by itself, at averages
+                   names the ranks and their first such parameters; so do `skipped_steps` and
+                   `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
+                   each bucket once before it is averaged and once after, and a message of 8 bytes.
+                   Not together with torch's GradScaler, which checks the averages by itself
     check_replicas_every    after each such number of averaging backward passes, a hash of all
                    parameters is compared over the ranks: `DesyncError`, on every rank, names the
                    first one that differs and the ranks in the minority. 0: never. Costs reading
@@ -79,14 +79,14 @@ class DDP(Wrapper):
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
-    With `compression` buckets are averaged by a copy of that compressor, `.compression`: as they
-    are when a pass ends, so gradients of several passes are to be added up under `no_sync`. What it
-    remembers of each gradient (what error feedback has left over) stays as it was if a pass fails,
-    if its step is skipped, or if the averages are not finite; it counts like a gradient in every
-    other way, and follows from a rank that has no batch left. With a scaled loss (torch's
-    GradScaler) it has that scale: call `.compression.scale_` when that changes. `state_dict` has
-    this rank's, too, under keys of its own (`own_state`), which `load_state_dict` of a DDP takes,
-    and that of a plain module only with `strict=False`; `.module.state_dict()` is without them.
+    With `compression` buckets are averaged by a copy of that compressor, `.compression`, at the end
+    of each pass: add up the gradients of several passes under `no_sync`. What it remembers of each
+    gradient (what error feedback has left over) stays as it was if a pass fails, if its step is
+    skipped, or if the averages are not finite. Else it counts like a gradient: a rank that has no
+    batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale: call
+    `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys of
+    its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module only
+    with `strict=False`; `.module.state_dict()` is without them.
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
@@ -262,9 +262,9 @@ class DDP(Wrapper):
                     loss_of(ddp(x), y).backward()
                     step()
 
-        A rank that leaves the block answers those that have not, with zeros, until all have: that
-        is, it waits, and its `.grad`s become theirs. In the end parameters and buffers are those
-        of a rank that trained to the last.
+        A rank that leaves the block answers those that have not, with zeros, until all have: it
+        blocks, and its `.grad`s become theirs. In the end parameters and buffers are those of a
+        rank that trained to the last.
 
         step        called on a rank that waits, after each backward pass of the others, so that its
             optimizer and schedule stay those of the others. Leave it out only if they hold no state

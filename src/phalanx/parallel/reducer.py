@@ -189,7 +189,7 @@ class Reducer:
                 UnsupportedOperationError,
             )
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            view.copy_(grad)
+            view.copy_(grad.detach())  # which has a graph after backward(create_graph=True)
         parameter.grad = view
         self._filling = True
         bucket.pending.discard(parameter)
@@ -338,7 +338,6 @@ class _GradientHook:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = weakref.ref(reducer)
 
-    @torch.no_grad()
     def __call__(self, parameter: nn.Parameter) -> None:
         reducer = self.reducer()
         if reducer is not None:
