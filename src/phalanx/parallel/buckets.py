@@ -17,7 +17,7 @@ from phalanx.collectives.request import in_place, memory_for
 from phalanx.collectives.resolve import start
 from phalanx.core.backend import Backend
 
-MESSAGE = 25 << 20  # bytes
+MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
 
 
 class Bucket:

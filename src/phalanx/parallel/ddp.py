@@ -28,7 +28,7 @@ from phalanx.parallel.averaging import (
     CompressedAveraging,
     GradientAveraging,
 )
-from phalanx.parallel.buckets import broadcast_all_
+from phalanx.parallel.buckets import MESSAGE, broadcast_all_
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import (
     BEGINNING,
@@ -42,8 +42,6 @@ from phalanx.parallel.guards import (
 from phalanx.parallel.reducer import Reducer, inside_backward
 from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper
-
-BUCKET_SIZE = 25 << 20
 
 
 class DDP(Wrapper):
@@ -79,14 +77,14 @@ class DDP(Wrapper):
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
-    With `compression` buckets are averaged by a copy of that compressor, `.compression`, at the end
-    of each pass: add up the gradients of several passes under `no_sync`. What it remembers of each
-    gradient (what error feedback has left over) stays as it was if a pass fails, if its step is
-    skipped, or if the averages are not finite. Else it counts like a gradient: a rank that has no
-    batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale: call
-    `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys of
-    its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module only
-    with `strict=False`; `.module.state_dict()` is without them.
+    With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
+    are at the end of a pass: add up gradients of several passes under `no_sync`. What it remembers
+    of each gradient (what error feedback has left over) stays as it was if a pass fails, if its
+    step is skipped, or if the averages are not finite. Else it counts like a gradient: a rank that
+    has no batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale:
+    call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys
+    of its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module
+    only with `strict=False`; `.module.state_dict()` is without them.
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
@@ -100,7 +98,7 @@ class DDP(Wrapper):
         module: nn.Module,
         backend: Backend,
         *,
-        bucket_size: int = BUCKET_SIZE,
+        bucket_size: int = MESSAGE,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         skip_nonfinite: bool = False,
