@@ -4,8 +4,8 @@
     compression@2/2x4.residual.0-9.layer.weight    of elements 0:9, rank 2 of 2 x 4: gradients are
                                                    sharded over 4 ranks, then averaged over 2
 
-Every rank has another state, so each key says whose it is: the states of all ranks can be joined,
-one that is missing is noticed, and none is taken for another rank's.
+Every rank has another state, so each key names its rank: the states of all ranks can be joined, one
+that is missing is noticed, and none is taken for another rank's.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from phalanx.errors import SizeMismatchError
 log = logging.getLogger("phalanx")
 
 States = Mapping[int, Mapping[str, Tensor]]
-"""States of compressors, by the rank whose they were."""
+"""States of compressors, by rank."""
 
 # ------------------------------------------------------------------------------
-# Keys of a state dict that say whose they are.
+# Keys of a state dict that name their rank.
 
 _KEY = re.compile(r"compression@(\d{1,6})/(\d{1,6})(?:x(\d{1,6}))?\.(.*)", re.DOTALL)
 _OWN_KEY = re.compile(r"\w+@(\d{1,6}/\d{1,6}(?:x\d{1,6})?|all)\..*", re.DOTALL)
-"""No job has more ranks; a key that says so makes nobody count to there."""
+"""No job has more than six digits of ranks; a damaged key costs no loop over more."""
 
 
 class GradientSharding(NamedTuple):
@@ -75,15 +75,14 @@ UNSHARDED = GradientSharding(1, frozenset())
 def own_state(
     compressor: Compressor, backend: Backend, sharding: GradientSharding = UNSHARDED
 ) -> dict[str, Tensor]:
-    """The compressor's state on this rank, and whose it is."""
+    """The compressor's state on this rank, under keys that name the rank."""
     prefix = f"compression@{sharding.rank_in_keys(backend)}."
     return {prefix + key: value for key, value in compressor.state_dict().items()}
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a key of a state dict says whose it is: of a compressor's state, or of another that
-    parameters are not part of. `<what>@<rank>/<ranks>.<key>`, or `<what>@all.<key>`: the same on
-    every rank.
+    """Whether a key of a state dict names its rank: `<what>@<rank>/<ranks>.<key>`, or
+    `<what>@all.<key>` for what is the same on every rank. Keys of parameters do not.
     """
     return _OWN_KEY.fullmatch(key) is not None
 
@@ -95,12 +94,12 @@ def needed(
     many ranks, and gradients sharded alike; else every one.
     """
     listed, mine = list(keys), sharding.rank_in_keys(backend)
-    whose = {key: match[1] for key in listed if (match := _OWN_KEY.fullmatch(key))}
-    own = [key for key in listed if whose.get(key) == mine]
+    owner = {key: match[1] for key in listed if (match := _OWN_KEY.fullmatch(key))}
+    own = [key for key in listed if owner.get(key) == mine]
     residual = f"compression@{mine}.{RESIDUAL}"
     if not own or not sharding.has(k.removeprefix(residual) for k in own if k.startswith(residual)):
         return listed
-    return [key for key in listed if whose.get(key) in (mine, "all")]
+    return [key for key in listed if owner.get(key) in (mine, "all")]
 
 
 def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -260,20 +259,20 @@ def check_intact(
     """
     rank = backend.rank
     sizes = dict(sizes_of) if sizes_of is not None else {}
-    for whose, state in states.items():
+    for owner, state in states.items():
         for key, value in state.items():
             if not isinstance(value, Tensor):
-                _refuse(rank, whose, key, f"is a {type(value).__name__}, not a tensor")
+                _refuse(rank, owner, key, f"is a {type(value).__name__}, not a tensor")
         for name, left in under(RESIDUAL, state).items():
             if not left.is_floating_point() or left.dim() != 1 or not is_finite(left):
-                _refuse(rank, whose, RESIDUAL + name, "is no row of finite numbers")
+                _refuse(rank, owner, RESIDUAL + name, "is no row of finite numbers")
             if sizes_of is None:
                 sizes.setdefault(name, left.numel())
             _check_size(name, left.numel(), sizes, rank)
-    for whose, state in states.items():
+    for owner, state in states.items():
         for key, left in under(OWNED, state).items():
             if not _is_slice(key, left, sizes):
-                _refuse(rank, whose, OWNED + key, "is no part of a gradient that is there")
+                _refuse(rank, owner, OWNED + key, "is no part of a gradient that is there")
 
 
 def _check_size(name: str, count: int, sizes: Mapping[str, int], rank: int) -> None:
@@ -295,7 +294,7 @@ def _is_slice(key: str, left: Tensor, sizes: Mapping[str, int]) -> bool:
     return fits and left.is_floating_point() and is_finite(left)
 
 
-def _refuse(rank: int, whose: int, key: str, problem: str) -> NoReturn:
+def _refuse(rank: int, owner: int, key: str, problem: str) -> NoReturn:
     raise ValueError(
-        f"rank {rank}: the state dict is damaged: {key!r}, of rank {whose}'s compressor, {problem}"
+        f"rank {rank}: the state dict is damaged: {key!r}, of rank {owner}'s compressor, {problem}"
     )

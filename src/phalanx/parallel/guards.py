@@ -177,7 +177,7 @@ class FiniteCheck:
 
 
 # ------------------------------------------------------------------------------
-# Every k-th pass: are the ranks' parameters still the same bits, and whose are not?
+# Every k-th pass: are the ranks' parameters still the same bits, and which ranks' are not?
 
 
 class DriftCheck:
@@ -246,7 +246,7 @@ class DriftCheck:
 
 
 # ------------------------------------------------------------------------------
-# When ranks diverge: the likely cause, in the words of who wraps the module.
+# When ranks diverge: the likely cause, in the words of the wrapper.
 
 _ANOTHER = (
     "another one does something else: its batches ran out (see DDP.join), a backward pass of it "

@@ -54,7 +54,7 @@ def claim(parameter: nn.Parameter, owner: Owner) -> None:
 
 
 def release(parameter: nn.Parameter) -> None:
-    """From now on tell nobody."""
+    """From now on tell no owner."""
     if hasattr(parameter, _ATTRIBUTE):
         delattr(parameter, _ATTRIBUTE)
 

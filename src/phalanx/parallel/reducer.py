@@ -72,8 +72,12 @@ class Reducer:
         self._filling = False  # some gradient is in a bucket and not averaged
         self._started: list[Any] = []  # handles of the averages of the first buckets
         self._pass = 0  # so that buckets of different passes are not taken for each other
+        self._check_alone()
         self._make_buckets(self._trained[::-1])
-        self._watch_parameters()
+        hook = _GradientHook(self)
+        for parameter in self._trained:
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> None:
         self._buckets = [
@@ -82,7 +86,7 @@ class Reducer:
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def _watch_parameters(self) -> None:
+    def _check_alone(self) -> None:
         for parameter, name in self._names.items():
             for other in (parameter._post_accumulate_grad_hooks or {}).values():
                 if isinstance(other, _GradientHook) and other.reducer() is not None:
@@ -93,15 +97,11 @@ class Reducer:
                         rank=rank,
                         op="DDP",
                     )
-        hook = _GradientHook(self)
-        for parameter in self._trained:
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
 
     # Forward passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin anew: a backward pass that an error cut short is forgotten."""
+        """Begin anew: forget a backward pass that an error cut short."""
         self._callback_queued = self._open = self.weighting.zero = False
         if not self._filling:
             return
@@ -119,8 +119,10 @@ class Reducer:
     def watch(self, outputs: Any, *, recomputed: bool) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
 
-        Queued from here, the callback belongs to the outermost backward pass, also when activation
-        checkpointing runs others inside it; `recomputed` says that this pass is one of those.
+        A hook on the outputs queues the callback, so that it belongs to the outermost backward
+        pass, also when activation checkpointing runs others inside it.
+
+        recomputed   whether this forward pass is one that a checkpoint runs again
         """
         attached = False
         for leaf in pytree.tree_leaves(outputs):
@@ -220,7 +222,7 @@ class Reducer:
 
     @torch.no_grad()
     def answer(self, phase: JoinPhase) -> None:
-        """Average with the ranks that have a batch, without one; the result is here, too."""
+        """Average zeros with the gradients of the ranks that have a batch, into `.grad`."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             for parameter, view in bucket.views.items():
@@ -257,7 +259,7 @@ class Reducer:
         self._average(set(unused))
 
     def _average(self, unused: set[nn.Parameter]) -> None:
-        """All gradients are in: what is to be done together with the other ranks, in order."""
+        """All gradients are in their buckets: wait for the averages, and agree on what counts."""
         world, join = self._backend.world_size, self.join
         try:
             self._finish_buckets(world / join.divisor if join is not None else 1)
@@ -290,8 +292,8 @@ class Reducer:
                 bucket.flat.mul_(scale)
 
     def _drop_unused(self, unused: set[nn.Parameter]) -> None:
-        """Gradients of parameters that no rank has used stay None, as in one process; unless some
-        of an earlier one comes only now (see compression).
+        """Gradients of parameters that no rank has used stay None, as in one process; unless error
+        feedback sends now what it had left over of an earlier one.
         """
         used = torch.tensor([p not in unused for p in self._trained], dtype=torch.int32)
         all_reduce_(used, self._backend, ReduceOp.MAX)
