@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,18 @@ class Branches(nn.Module):
         hidden = torch.tanh(self.trunk(x))
         outputs = [getattr(self, name)(hidden) for name in names]
         return torch.stack(outputs).sum(0) if outputs else hidden
+
+
+class Fails(torch.autograd.Function):
+    """Nothing in forward, an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("a bad batch")
 
 
 def mlp(seed: int = 0) -> nn.Module:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import Backend, TcpBackend
+from phalanx import Backend, TcpBackend, simulate
+from phalanx.parallel.naive_ddp import NaiveDDP
 
 HANGS_AFTER = 60.0  # seconds
 Gradients = dict[str, "Tensor | None"]
@@ -42,6 +43,22 @@ def mean_of(per_rank: list[Gradients]) -> Gradients:
         known = [grads[name] for grads in per_rank if grads[name] is not None]
         mean[name] = torch.stack(known).sum(0) / len(per_rank) if known else None
     return mean
+
+
+def naive_gradients(
+    build: Callable[[], nn.Module], world_size: int, step: Callable[[nn.Module, int], object]
+) -> Gradients:
+    """The oracle: the gradients of a naive DDP, after `step(model, rank)` on every rank."""
+
+    def run(backend: Backend) -> Gradients:
+        naive = NaiveDDP(build(), backend)
+        step(naive, backend.rank)
+        naive.average_gradients()
+        return gradients(naive.module)
+
+    ranks = list(simulate(run, world_size))
+    assert_same_bits(ranks)
+    return ranks[0]
 
 
 def assert_close(found: Gradients, expected: Gradients, **tolerance: float) -> None:

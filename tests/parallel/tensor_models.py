@@ -107,6 +107,21 @@ def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def trained_plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rows: int = 4
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps of one process, and the parameters afterwards."""
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(rows, seed=step)
+        loss = plain_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
 def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
     """All gradients as the plain model has them: what `full_state_dict` gives for them."""
     values = {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ddp_models import Branches, DefinedBackwards, mlp, noise, seeded
@@ -11,7 +13,7 @@ from ddp_runs import (
     assert_close,
     assert_same_bits,
     gradients,
-    mean_of,
+    naive_gradients,
     outcome_of,
 )
 from torch import nn
@@ -27,11 +29,12 @@ def backward(model: nn.Module, seed: int) -> None:
 
 def mean_of_sums(build, seeds: list[list[int]]) -> Gradients:
     """The mean over ranks of the sums of gradients of each rank's micro-batches."""
-    models = [build() for _ in seeds]
-    for model, own in zip(models, seeds, strict=True):
-        for seed in own:
+
+    def accumulate(model: nn.Module, rank: int) -> None:
+        for seed in seeds[rank]:
             backward(model, seed)
-    return mean_of([gradients(model) for model in models])
+
+    return naive_gradients(build, len(seeds), accumulate)
 
 
 def micro_batches(rank: int, step: int, count: int) -> list[int]:
@@ -176,13 +179,16 @@ def test_gradients_that_only_some_micro_batches_reach_are_averaged_too():
             found.append(gradients(ddp))
         return found
 
+    def both(model: nn.Module, rank: int, turn: int) -> None:
+        step(model, rank, 2 * turn)
+        step(model, rank, 2 * turn + 1)
+
+    expected = [
+        naive_gradients(lambda: seeded(Branches), 3, partial(both, turn=turn)) for turn in range(3)
+    ]
     for found in simulate(run, 3):
-        for turn in range(3):
-            plain = [seeded(Branches) for _ in range(3)]
-            for rank, model in enumerate(plain):
-                step(model, rank, 2 * turn)
-                step(model, rank, 2 * turn + 1)
-            assert_close(found[turn], mean_of([gradients(model) for model in plain]))
+        for each, wanted in zip(found, expected, strict=True):
+            assert_close(each, wanted)
 
 
 def test_micro_batches_may_reach_different_branches_on_different_ranks():
@@ -200,11 +206,9 @@ def test_micro_batches_may_reach_different_branches_on_different_ranks():
             last()
         return gradients(ddp)
 
-    plain = [seeded(Branches) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        step(model, rank)()
+    expected = naive_gradients(lambda: seeded(Branches), 2, lambda model, rank: step(model, rank)())
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 def test_a_pass_that_reaches_less_on_one_rank_is_right_if_accumulated_gradients_are_there():
@@ -225,12 +229,13 @@ def test_a_pass_that_reaches_less_on_one_rank_is_right_if_accumulated_gradients_
             step(ddp, backend.rank, last(backend.rank))
         return gradients(ddp)
 
-    plain = [seeded(Branches) for _ in range(2)]
-    for rank, model in enumerate(plain):
+    def both(model: nn.Module, rank: int) -> None:
         step(model, rank, ["left", "right"])
         step(model, rank, last(rank))
+
+    expected = naive_gradients(lambda: seeded(Branches), 2, both)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 def test_sync_gradients_names_parameters_that_no_micro_batch_reached():

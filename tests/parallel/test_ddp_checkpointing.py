@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_models import noise, seeded
-from ddp_runs import Gradients, assert_close, assert_same_bits, gradients, mean_of, outcome_of
+from ddp_runs import (
+    Gradients,
+    assert_close,
+    assert_same_bits,
+    gradients,
+    naive_gradients,
+    outcome_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +59,14 @@ def loss(model: nn.Module, seed: int) -> Tensor:
     return model(noise(4, 6, seed=seed).requires_grad_()).pow(2).sum()
 
 
+def without_checkpoints(kind: type[nn.Module], world_size: int, *seeds: int) -> Gradients:
+    def step(model: nn.Module, rank: int) -> None:
+        for seed in seeds:
+            loss(model, seed + rank).backward()
+
+    return naive_gradients(lambda: seeded(lambda: kind(False)), world_size, step)
+
+
 @pytest.mark.parametrize("bucket_size", [1, 150, 1 << 20])
 @REENTRANT
 def test_gradients_are_those_without_checkpoints(reentrant: bool, bucket_size: int):
@@ -62,12 +77,9 @@ def test_gradients_are_those_without_checkpoints(reentrant: bool, bucket_size: i
             loss(ddp, 10 * number + backend.rank).backward()
         return gradients(ddp)
 
-    plain = [seeded(lambda: Checkpointed(False)) for _ in range(3)]
-    for rank, model in enumerate(plain):
-        loss(model, 20 + rank).backward()
     ranks = list(simulate(run, 3))
     assert_same_bits(ranks)
-    assert_close(ranks[0], mean_of([gradients(model) for model in plain]))
+    assert_close(ranks[0], without_checkpoints(Checkpointed, 3, 20))
 
 
 @REENTRANT
@@ -81,12 +93,9 @@ def test_accumulation_works_with_checkpoints(reentrant: bool):
             loss(ddp, backend.rank + 10).backward()
         return gradients(ddp)
 
-    plain = [seeded(lambda: Checkpointed(False)) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        loss(model, rank).backward()
-        loss(model, rank + 10).backward()
+    expected = without_checkpoints(Checkpointed, 2, 0, 10)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
@@ -105,16 +114,14 @@ def test_a_layer_in_two_checkpoints_is_averaged_whole_or_refused(reentrant, buck
                 return error
         return gradients(ddp)
 
-    plain = [seeded(lambda: Recurrent(False)) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        loss(model, 20 + rank).backward()
+    expected = without_checkpoints(Recurrent, 2, 20)
     for found in simulate(run, 2):
         if isinstance(found, BaseException):
             assert reentrant
             assert isinstance(found, MisuseError)
             assert "layer." in str(found)
         else:
-            assert_close(found, mean_of([gradients(model) for model in plain]))
+            assert_close(found, expected)
 
 
 @REENTRANT
@@ -130,11 +137,9 @@ def test_the_whole_ddp_may_be_checkpointed(reentrant: bool):
             whole(ddp, 10 * number + backend.rank).backward()
         return gradients(ddp)
 
-    plain = [seeded(lambda: Checkpointed(False)) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        loss(model, 20 + rank).backward()
+    expected = without_checkpoints(Checkpointed, 2, 20)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 @REENTRANT
@@ -151,8 +156,6 @@ def test_outputs_in_a_container_of_the_user_s_own_work_with_checkpoints(reentran
             ddp(x)[0].pow(2).sum().backward()
         return gradients(ddp)
 
-    plain = [seeded(lambda: Checkpointed(False)) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        loss(model, 10 + rank).backward()
+    expected = without_checkpoints(Checkpointed, 2, 10)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from ddp_models import noise, seeded
+from ddp_models import Fails, noise, seeded
 from ddp_runs import (
     Gradients,
     Watched,
     assert_close,
     assert_same_bits,
     gradients,
-    mean_of,
+    naive_gradients,
     outcome_of,
     values,
 )
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, DesyncError, UnsupportedOperationError, simulate
-
-
-class Fails(torch.autograd.Function):
-    """Nothing in forward, an error in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("a bad batch")
 
 
 class Fragile(nn.Module):
@@ -95,12 +81,10 @@ def test_training_goes_on_after_a_pass_that_failed_on_every_rank(
         backward(ddp, 0)
         return len(watched.sizes())
 
-    plain = [seeded(Fragile) for _ in range(3)]
-    for rank, model in enumerate(plain):
-        backward(model, 20 + rank)
+    expected = naive_gradients(lambda: seeded(Fragile), 3, lambda m, rank: backward(m, 20 + rank))
     messages = simulate(undisturbed, 3)[0]
     for found, sent, _ in simulate(run, 3):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
         assert sent == messages
 
 
@@ -115,11 +99,9 @@ def test_a_pass_that_failed_may_be_retried_without_another_forward_pass():
         loss.backward()
         return gradients(ddp)
 
-    plain = [seeded(Fragile) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        backward(model, rank)
+    expected = naive_gradients(lambda: seeded(Fragile), 2, backward)
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(model) for model in plain]))
+        assert_close(found, expected)
 
 
 def test_parameters_stay_equal_after_passes_that_failed():

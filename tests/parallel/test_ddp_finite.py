@@ -169,6 +169,23 @@ def test_a_bad_micro_batch_skips_the_whole_accumulated_step_and_nothing_later(ba
     assert all(grad is not None for grad in found[0].values())
 
 
+def test_what_a_pass_that_failed_has_found_skips_no_later_step():
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def run(backend: Backend) -> int:
+        ddp = DDP(seeded(Poisoned), backend, bucket_size=1, skip_nonfinite=True)
+        handle = ddp.module.layers[0].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            step(ddp, 0, {"layers.2.bias": math.nan} if backend.rank else {})
+        handle.remove()
+        ddp.zero_grad()
+        step(ddp, 1, {})
+        return ddp.skipped_steps
+
+    assert list(simulate(run, 2)) == [0, 0]
+
+
 def test_a_loss_of_no_samples_skips_nothing():
     def run(backend: Backend) -> int:
         ddp = DDP(mlp(), backend, skip_nonfinite=True)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import TASKS, DefinedBackwards, loss_of, mlp, noise, seeded, vectors
-from ddp_runs import Gradients, assert_close, assert_same_bits, gradients, mean_of, rows_of
+from ddp_runs import (
+    Gradients,
+    assert_close,
+    gradients,
+    mean_of,
+    naive_gradients,
+    rows_of,
+)
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, simulate
@@ -16,37 +23,15 @@ from phalanx import DDP, Backend, simulate
 Inputs = Callable[[int], Any]
 
 
-def on_ranks(
-    build: Callable[[], nn.Module],
-    inputs: Inputs,
-    world_size: int = 3,
-    passes: int = 3,
-    **options: Any,
-) -> list[Gradients]:
-    """The gradients of `sum of squared outputs` after some steps, on each rank."""
-
-    def run(backend: Backend) -> Gradients:
-        ddp = DDP(seeded(build), backend, **options)
-        for number in range(passes):
-            ddp.zero_grad()
-            ddp(inputs(backend.rank + 10 * number)).pow(2).sum().backward()
-        return gradients(ddp)
-
-    found = list(simulate(run, world_size))
-    assert_same_bits(found)
-    return found
-
-
 def expected(
     build: Callable[[], nn.Module], inputs: Inputs, world_size: int = 3, passes: int = 3
 ) -> Gradients:
-    """The mean of the gradients that each rank would have by itself."""
-    alone = []
-    for rank in range(world_size):
-        model = seeded(build)
+    """Those of a naive DDP after the last of these steps."""
+
+    def step(model: nn.Module, rank: int) -> None:
         model(inputs(rank + 10 * (passes - 1))).pow(2).sum().backward()
-        alone.append(gradients(model))
-    return mean_of(alone)
+
+    return naive_gradients(lambda: seeded(build), world_size, step)
 
 
 def rows(seed: int) -> Tensor:
@@ -146,11 +131,11 @@ def test_a_loss_may_be_computed_in_a_module_that_returns_tuples_and_dictionaries
         answers["loss"].backward()
         return gradients(ddp)
 
-    model = [seeded(Answers) for _ in range(3)]
-    for rank, each in enumerate(model):
-        each(rows(rank))["loss"].backward()
+    wanted = naive_gradients(
+        lambda: seeded(Answers), 3, lambda model, rank: model(rows(rank))["loss"].backward()
+    )
     for found in simulate(run, 3):
-        assert_close(found, mean_of([gradients(each) for each in model]))
+        assert_close(found, wanted)
 
 
 def test_gradients_of_gradients_can_be_taken():
@@ -161,17 +146,14 @@ def test_gradients_of_gradients_can_be_taken():
         (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         return slope.pow(2).sum()
 
-    plain = [mlp() for _ in range(2)]
-    for rank, each in enumerate(plain):
-        penalty(each, rank).backward()
-
     def run(backend: Backend) -> Gradients:
         ddp = DDP(mlp(), backend, find_unused_parameters=True)
         penalty(ddp, backend.rank).backward()
         return gradients(ddp)
 
+    wanted = naive_gradients(mlp, 2, lambda model, rank: penalty(model, rank).backward())
     for found in simulate(run, 2):
-        assert_close(found, mean_of([gradients(each) for each in plain]))
+        assert_close(found, wanted)
 
 
 def test_gradients_with_respect_to_inputs_only_touch_no_parameter():

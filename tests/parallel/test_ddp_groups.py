@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ddp_models import mlp, noise
-from ddp_runs import Gradients, assert_close, gradients, mean_of
+from ddp_runs import Gradients, assert_close, gradients, naive_gradients
 from torch import nn
 
 from phalanx import DDP, Backend, simulate
@@ -15,10 +15,7 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def expected(ranks: list[int]) -> Gradients:
-    models = [mlp() for _ in ranks]
-    for rank, model in zip(ranks, models, strict=True):
-        backward(model, 10 + rank)
-    return mean_of([gradients(model) for model in models])
+    return naive_gradients(mlp, len(ranks), lambda model, i: backward(model, 10 + ranks[i]))
 
 
 @pytest.mark.parametrize("seed", range(3))

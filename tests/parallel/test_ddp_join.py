@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from clusters import Cluster
-from ddp_models import Branches, DefinedBackwards, loss_of, mlp, noise, seeded, vectors
+from ddp_models import Branches, DefinedBackwards, Fails, loss_of, mlp, noise, seeded, vectors
 from ddp_runs import Watched, assert_close, assert_same_bits, gradients, outcome_of, values
 from torch import Tensor, nn
 
@@ -490,15 +490,6 @@ def test_a_rank_that_does_not_enter_is_told_and_so_are_the_others():
 
 
 def test_a_rank_that_leaves_after_a_backward_pass_that_failed_everywhere_answers():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("a bad batch")
-
     class Fragile(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -14,6 +14,7 @@ from ddp_runs import (
     assert_same_bits,
     gradients,
     mean_of,
+    naive_gradients,
     outcome_of,
     over_tcp,
     rows_of,
@@ -71,13 +72,14 @@ def test_large_gradients_overlap_with_backward_and_stay_equal():
         assert watched.bytes_sent == layers * (300 * 300 + 300) * 4
         return gradients(ddp)
 
-    plain = [seeded(lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(layers))))]
-    plain.append(seeded(lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(layers)))))
-    for rank, model in enumerate(plain):
-        model(noise(8, 300, seed=20 + rank)).pow(2).sum().backward()
+    expected = naive_gradients(
+        lambda: seeded(lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(layers)))),
+        2,
+        lambda model, rank: model(noise(8, 300, seed=20 + rank)).pow(2).sum().backward(),
+    )
     ranks = over_tcp(run, 2)
     assert_same_bits(ranks)
-    assert_close(ranks[0], mean_of([gradients(model) for model in plain]))
+    assert_close(ranks[0], expected)
 
 
 def test_accumulation_and_unused_parameters_work_over_tcp():
@@ -153,9 +155,11 @@ def test_a_model_that_is_wrapped_again_is_averaged_once_over_tcp():
             ddp(noise(4, 300, seed=10 * number + backend.rank)).pow(2).sum().backward()
         return gradients(ddp)
 
-    plain = [seeded(lambda: nn.Linear(300, 300)) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        model(noise(4, 300, seed=40 + rank)).pow(2).sum().backward()
+    expected = naive_gradients(
+        lambda: seeded(lambda: nn.Linear(300, 300)),
+        2,
+        lambda model, rank: model(noise(4, 300, seed=40 + rank)).pow(2).sum().backward(),
+    )
     ranks = over_tcp(run, 2)
     assert_same_bits(ranks)
-    assert_close(ranks[0], mean_of([gradients(model) for model in plain]))
+    assert_close(ranks[0], expected)

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from ddp_models import mlp, noise, seeded
-from ddp_runs import assert_close, assert_same_bits, gradients, mean_of, outcome_of, values
+from ddp_runs import (
+    assert_close,
+    assert_same_bits,
+    gradients,
+    naive_gradients,
+    outcome_of,
+    values,
+)
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, MisuseError, simulate
@@ -93,10 +100,9 @@ def test_gradients_of_every_kind_of_parameter_are_averaged(kind, world_size, buc
     ranks = list(simulate(run, world_size))
     assert_same_bits([start for start, _ in ranks])
     assert_same_bits([found for _, found in ranks])
-    plain = [seeded(KINDS[kind]) for _ in range(world_size)]
-    for rank, model in enumerate(plain):
-        backward(model, 20 + rank)
-    wanted = mean_of([gradients(model) for model in plain])
+    wanted = naive_gradients(
+        lambda: seeded(KINDS[kind]), world_size, lambda model, rank: backward(model, 20 + rank)
+    )
     for name, grad in ranks[0][1].items():
         rounding = {"rtol": 0.05, "atol": 0.5} if "brain" in name else {"rtol": 1e-5, "atol": 1e-6}
         assert_close({name: grad}, {name: wanted[name]}, **rounding)

@@ -14,6 +14,7 @@ from tensor_models import (
     batch,
     plain_loss,
     plan_for,
+    trained_plainly,
     transformer,
 )
 from torch import Tensor, nn
@@ -40,15 +41,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 def alone() -> Outcome:
     model = transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        inputs, targets = batch(4, seed=step)
-        loss = plain_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    return trained_plainly(model, optimizer, steps=STEPS, rows=4)
 
 
 def on_a_mesh(

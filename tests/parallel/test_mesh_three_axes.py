@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ddp_runs import rows_of
-from tensor_models import VOCABULARY, assert_all_close, batch, plain_loss, plan_for, transformer
+from tensor_models import (
+    VOCABULARY,
+    assert_all_close,
+    batch,
+    plan_for,
+    trained_plainly,
+    transformer,
+)
 from torch import Tensor, nn
 
 from phalanx import (
@@ -46,15 +54,28 @@ def plan(sequence_dim: int | None) -> dict[str, Any]:
 def alone() -> tuple[list[float], dict[str, Tensor]]:
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    return trained_plainly(model, optimizer, steps=STEPS, rows=8)
+
+
+def trained_on(
+    mesh: DeviceMesh, pipeline: Pipeline, average: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The mean losses of some steps; `average` is called after each backward pass."""
+    data, tensor = mesh["data"], mesh["tensor"]
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, eps=1e-3)
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return parallel_cross_entropy(logits, targets, tensor, num_classes=VOCABULARY)
+
     losses = []
     for step in range(STEPS):
-        inputs, targets = batch(8, seed=step)
-        loss = plain_loss(model(inputs), targets)
+        inputs, targets = (rows_of(rows, data) for rows in batch(8, seed=step))
         optimizer.zero_grad()
-        loss.backward()
+        loss = pipeline.train_step(inputs, targets, loss_of)
+        average()
         optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+        losses.append(all_reduce(loss, data, ReduceOp.MEAN).item())
+    return losses
 
 
 def test_fsdp_may_be_what_splits_the_batch():
@@ -62,23 +83,9 @@ def test_fsdp_may_be_what_splits_the_batch():
 
     def run(backend: Backend) -> list[float]:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        data, tensor = mesh["data"], mesh["tensor"]
-        model = parallelize(layers(), plan(None), tensor)
-        sharded = [FSDP(layer, data) for layer in model.children()]
-        pipeline = Pipeline(sharded, mesh["stage"], PipelineParallelConfig(2, 2))
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, eps=1e-3)
-
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return parallel_cross_entropy(logits, targets, tensor, num_classes=VOCABULARY)
-
-        found = []
-        for step in range(STEPS):
-            inputs, targets = (rows_of(rows, data) for rows in batch(8, seed=step))
-            optimizer.zero_grad()
-            loss = pipeline.train_step(inputs, targets, loss_of)
-            optimizer.step()
-            found.append(all_reduce(loss, data, ReduceOp.MEAN).item())
-        return found
+        model = parallelize(layers(), plan(None), mesh["tensor"])
+        sharded = [FSDP(layer, mesh["data"]) for layer in model.children()]
+        return trained_on(mesh, Pipeline(sharded, mesh["stage"], PipelineParallelConfig(2, 2)))
 
     for found in simulate(run, 8):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -93,23 +100,15 @@ def test_a_transformer_on_2_x_2_x_2_ranks_trains_as_the_plain_one(
 
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor], list[str]]:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        data, tensor = mesh["data"], mesh["tensor"]
-        model = parallelize(layers(), plan(sequence_dim), tensor)
+        model = parallelize(layers(), plan(sequence_dim), mesh["tensor"])
         assert isinstance(model, nn.Sequential)
         pipeline = Pipeline(model, mesh["stage"], PipelineParallelConfig(2, 2, schedule))
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, eps=1e-3)
 
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return parallel_cross_entropy(logits, targets, tensor, num_classes=VOCABULARY)
+        def average() -> None:
+            gradients = [p.grad for p in pipeline.parameters()]
+            all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
 
-        found = []
-        for step in range(STEPS):
-            inputs, targets = (rows_of(rows, data) for rows in batch(8, seed=step))
-            optimizer.zero_grad()
-            loss = pipeline.train_step(inputs, targets, loss_of)
-            all_reduce_coalesced_([p.grad for p in pipeline.parameters()], data, ReduceOp.MEAN)
-            optimizer.step()
-            found.append(all_reduce(loss, data, ReduceOp.MEAN).item())
+        found = trained_on(mesh, pipeline, average)
         return found, full_state_dict(model), [name for name, _ in pipeline.named_parameters()]
 
     for found, whole, names in simulate(run, 8):

@@ -16,7 +16,7 @@ from phalanx.compression.compressor import Part, check_compressor, check_floatin
 from phalanx.compression.memory import RESIDUAL, Bundle
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, SizeMismatchError, UnsupportedOperationError
-from phalanx.parallel.averaging import Exchange
+from phalanx.parallel.averaging import RequestExecutor
 from phalanx.parallel.compressor_state import load_own, own_state
 
 
@@ -141,7 +141,7 @@ class CompressedAggregator(GradientAggregator):
         check_compressor(compressor, "CompressedAggregator")
         self.backend = backend
         self.compressor = deepcopy(compressor)
-        self._exchange = Exchange(backend)
+        self._exchange = RequestExecutor(backend)
         self._shapes: dict[int, torch.Size] = {}  # of what something may be left over of
 
     @property

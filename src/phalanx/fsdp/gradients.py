@@ -28,8 +28,8 @@ from phalanx.compression.memory import Bundle, owned_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import Flat, Pool, Ranks, begin
-from phalanx.parallel.averaging import Exchange, Under, bytes_of
-from phalanx.parallel.compressor_state import WHOLE, Cut
+from phalanx.parallel.averaging import PendingAverage, RequestExecutor, bytes_of
+from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
 
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
@@ -261,7 +261,7 @@ class Awaited(Protocol):
 class _UnderWay:
     """An average that has begun."""
 
-    def __init__(self, exchange: Exchange, under: Under | None) -> None:
+    def __init__(self, exchange: RequestExecutor, under: PendingAverage | None) -> None:
         self._exchange, self._under = exchange, under
 
     @torch.no_grad()
@@ -284,19 +284,19 @@ class Compression:
         self.group: Backend = ranks.replicas or ranks.shards or ranks.world
         self._shards = ranks.size
         self._part = Part(self.group.rank, self.group.world_size)
-        self._exchange = Exchange(self.group)
+        self._exchange = RequestExecutor(self.group)
 
     @property
     def bytes_sent(self) -> int:
         """By this rank so far, as rings and direct messages send them."""
         return self._exchange.bytes_sent
 
-    def cut(self, flats: Iterable[Flat]) -> Cut:
+    def cut(self, flats: Iterable[Flat]) -> GradientSharding:
         """What of gradients its compressor knows on this rank."""
         if self.scatters or self._shards == 1:
-            return WHOLE
+            return UNSHARDED
         pieces = (key for flat in flats for key, _ in _parts(flat))
-        return Cut(self._shards, frozenset(pieces))
+        return GradientSharding(self._shards, frozenset(pieces))
 
     @torch.no_grad()
     def scatter(self, flat: Flat, full: Tensor, into: Tensor, label: str) -> Awaited:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.fsdp.build import Built
 from phalanx.fsdp.flat_param import Flat
-from phalanx.parallel.compressor_state import WHOLE, Cut, load_own, needed, own_state, without_own
+from phalanx.parallel.compressor_state import (
+    UNSHARDED,
+    GradientSharding,
+    load_own,
+    needed,
+    own_state,
+    without_own,
+)
 from phalanx.parallel.optimizer_hooks import release
 from phalanx.parallel.wrapper import Slice, Wrapper
 
@@ -106,11 +113,11 @@ class Sharded(Wrapper):
         """
         sizes = {name: prod(slice_.shape) for name, slice_ in self.slices().items()}
         compressor = self._compression.compressor if self._compression is not None else None
-        load_own(compressor, state, self.backend, sizes_of=sizes, cut=self._cut)
+        load_own(compressor, state, self.backend, sizes_of=sizes, sharding=self._cut)
 
     @property
-    def _cut(self) -> Cut:
-        return self._compression.cut(self._flats) if self._compression is not None else WHOLE
+    def _cut(self) -> GradientSharding:
+        return self._compression.cut(self._flats) if self._compression is not None else UNSHARDED
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""How buckets are averaged: by all-reduce, or compressed.
+"""Strategies to average gradients over ranks: one all-reduce each, or a compressor's messages.
 
-begin    a bucket is full: do what can be done while backward goes on
-finish   the pass is over: wait for all that has begun; buckets hold averages then
+begin    a bucket is full: start what can be done while backward goes on
+finish   the pass is over: wait for all that has begun; afterwards buckets hold averages
 settle   it is known whether the step counts
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,47 +26,47 @@ from phalanx.compression.compressor import (
     Part,
     Request,
     Rounds,
-    Swap,
     is_finite,
 )
 from phalanx.compression.memory import Bundle
 from phalanx.core.backend import Backend
 
 
-class Gradients(Protocol):
-    """Of some parameters, flat: what is averaged together."""
+class FlatGradients(Protocol):
+    """Gradients of some parameters, one after the other in flat memory."""
 
     parameters: list[nn.Parameter]
     flat: Tensor
 
 
-class Averaging(Protocol):
+class GradientAveraging(Protocol):
     """Averages gradients over the ranks, in place."""
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank so far, as rings and direct messages send them."""
+        """Bytes that this rank has sent so far, as rings and direct messages send them."""
 
-    def begin(self, gradients: Gradients, label: str) -> Any:
+    def begin(self, gradients: FlatGradients, label: str) -> Any:
         """Begin to average with those of that label on the other ranks; a handle for `finish`."""
 
     def finish(self, begun: Sequence[Any]) -> None:
         """Wait for all of them. Raises the first error, after all ended."""
 
-    def settle(self, averaged: Sequence[Gradients], *, skipped: bool) -> None:
+    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
         """The pass is over: these are its averages, and its step counts unless it is skipped."""
 
 
-class AllReduced:
-    """By one all-reduce each, in the background."""
+class AllReduceAveraging:
+    """Averages by one all-reduce each, in the background."""
 
     def __init__(self, backend: Backend) -> None:
         self.bytes_sent = 0
         self._backend = backend
 
-    def begin(self, gradients: Gradients, label: str) -> PendingCollective[Tensor]:
+    def begin(self, gradients: FlatGradients, label: str) -> PendingCollective[Tensor]:
         """Start the all-reduce."""
-        self.bytes_sent += bytes_of(Mean(gradients.flat), self._backend.world_size)
+        ranks = self._backend.world_size
+        self.bytes_sent += 2 * (ranks - 1) * gradients.flat.nbytes // ranks
         return start(
             in_place("all_reduce", gradients.flat, op=ReduceOp.MEAN),
             self._backend,
@@ -86,17 +85,17 @@ class AllReduced:
         if problem is not None:
             raise problem
 
-    def settle(self, averaged: Sequence[Gradients], *, skipped: bool) -> None:
-        """Nothing is remembered."""
+    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
+        """Nothing depends on whether the step counts."""
 
 
-class Compressed:
-    """By a compressor, which knows each gradient by its parameter's name.
+class CompressedAveraging:
+    """Averages by a compressor, which knows each gradient by its parameter's name.
 
-    What it computes before its first message it does when the bucket is full, inside of backward;
-    the rest at the end, all buckets' messages of a round together.
+    The compressor's arithmetic before its first message runs when the bucket is full, inside of
+    backward; the rest runs at the end, all buckets' messages of a round together.
 
-    feedback   is told what the compressor leaves out, unless that keeps it by itself
+    feedback   is told what the compressor leaves out, unless the compressor keeps that itself
     """
 
     def __init__(
@@ -110,35 +109,35 @@ class Compressed:
         self.compressor = compressor
         self._feedback = feedback
         self._names = names
-        self._exchange = Exchange(backend)
+        self._executor = RequestExecutor(backend)
         self._part = Part(backend.rank, backend.world_size)
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank so far."""
-        return self._exchange.bytes_sent
+        """Bytes that this rank has sent so far."""
+        return self._executor.bytes_sent
 
     @torch.no_grad()
-    def begin(self, gradients: Gradients, label: str) -> Any:
-        """Compress, and start the first exchange."""
+    def begin(self, gradients: FlatGradients, label: str) -> PendingAverage | None:
+        """Compress, and start the first request."""
         bundle = Bundle(
             gradients.flat,
             [self._names[parameter] for parameter in gradients.parameters],
             [parameter.shape for parameter in gradients.parameters],
         )
         rounds = self.compressor.average_(bundle, self._part, self._feedback)
-        return self._exchange.begin(rounds, label)
+        return self._executor.begin(rounds, label)
 
     @torch.no_grad()
-    def finish(self, begun: Sequence[Any]) -> None:
-        """Carry out all that is left."""
+    def finish(self, begun: Sequence[PendingAverage | None]) -> None:
+        """Execute all requests that are left."""
         try:
-            self._exchange.finish(begun)
+            self._executor.finish(begun)
         except BaseException:
             self.compressor.rollback()
             raise
 
-    def settle(self, averaged: Sequence[Gradients], *, skipped: bool) -> None:
+    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
         """A step that is skipped leaves the compressor's state as it was. So does one whose
         averages are not finite, on every rank alike: a gradient scaler skips it.
         """
@@ -149,43 +148,42 @@ class Compressed:
 
 
 # ------------------------------------------------------------------------------
-# Requests of a compressor, carried out by a backend's collectives.
-#
-# begin   one request, in the background: for who has something else to do meanwhile
-# finish  all requests of some averages, whose first ones have begun: round after round, each of
-#         all averages, so that their messages overlap, and in the same order on every rank
+# A compressor's requests, executed by a backend's collectives.
 
 
-class Under(NamedTuple):
-    """An average that is under way: its rounds, and the collective that it waits for."""
+class PendingAverage(NamedTuple):
+    """An average that is under way: its rounds, and the collective that the next one waits for."""
 
     rounds: Rounds
     pending: PendingCollective[Tensor]
     label: str
 
 
-class Exchange:
-    """Carries out requests over the ranks of a backend.
+class RequestExecutor:
+    """Executes the requests of compressors with the collectives of a backend.
 
-    bytes_sent   by this rank so far, as rings and direct messages send them: of each mean 2(p-1)/p
-                 of its bytes, of what is gathered p-1 times, of what is swapped, or of whose mean
-                 each gets a shard, (p-1)/p
+    bytes_sent   bytes that this rank has sent so far, as rings and direct messages send them. For
+                 p ranks: 2(p-1)/p of the bytes of a `Mean`, (p-1)/p of a `MeanShard` or a `Swap`,
+                 p-1 times those of a `Gather`
     """
 
     def __init__(self, backend: Backend) -> None:
         self.bytes_sent = 0
         self._backend = backend
 
-    def begin(self, rounds: Rounds, label: str) -> Under | None:
-        """Do the arithmetic before the first request and begin that; None if there is none.
+    def begin(self, rounds: Rounds, label: str) -> PendingAverage | None:
+        """Do the arithmetic before the first request and start that, in the background. None if
+        there is no request.
 
         label   what it is, in errors: ranks whose labels differ do not mean the same
         """
         request = next(rounds, None)
-        return None if request is None else self._begun(rounds, request, label)
+        return None if request is None else self._start(rounds, request, label)
 
-    def finish(self, averages: Sequence[Under | None]) -> None:
-        """Wait for all of them, and do what comes next."""
+    def finish(self, averages: Sequence[PendingAverage | None]) -> None:
+        """Execute all requests that are left: round after round, each of all averages, so that
+        their messages overlap; in the same order on every rank. Blocks.
+        """
         under_way = [average for average in averages if average is not None]
         while under_way:
             following = []
@@ -195,20 +193,21 @@ class Exchange:
                     request = rounds.send(result)
                 except StopIteration:
                     continue
-                following.append(self._begun(rounds, request, label))
+                following.append(self._start(rounds, request, label))
             under_way = following
 
-    def _begun(self, rounds: Rounds, request: Request, label: str) -> Under:
+    def _start(self, rounds: Rounds, request: Request, label: str) -> PendingAverage:
         self.bytes_sent += bytes_of(request, self._backend.world_size)
         pending = start(_task(request, self._backend), self._backend, background=True, label=label)
-        return Under(rounds, pending, label)
+        return PendingAverage(rounds, pending, label)
 
 
 def bytes_of(request: Request, ranks: int) -> int:
-    """What each rank sends for it."""
-    twice, of = _SENT[type(request)]
-    share = (ranks - 1) * twice * request.tensor.nbytes
-    return share // ranks if of else share
+    """Bytes that each rank sends for a request."""
+    if isinstance(request, Gather):
+        return (ranks - 1) * request.tensor.nbytes
+    times = 2 if isinstance(request, Mean) else 1
+    return times * (ranks - 1) * request.tensor.nbytes // ranks
 
 
 def _task(request: Request, backend: Backend) -> Task[Tensor]:
@@ -227,9 +226,3 @@ def _task(request: Request, backend: Backend) -> Task[Tensor]:
     name = "all_gather" if isinstance(request, Gather) else "all_to_all"
     result = memory_for(backend, rows, given.dtype, given.device)
     return Task(name, rows, given.dtype, given, result, lambda: result)
-
-
-_SENT: Mapping[type, tuple[int, bool]] = MappingProxyType(
-    {Mean: (2, True), MeanShard: (1, True), Gather: (1, False), Swap: (1, True)}
-)
-"""How often, and whether a p-th of it."""

@@ -22,8 +22,13 @@ from torch import Tensor, nn
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
-from phalanx.parallel.buckets import broadcast_all_
+from phalanx.errors import DistributedError
+from phalanx.parallel.averaging import (
+    AllReduceAveraging,
+    CompressedAveraging,
+    GradientAveraging,
+)
+from phalanx.parallel.buckets import MESSAGE, broadcast_all_
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import (
     BEGINNING,
@@ -32,13 +37,11 @@ from phalanx.parallel.guards import (
     FiniteCheck,
     Skip,
     check_same_model,
-    hint,
+    explain,
 )
 from phalanx.parallel.reducer import Reducer, inside_backward
-from phalanx.parallel.uneven import Join, Turn, check_joinable, weigh
+from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper
-
-BUCKET_SIZE = 25 << 20
 
 
 class DDP(Wrapper):
@@ -56,10 +59,10 @@ class DDP(Wrapper):
                    message. Without it, such a parameter is an error that names it
     skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
                    ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
-                   names the ranks and their first such parameters; `skipped_steps` and `last_skip`
-                   tell, too. What `no_sync` accumulated before is dropped with it. Costs one look
-                   at each bucket before it is averaged and one after, and a message of 8 bytes.
-                   Not together with torch's GradScaler, which looks by itself, at averages
+                   names the ranks and their first such parameters; so do `skipped_steps` and
+                   `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
+                   each bucket once before it is averaged and once after, and a message of 8 bytes.
+                   Not together with torch's GradScaler, which checks the averages by itself
     check_replicas_every    after each such number of averaging backward passes, a hash of all
                    parameters is compared over the ranks: `DesyncError`, on every rank, names the
                    first one that differs and the ranks in the minority. 0: never. Costs reading
@@ -74,14 +77,14 @@ class DDP(Wrapper):
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
-    With `compression` buckets are averaged by a copy of that compressor, `.compression`: as they
-    are when a pass ends, so gradients of several passes are to be added up under `no_sync`. What it
-    remembers of each gradient (what error feedback has left over) stays as it was if a pass fails,
-    if its step is skipped, or if the averages are not finite; it counts like a gradient in every
-    other way, and follows from a rank that has no batch left. With a scaled loss (torch's
-    GradScaler) it has that scale: call `.compression.scale_` when that changes. `state_dict` has
-    this rank's, too, under keys of its own (`own_state`), which `load_state_dict` of a DDP takes,
-    and that of a plain module only with `strict=False`; `.module.state_dict()` is without them.
+    With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
+    are at the end of a pass: add up gradients of several passes under `no_sync`. What it remembers
+    of each gradient (what error feedback has left over) stays as it was if a pass fails, if its
+    step is skipped, or if the averages are not finite. Else it counts like a gradient: a rank that
+    has no batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale:
+    call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys
+    of its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module
+    only with `strict=False`; `.module.state_dict()` is without them.
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
@@ -95,7 +98,7 @@ class DDP(Wrapper):
         module: nn.Module,
         backend: Backend,
         *,
-        bucket_size: int = BUCKET_SIZE,
+        bucket_size: int = MESSAGE,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         skip_nonfinite: bool = False,
@@ -123,7 +126,7 @@ class DDP(Wrapper):
         }
         check_same_model(module, backend, options)
         self.broadcast_parameters()
-        self._complete = False  # nobody has looked yet
+        self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
         trained = {p: name for name, p in named.items() if p.requires_grad}
         self.compression = deepcopy(compression)
@@ -142,48 +145,53 @@ class DDP(Wrapper):
             else None,
         )
 
-    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> Averaging:
+    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> GradientAveraging:
         if self.compression is None:
-            return AllReduced(self.backend)
+            return AllReduceAveraging(self.backend)
         for parameter, name in trained.items():
             check_floating(parameter, f"rank {self.backend.rank}: DDP: {name}: {self.compression}")
-        return Compressed(self.compression, trained, self.backend)
+        return CompressedAveraging(self.compression, trained, self.backend)
 
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._reducer.begin_forward()
-        if self.training and not inside_backward():
-            self._begin_together()
+        recomputed = inside_backward()  # by activation checkpointing: nothing begins then
+        if not recomputed:
+            self._reducer.begin_forward()
+            if self.training:
+                self._begin_training_forward()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._reducer.watch(outputs)
+            self._reducer.watch(outputs, recomputed=recomputed)
         return outputs
 
-    def _begin_together(self) -> None:
-        """What a forward pass in training begins with, on all ranks."""
+    def _begin_training_forward(self) -> None:
         if not self._complete:
             self._reducer.check_complete(dict(self.module.named_parameters()))
             self._complete = True  # seen once: to look each time would cost more than it is worth
         join = self._reducer.join
-        sends = self.broadcast_buffers and self._reducer.synchronize and self._has_buffers()
+        sends = (
+            self.broadcast_buffers
+            and self._reducer.synchronize
+            and next(self.module.buffers(), None) is not None
+        )
         if join is not None and (sends or join.throws):
-            join.call(Turn.FORWARD)
+            join.exchange(JoinPhase.FORWARD)
         if sends:
             self._broadcast_buffers()
-
-    def _has_buffers(self) -> bool:
-        return next(self.module.buffers(), None) is not None
 
     def _broadcast_buffers(self) -> None:
         join = self._reducer.join
         # As .data: a buffer of batch norm that an earlier forward pass has saved for its
         # backward is not used there, and need not count as changed.
         buffers = [buffer.data for buffer in self.module.buffers()]
-        with hint(UNANSWERED if self._reducer.unanswered else BEGINNING):
-            root = join.leader if join is not None else 0
+        root = join.leader if join is not None else 0
+        try:
             broadcast_all_(buffers, self.backend, root, label="DDP's buffers, at a forward pass")
+        except DistributedError as error:
+            explain(error, UNANSWERED if self._reducer.unanswered else BEGINNING)
+            raise
 
     def own_state(self) -> dict[str, Tensor]:
         """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`."""
@@ -231,7 +239,7 @@ class DDP(Wrapper):
         each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
         ValueError unless `samples` is finite and not negative.
         """
-        return weigh(loss, samples, self._reducer, self.backend)
+        return self._reducer.weighting.scale(loss, samples, self._reducer.join)
 
     @contextmanager
     def join(
@@ -252,9 +260,9 @@ class DDP(Wrapper):
                     loss_of(ddp(x), y).backward()
                     step()
 
-        A rank that leaves the block answers those that have not, with zeros, until all have: that
-        is, it waits, and its `.grad`s become theirs. In the end parameters and buffers are those
-        of a rank that trained to the last.
+        A rank that leaves the block answers those that have not, with zeros, until all have: it
+        blocks, and its `.grad`s become theirs. In the end parameters and buffers are those of a
+        rank that trained to the last.
 
         step        called on a rank that waits, after each backward pass of the others, so that its
             optimizer and schedule stay those of the others. Leave it out only if they hold no state
@@ -287,13 +295,12 @@ class DDP(Wrapper):
         self.broadcast_parameters(join.leader)
 
     def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
-        """Do what they wait for, until nobody has a batch."""
-        self._reducer.begin_forward()  # or a backward pass that failed here would lie in the way
-        while (turn := join.call(Turn.OVER).turn) is not Turn.OVER:
-            if turn is Turn.FORWARD:
+        self._reducer.begin_forward()  # forgets a backward pass that failed here
+        while (phase := join.exchange(JoinPhase.OVER).phase) is not JoinPhase.OVER:
+            if phase is JoinPhase.FORWARD:
                 self._broadcast_buffers()
-            elif turn in (Turn.BACKWARD, Turn.CATCHING_UP):
-                self._reducer.answer(turn)
+            elif phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
+                self._reducer.answer(phase)
                 if step is not None:
                     step()
 

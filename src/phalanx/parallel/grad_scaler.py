@@ -1,4 +1,4 @@
-"""Loss scaling where each rank sees a part of the gradients only."""
+"""Loss scaling, and norms of gradients, where each rank has a part of the gradients only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, backend: Backend, device: str = "cpu", **options: Any) -> None:
         super().__init__(device, **options)
         self._backend = backend
-        if self.is_enabled():  # only the last rank of a pipeline will see a loss to scale
+        if self.is_enabled():  # makes the scale on all ranks: a pipeline's last alone scales a loss
             self.scale(torch.zeros((), device=device))
 
     def _unscale_grads_(
@@ -55,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 # ------------------------------------------------------------------------------
-# The norm of gradients whose parts are on several ranks.
+# The norm of gradients of which each rank has a part.
 
 
 def norm_of(parameters: Sequence[nn.Parameter], shards: Backend | None, norm_type: float) -> Tensor:
@@ -75,7 +75,7 @@ def norm_of(parameters: Sequence[nn.Parameter], shards: Backend | None, norm_typ
 
 
 def norm_here(gradient: Tensor, norm_type: float) -> Tensor:
-    """The norm of one tensor, maybe an empty one: float64, of no dimensions."""
+    """The norm of one tensor, which may be empty: float64, of no dimensions."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.float64)  # torch finds no largest one among none
     wide = gradient.float() if gradient.element_size() < 4 else gradient

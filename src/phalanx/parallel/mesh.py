@@ -1,4 +1,4 @@
-"""DeviceMesh: a grid of ranks whose axes have names, with a backend for each axis.
+"""`DeviceMesh`: a grid of ranks whose axes have names, with a backend for each axis.
 
 DeviceMesh(backend, (2, 4), ("data", "tensor"))          the last axis varies fastest
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
-from operator import index
+from operator import index, mul
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.core.backend import Backend, SubBackend
@@ -35,15 +35,16 @@ class DeviceMesh:
 
     Ranks are placed in row-major order: neighbours along the last axis have neighbouring numbers,
     so give that to what talks most (tensor parallelism). The axes' groups are made here. Blocks for
-    one message of 16 bytes, since ranks that made different grids would wait for each other for
-    ever: they get a `DesyncError` that names them. Raises `InvalidWorldSizeError` if the sizes do
-    not multiply to the world size, `ValueError` for names that are not, before that.
+    one message of 16 bytes: ranks that make different grids get a `DesyncError` that names them.
+    Before that it raises `InvalidWorldSizeError` if the sizes do not multiply to the world size,
+    and `ValueError` for names that do not fit.
     """
 
     def __init__(self, backend: Backend, shape: Sequence[int], axis_names: Sequence[str]) -> None:
         self.backend = backend
         self.shape = _checked_shape(shape, backend)
         self.axis_names = _checked_names(axis_names, self.shape)
+        self._strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         check_agreement(
             [f"the shape {self.shape}", f"the axes {self.axis_names}"],
             backend,
@@ -59,8 +60,8 @@ class DeviceMesh:
         """A backend for the ranks that differ from this one along the named axes only.
 
         One name: this rank's line. Several, in the mesh's order: this rank's plane, flattened in
-        row-major order. The same object each time. A plane's group is made when it is first asked
-        for, as `SubBackend` is: by all its members, without a message. Raises `KeyError`.
+        row-major order. The same object each time. A plane's group is made at the first call, which
+        all its members make, as of any `SubBackend`: without a message. Raises `KeyError`.
         """
         names = axes if isinstance(axes, tuple) else (axes,)
         if not names or names != tuple(name for name in self.axis_names if name in names):
@@ -75,7 +76,7 @@ class DeviceMesh:
     if not TYPE_CHECKING:  # to which every name would exist
 
         def __getattr__(self, name: str) -> NoReturn:
-            """A hint for those who give a mesh where a backend is wanted."""
+            """Say what to give where a backend is wanted, and not a mesh."""
             axes = self.__dict__.get("axis_names", ("data",))
             raise AttributeError(
                 f"a DeviceMesh has no {name!r}. It is no backend: take that of an axis, such as "
@@ -102,19 +103,13 @@ class DeviceMesh:
                 f"{coordinates}",
                 rank=self.backend.rank,
             )
-        rank = 0
-        for place, size in zip(coordinates, self.shape, strict=True):
-            rank = rank * size + place
-        return rank
+        return sum(map(mul, coordinates, self._strides))
 
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
         """Where a rank of `backend` is: the opposite of `rank_at`."""
         self.backend.check_rank(rank)
-        places = []
-        for size in reversed(self.shape):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return tuple(reversed(places))
+        axes = zip(self._strides, self.shape, strict=True)
+        return tuple(rank // stride % size for stride, size in axes)
 
     def _group(self, names: tuple[str, ...]) -> SubBackend:
         places = [

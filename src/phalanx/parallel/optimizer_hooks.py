@@ -1,12 +1,14 @@
-"""Optimizers write parameters: whoever owns these is told before and after each step.
+"""Optimizers write parameters: the owner of a parameter is told before and after each step.
 
-torch calls global hooks of all optimizers; the ones here hold nothing, but ask the parameters.
+torch calls global hooks of all optimizers. Those here keep no state: a parameter names its owner.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,17 +29,17 @@ _ATTRIBUTE = "_phalanx_owner"
 
 
 class Owner(Protocol):
-    """Who is told."""
+    """A wrapper that is told of optimizers' steps."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write some of its parameters."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has."""
+        """An optimizer has written some of its parameters."""
 
 
 class _Claim:
-    """What a parameter carries; a copy of it, or one that is loaded from a file, has none."""
+    """Names a parameter's owner; a copy of the parameter, or one loaded from a file, has none."""
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.owner = weakref.ref(owner) if owner is not None else lambda: None
@@ -47,37 +49,32 @@ class _Claim:
 
 
 def claim(parameter: nn.Parameter, owner: Owner) -> None:
-    """From now on tell this owner."""
+    """From now on tell this owner of steps that write the parameter."""
     setattr(parameter, _ATTRIBUTE, _Claim(owner))
 
 
 def release(parameter: nn.Parameter) -> None:
-    """From now on tell nobody."""
+    """From now on tell no owner."""
     if hasattr(parameter, _ATTRIBUTE):
         delattr(parameter, _ATTRIBUTE)
 
 
 def owner_of(parameter: nn.Parameter) -> Owner | None:
-    """Who is told now."""
+    """The owner that is told now, if there is one."""
     found = getattr(parameter, _ATTRIBUTE, None)
     return found.owner() if isinstance(found, _Claim) else None
 
 
-def _owners(optimizer: Optimizer) -> list[Owner]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    found = {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}
-    return list(found.values())
+def _tell(step: Callable[[Owner, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+    owners: dict[int, Owner] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Most parameters carry no claim: this runs at each step of every optimizer.
+            if hasattr(parameter, _ATTRIBUTE) and (owner := owner_of(parameter)) is not None:
+                owners[id(owner)] = owner
+    for owner in owners.values():
+        step(owner, optimizer)
 
 
-def _before(optimizer: Optimizer, *_: object) -> None:
-    for owner in _owners(optimizer):
-        owner.before_step(optimizer)
-
-
-def _after(optimizer: Optimizer, *_: object) -> None:
-    for owner in _owners(optimizer):
-        owner.after_step(optimizer)
-
-
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
+register_optimizer_step_pre_hook(partial(_tell, lambda owner, opt: owner.before_step(opt)))
+register_optimizer_step_post_hook(partial(_tell, lambda owner, opt: owner.after_step(opt)))

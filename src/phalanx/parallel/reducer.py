@@ -1,19 +1,20 @@
 """The reducer: averages gradients while a backward pass still runs.
 
-    hook on a parameter     its gradient is complete on this rank     -> into its bucket
-    bucket full             and all before it started                 -> start to average it
-    end of the pass         nothing more will come                    -> wait for all buckets
+    hook on a parameter     its gradient is complete on this rank     -> copy it into its bucket
+    bucket full             and all buckets before it have started    -> start to average it
+    end of the pass         no more gradients come                    -> wait for all buckets
     all averaged            unused, not finite, drifted apart?        -> agree with the other ranks
 
-The first pass fills buckets in reverse order of the parameters; then they are built anew in the
-order in which gradients arrived on rank 0.
+Buckets start in their order, the same on every rank, whatever the order in which gradients come.
+The first pass fills them in reverse order of the parameters; then they are built anew in the order
+in which gradients arrived on rank 0.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,10 @@ from torch.utils import _pytree as pytree
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
-from phalanx.parallel.averaging import Averaging
-from phalanx.parallel.buckets import Buckets
-from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, hint
-from phalanx.parallel.uneven import Join, Turn
+from phalanx.parallel.averaging import GradientAveraging
+from phalanx.parallel.buckets import Bucket, batches
+from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain
+from phalanx.parallel.uneven import Join, JoinPhase, Weighting
 
 NAMES_SHOWN = 10
 
@@ -34,9 +35,9 @@ class Reducer:
     """Averages the gradients of parameters, given by name, over the ranks of a backend.
 
     synchronize    whether backward passes average; if not, they accumulate on this rank
-    join           what is known of ranks that have no batch left, while there may be some
-    weightless     whether the backward pass that runs is of a loss that counts for nothing
-    unanswered     how many forward passes there were since an averaging pass last began
+    join           what is known of ranks that have no batch left, inside of `DDP.join`
+    weighting      scales losses; knows whether the running backward pass has zero weight
+    unanswered     forward passes since an averaging pass last began
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class Reducer:
         *,
         bucket_size: int,
         find_unused_parameters: bool,
-        averaging: Averaging,
+        averaging: GradientAveraging,
         finite: FiniteCheck | None,
         drift: DriftCheck | None,
     ) -> None:
         self.synchronize = True
         self.join: Join | None = None
-        self.weightless = False
+        self.weighting = Weighting(backend)
         self.unanswered = 0
         self._backend = backend
         self._bucket_size = bucket_size
@@ -68,35 +69,67 @@ class Reducer:
         self._open = False  # a pass that averages is under way
         self._left_out = False  # before it there was a forward pass without one
         self._arrivals: dict[nn.Parameter, None] | None = {}  # in the first pass, in order
-        check_alone(self._names, backend.rank)
-        self._buckets = self._new_buckets(list(reversed(self._trained)))
-        watch_gradients(self, self._trained)
+        self._filling = False  # some gradient is in a bucket and not averaged
+        self._started: list[Any] = []  # handles of the averages of the first buckets
+        self._pass = 0  # so that buckets of different passes are not taken for each other
+        self._check_alone()
+        self._make_buckets(self._trained[::-1])
+        hook = _GradientHook(self)
+        for parameter in self._trained:
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
+
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> None:
+        self._buckets = [
+            Bucket([p for p in batch if isinstance(p, nn.Parameter)], self._backend)
+            for batch in batches(parameters, self._bucket_size)
+        ]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+
+    def _check_alone(self) -> None:
+        for parameter, name in self._names.items():
+            for other in (parameter._post_accumulate_grad_hooks or {}).values():
+                if isinstance(other, _GradientHook) and other.reducer() is not None:
+                    rank = self._backend.rank
+                    raise MisuseError(
+                        f"rank {rank}: DDP: another DDP averages the gradients of {name} already; "
+                        "delete that one first",
+                        rank=rank,
+                        op="DDP",
+                    )
+
+    # Forward passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin anew: a backward pass that an error cut short is forgotten."""
-        if inside_backward():
-            return  # which recomputes a checkpoint: the pass is still under way
-        self._callback_queued = self._open = self.weightless = False
-        if self._buckets.busy:
-            if self._arrivals is not None:
-                self._arrivals.clear()
-            if self._finite is not None:
-                self._finite.forget()
-            with hint(AVERAGING):
-                self._buckets.finish()
-            self._averaging.settle(self._buckets.all, skipped=True)
+        """Begin anew: forget a backward pass that an error cut short."""
+        self._callback_queued = self._open = self.weighting.zero = False
+        if not self._filling:
+            return
+        if self._arrivals is not None:
+            self._arrivals.clear()
+        if self._finite is not None:
+            self._finite.forget()
+        try:
+            self._finish_buckets()
+        except DistributedError as error:
+            explain(error, AVERAGING)
+            raise
+        self._averaging.settle(self._buckets, skipped=True)
 
-    def watch(self, outputs: Any) -> None:
+    def watch(self, outputs: Any, *, recomputed: bool) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
 
-        Queued from here, the callback belongs to the outermost backward pass, also when activation
-        checkpointing runs others inside it.
+        A hook on the outputs queues the callback, so that it belongs to the outermost backward
+        pass, also when activation checkpointing runs others inside it.
+
+        recomputed   whether this forward pass is one that a checkpoint runs again
         """
-        leaves = pytree.tree_leaves(outputs)
-        attached = [x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
-        for leaf in attached:
-            leaf.register_hook(self._output_gradient_came)  # type: ignore[no-untyped-call]
-        if attached and self.synchronize and not inside_backward():
+        attached = False
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._output_gradient_ready)  # type: ignore[no-untyped-call]
+                attached = True
+        if attached and self.synchronize and not recomputed:
             self.unanswered += 1
 
     def check_complete(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -104,32 +137,37 @@ class Reducer:
         late = [n for n, p in parameters.items() if p.requires_grad and p not in self._names]
         if late:
             self._refuse(
-                f"{self._listed(late)} came to the module after DDP was built, and would be "
+                f"{_listed(late)} came to the module after DDP was built, and would be "
                 "trained on each rank alone: build DDP when the module is complete"
             )
 
-    def catch_up(self) -> None:
-        """Average what was accumulated and not averaged since, if anything."""
-        if self._unsynchronized:
-            self._begin_pass(Turn.CATCHING_UP)
-            self._finish_pass()
+    # A backward pass, and what ends like one ------------------------------------------------
 
-    def answer(self, turn: Turn) -> None:
-        """Average with the ranks that have a batch, without one; the result is here, too."""
-        self._buckets.put_nothing()
-        self._settle(set(self._trained))
-        if turn is Turn.BACKWARD:
-            self._first_pass_is_over()
+    def _output_gradient_ready(self, grad: Tensor) -> Tensor | None:
+        if self.synchronize and not self._callback_queued:
+            self._begin_pass(JoinPhase.BACKWARD)
+        # The loss of no samples may have made NaN of the zeros that came into it.
+        return torch.where(grad.isfinite(), grad, 0) if self.weighting.zero else None
 
-    # During a backward pass -----------------------------------------------------------------
+    def _begin_pass(self, phase: JoinPhase) -> None:
+        if phase is JoinPhase.BACKWARD:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        if not self._open:
+            self._open = True
+            self._left_out = self.unanswered > 1
+            self.unanswered = 0
+            if self.join is not None:
+                self.join.exchange(phase)
 
-    def gradient_came(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete on this rank."""
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient is complete on this rank; called inside the backward pass."""
         if not self.synchronize:
             self._unsynchronized = True
             return
-        self._queue_callback()
-        if not self._buckets.awaits(parameter):
+        if not self._callback_queued:
+            self._begin_pass(JoinPhase.BACKWARD)
+        if parameter not in self._bucket_of[parameter].pending:
             self._refuse(
                 f"the gradient of {self._names[parameter]} came twice in one backward pass: it is "
                 "used in more than one reentrant checkpoint; pass use_reentrant=False to them"
@@ -139,108 +177,145 @@ class Reducer:
         self._put(parameter)
 
     def _put(self, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
+        """Make a parameter's gradient (zeros if it has none) a view of its bucket, and start the
+        buckets that can be started.
+        """
+        bucket, grad = self._bucket_of[parameter], parameter.grad
+        view = bucket.views[parameter]
+        if grad is None:
+            view.zero_()
+        elif grad.layout is not torch.strided:
             self._refuse(
                 f"the gradient of {self._names[parameter]} is {grad.layout}; only dense gradients "
                 "are averaged (pass sparse=False)",
                 UnsupportedOperationError,
             )
-        self._buckets.put(parameter)
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad.detach())  # which has a graph after backward(create_graph=True)
+        parameter.grad = view
+        self._filling = True
+        bucket.pending.discard(parameter)
+        if not bucket.pending:
+            self._start_full_buckets()
 
-    def _output_gradient_came(self, grad: Tensor) -> Tensor | None:
-        self._queue_callback()
-        # The loss of no samples may have made NaN of the zeros that came into it.
-        return torch.where(grad.isfinite(), grad, 0) if self.weightless else None
-
-    def _queue_callback(self) -> None:
-        if self.synchronize and not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-            self._begin_pass(Turn.BACKWARD)
-
-    def _begin_pass(self, turn: Turn) -> None:
-        if self._open:
-            return
-        self._open = True
-        self._left_out = self.unanswered > 1
-        self.unanswered = 0
-        if self.join is not None:
-            self.join.call(turn)
+    def _start_full_buckets(self) -> None:
+        number = len(self._started)
+        while number < len(self._buckets) and not self._buckets[number].pending:
+            bucket = self._buckets[number]
+            if self._finite is not None:
+                self._finite.look(bucket)
+            label = f"DDP's pass {self._pass}, bucket {number}"
+            self._started.append(self._averaging.begin(bucket, label))
+            number += 1
 
     def _on_backward_end(self) -> None:
-        self._callback_queued = self.weightless = False
+        self._callback_queued = self.weighting.zero = False
         self._finish_pass()
-        self._first_pass_is_over()
+        if self._arrivals is not None:
+            self._adopt_arrival_order(self._arrivals)
+
+    def catch_up(self) -> None:
+        """Average what was accumulated and not averaged since, if anything."""
+        if self._unsynchronized:
+            self._begin_pass(JoinPhase.CATCHING_UP)
+            self._finish_pass()
+
+    @torch.no_grad()
+    def answer(self, phase: JoinPhase) -> None:
+        """Average zeros with the gradients of the ranks that have a batch, into `.grad`."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            for parameter, view in bucket.views.items():
+                parameter.grad = view
+            bucket.pending.clear()
+            self._filling = True
+        self._start_full_buckets()
+        self._average(set(self._trained))
+        if phase is JoinPhase.BACKWARD and self._arrivals is not None:
+            self._adopt_arrival_order(self._arrivals)
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
-        missing = self._buckets.missing()
-        without = [p for p in missing if p.grad is None]
-        if without and not self._find_unused:
+        missing: list[nn.Parameter] = []
+        unused: list[nn.Parameter] = []
+        if len(self._started) < len(self._buckets):
+            missing = [p for b in self._buckets for p in b.parameters if p in b.pending]
+            unused = [p for p in missing if p.grad is None]
+        if unused and not self._find_unused:
             self._refuse(
-                f"no gradient came for {self._list(without)}: on this rank the loss does not "
-                f"depend on {'them' if len(without) > 1 else 'it'}, or {_THEY_WERE_FROZEN}. Freeze "
-                "parameters before DDP is built, or pass find_unused_parameters=True"
+                f"no gradient came for {self._list(unused)}: on this rank the loss does not "
+                f"depend on {'them' if len(unused) > 1 else 'it'}, or requires_grad was switched "
+                "off after DDP was built. Freeze parameters before DDP is built, or pass "
+                "find_unused_parameters=True"
             )
-        thawed = [p for p in self._frozen if p.requires_grad]
+        thawed = list(filter(attrgetter("requires_grad"), self._frozen))
         if thawed:
             self._refuse(
                 f"{self._list(thawed)} did not require gradients when DDP was built, and now does: "
                 "build DDP after freezing and unfreezing"
             )
-        for parameter in missing:
+        for parameter in missing:  # what no_sync has accumulated, or zeros
             self._put(parameter)
-        self._settle(set(without))
+        self._average(set(unused))
 
-    @torch.no_grad()
-    def _settle(self, without: set[nn.Parameter]) -> None:
-        """All gradients are in: what is to be done together with the other ranks, in order."""
-        world = self._backend.world_size
-        with hint(UNANSWERED if self._left_out else AVERAGING):
-            self._buckets.finish(world / self.join.divisor if self.join is not None else 1)
+    def _average(self, unused: set[nn.Parameter]) -> None:
+        """All gradients are in their buckets: wait for the averages, and agree on what counts."""
+        world, join = self._backend.world_size, self.join
+        try:
+            self._finish_buckets(world / join.divisor if join is not None else 1)
             self._open = self._unsynchronized = False
             if self._find_unused:
-                self._forget_unused(without)
-            skipped = self._finite is not None and self._finite.agree(self._buckets.all)
-            self._averaging.settle(self._buckets.all, skipped=skipped)
-            if skipped:
-                for parameter in self._trained:
-                    parameter.grad = None
+                self._drop_unused(unused)
+            skipped = self._finite is not None and self._finite.agree(self._buckets)
+            self._averaging.settle(self._buckets, skipped=skipped)
+        except DistributedError as error:
+            explain(error, UNANSWERED if self._left_out else AVERAGING)
+            raise
+        if skipped:
+            for parameter in self._trained:
+                parameter.grad = None
         if self._drift is not None:
-            self._drift.pass_is_over(self.join.active if self.join else list(range(world)))
+            self._drift.pass_is_over(join.active if join is not None else list(range(world)))
 
-    def _forget_unused(self, without: set[nn.Parameter]) -> None:
-        """Gradients of parameters that no rank has used stay None, as in one process; unless some
-        of an earlier one comes only now (see compression).
+    def _finish_buckets(self, scale: float = 1) -> None:
+        """Wait until all that was started is averaged; scale it. Raises the first error, after all
+        ended.
         """
-        used = torch.tensor([p not in without for p in self._trained], dtype=torch.int32)
+        started, self._started = self._started, []
+        self._pass += 1
+        self._filling = False
+        for bucket in self._buckets:
+            bucket.pending.update(bucket.parameters)
+        self._averaging.finish(started)
+        if scale != 1:
+            for bucket in self._buckets[: len(started)]:
+                bucket.flat.mul_(scale)
+
+    def _drop_unused(self, unused: set[nn.Parameter]) -> None:
+        """Gradients of parameters that no rank has used stay None, as in one process; unless error
+        feedback sends now what it had left over of an earlier one.
+        """
+        used = torch.tensor([p not in unused for p in self._trained], dtype=torch.int32)
         all_reduce_(used, self._backend, ReduceOp.MAX)
         for parameter, anywhere in zip(self._trained, used.tolist(), strict=True):
             if not anywhere and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
-    def _first_pass_is_over(self) -> None:
+    def _adopt_arrival_order(self, arrivals: dict[nn.Parameter, None]) -> None:
         """From now on use the order in which gradients arrived on rank 0; the others come last.
 
         Every rank takes part, whatever arrived there. Where rank 0 had no batch, it is the order of
         the first rank that had one.
         """
-        if self._arrivals is None:
-            return
         root = self.join.leader if self.join is not None else 0
         place = {p: i for i, p in enumerate(self._trained)}
-        before = [place[p] for p in self._buckets.order]
-        mine = list(dict.fromkeys([*(place[p] for p in self._arrivals), *before]))
+        before = [place[p] for p in self._bucket_of]
+        mine = list(dict.fromkeys([*(place[p] for p in arrivals), *before]))
         self._arrivals = None
         order = broadcast(torch.tensor(mine, dtype=torch.int64), self._backend, root).tolist()
         if order != before:
             # Gradients stay in the old memory, as long as they live; the next pass moves them.
-            self._buckets = self._new_buckets([self._trained[i] for i in order])
-
-    def _new_buckets(self, parameters: list[nn.Parameter]) -> Buckets:
-        look = self._finite.look if self._finite is not None else None
-        return Buckets(parameters, self._backend, self._bucket_size, self._averaging, look)
+            self._make_buckets([self._trained[i] for i in order])
 
     # Refusals -------------------------------------------------------------------------------
 
@@ -251,69 +326,24 @@ class Reducer:
         raise error
 
     def _list(self, parameters: list[nn.Parameter]) -> str:
-        return self._listed([self._names[p] for p in parameters])
-
-    @staticmethod
-    def _listed(names: list[str]) -> str:
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        return ", ".join(names[:NAMES_SHOWN]) + more
+        return _listed([self._names[p] for p in parameters])
 
 
-_THEY_WERE_FROZEN = "requires_grad was switched off after DDP was built"
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-# ------------------------------------------------------------------------------
-# Hooks on parameters: they tell a reducer that a gradient has come, and do not keep it alive.
+class _GradientHook:
+    """A hook on parameters that tells a reducer of each gradient, and does not keep it alive."""
 
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
 
-class Watcher(Protocol):
-    """Who is told."""
-
-    def gradient_came(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient has been accumulated; called inside the backward pass."""
-
-
-def watch_gradients(watcher: Watcher, parameters: Iterable[nn.Parameter]) -> None:
-    """Tell the watcher of every gradient, as long as it lives."""
-    hook = _GradHook(watcher)
-    handles = [
-        p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for p in parameters
-    ]
-    weakref.finalize(watcher, _remove, handles)  # so that the module may be wrapped again
-
-
-def check_alone(names: Mapping[nn.Parameter, str], rank: int) -> None:
-    """Raise `MisuseError` if somebody watches one of these parameters already."""
-    for parameter, name in names.items():
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            if isinstance(hook, _GradHook) and hook.alive:
-                raise MisuseError(
-                    f"rank {rank}: DDP: another DDP averages the gradients of {name} already; "
-                    "delete that one first",
-                    rank=rank,
-                    op="DDP",
-                )
-
-
-class _GradHook:
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = weakref.ref(watcher)
-
-    @property
-    def alive(self) -> bool:
-        return self._watcher() is not None
-
-    @torch.no_grad()
     def __call__(self, parameter: nn.Parameter) -> None:
-        watcher = self._watcher()
-        if watcher is not None:
-            watcher.gradient_came(parameter)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+        reducer = self.reducer()
+        if reducer is not None:
+            reducer.gradient_ready(parameter)
 
 
 # ------------------------------------------------------------------------------

@@ -39,15 +39,15 @@ class SyncBatchNorm(_BatchNorm):
 
     N may differ between ranks, and be 0 on some. Outputs, running statistics and the gradients of
     inputs are what plain batch norm gives for the joined batch. The gradients of `weight` and
-    `bias` are this rank's part of the sum: DDP averages them like all others. What goes back
-    through it is the gradient of the sum of all ranks' losses, so a loss that is to be weighted is
-    weighted before `backward` (as `DDP.weighted` does).
+    `bias` are this rank's part of the sum: DDP averages them like all others. The gradient that
+    goes back through it is that of the sum of all ranks' losses, so a loss that is to be weighted
+    is weighted before `backward` (as `DDP.weighted` does).
 
     In training every rank has to call it, in the same order, and to go back through it if one does:
     it costs a message of 2C+1 float64 numbers forward (an all_gather), and one of 2C backward (an
     all_reduce) where the input needs a gradient. In eval mode nothing is sent. With DDP on the same
-    backend these messages queue behind gradients; on a subgroup of all ranks they pass them by,
-    and parameters that only some ranks use may then lie between.
+    backend these messages queue behind gradients; on a subgroup of all ranks they overtake them,
+    and only then may some ranks leave out parameters between two such layers.
 
     float16 and bfloat16 inputs are computed with in float32; statistics are merged in float64. It
     can be differentiated once. Raises `ValueError` on every rank if there is one value per channel
@@ -96,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, joined: _Statistics) -> None:
-        """Let the running statistics follow."""
+        """Update the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.running_mean is None or self.running_var is None or joined.m == 0:
@@ -154,10 +154,11 @@ def _statistics(x: Tensor) -> _Statistics:
         return _Statistics(nothing, nothing, 0)
     dims = _but_channels(x)
     x = _wide(x)
-    about = x.mean(dims)  # rounded to x's dtype; what it lacks is what the rest has for a mean
-    rest = x - _as(about, x)
-    lacks = rest.sum(dims).double() / m
-    return _Statistics(about + lacks, rest.square_().sum(dims).double() - m * lacks.square(), m)
+    about = x.mean(dims)  # rounded to x's dtype; the mean of the deviations is its error
+    deviations = x - _as(about, x)
+    error = deviations.sum(dims).double() / m
+    s = deviations.square_().sum(dims).double() - m * error.square()
+    return _Statistics(about + error, s, m)
 
 
 def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
@@ -233,18 +234,17 @@ def _but_channels(x: Tensor) -> list[int]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype that is computed with."""
+    """In the dtype to compute with: float64, or float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def _as(values: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, to be combined with a tensor like `_wide(x)`."""
+    """One value for each channel, of a shape and dtype to combine with `_wide(x)`."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     return values.to(dtype).view(1, -1, *[1] * (x.dim() - 2))
 
 
-# ------------------------------------------------------------------------------
-# Put a `SyncBatchNorm` in the place of every batch norm of a model.
+# Conversion of a model ----------------------------------------------------------------------
 
 
 def convert_sync_batchnorm(module: nn.Module, backend: Backend) -> nn.Module:
@@ -252,16 +252,18 @@ def convert_sync_batchnorm(module: nn.Module, backend: Backend) -> nn.Module:
 
     Works in place, and returns the module (if it is itself a batch norm, the one that replaces it).
     A replacement has the same parameters, buffers, hooks, mode and settings: the same objects, so
-    an optimizer may exist already. The layer that it replaces is not to be used any more. Nothing
-    is sent. Convert before the module is wrapped in DDP.
+    an optimizer may exist already. Do not use the replaced layer any more. Nothing is sent. Convert
+    before the module is wrapped in DDP.
 
     Raises `UnsupportedOperationError`, before anything is changed, for other kinds of batch norm:
-    subclasses, of which it cannot know what else they do, and lazy ones that have not run.
+    subclasses, which may do more than batch norm, and lazy ones that have not run.
     """
     new: dict[nn.Module, SyncBatchNorm] = {}  # a layer in two places is one layer afterwards
     for path, layer in module.named_modules():
-        if type(layer) in _REPLACED:
-            new[layer] = _replacement(layer, backend, path)
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm):
+            new[layer] = SyncBatchNorm.__new__(SyncBatchNorm)
+            label = f"SyncBatchNorm {path}".strip()
+            new[layer].__dict__.update(layer.__dict__, backend=backend, label=label)
         elif isinstance(layer, _BatchNorm):
             raise UnsupportedOperationError(_why_not(path or "the module", layer))
     for parent in list(module.modules()):
@@ -271,21 +273,10 @@ def convert_sync_batchnorm(module: nn.Module, backend: Backend) -> nn.Module:
     return new.get(module, module)
 
 
-_REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm)
-
-
-def _replacement(layer: nn.Module, backend: Backend, path: str) -> SyncBatchNorm:
-    new = SyncBatchNorm.__new__(SyncBatchNorm)
-    new.__dict__.update(layer.__dict__, backend=backend, label=f"SyncBatchNorm {path}".strip())
-    return new
-
-
 def _why_not(path: str, layer: nn.Module) -> str:
     kind = type(layer)
     if isinstance(layer, LazyModuleMixin):
-        remedy = (
-            "does not know its size yet: run one batch through the model before it is converted"
-        )
+        remedy = "does not know its size yet: run one batch through the model, then convert it"
     elif isinstance(layer, nn.SyncBatchNorm):
         remedy = "speaks to torch.distributed: build the model with plain batch norms"
     else:

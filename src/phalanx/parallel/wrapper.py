@@ -1,4 +1,7 @@
-"""A module around another one, which passes for it: the same names, the same state."""
+"""`Wrapper`: a module around another one, with that one's names and state dict.
+
+Checkpoints and norms ask it which part of each parameter a rank holds (`Slice`).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
     backend    the ranks that have the model together
-    averages   whether it gives parameters their gradients. Raises `MisuseError` if a wrapper of
-               another kind inside it does, too, or if one inside spreads
-    spreads    whether each rank of `backend` has other modules of the model, which are what they
-               are without it: wrapped, some of them, maybe
+    averages   whether it averages gradients. Raises `MisuseError` if a wrapper of another kind
+               inside it does, too, or if one inside spreads
+    spreads    whether each rank of `backend` has other modules of the model (as a pipeline's stages
+               are), which may themselves be wrapped
     optimizers_apart   whether each rank's optimizer has another state for the same parameters
     """
 
@@ -56,23 +59,23 @@ class Wrapper(nn.Module):
         return result
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone holds, besides parameters: by keys that say whose it is, so that
-        those of all ranks can be joined. Here nothing.
+        """What this rank alone holds besides parameters, by keys that name the rank, so that the
+        states of all ranks can be joined. Here nothing.
         """
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such states of all ranks that there were; parameters are loaded already. Here
-        nothing is done with them.
+        """Go on from the joined `own_state` of all ranks that there were; parameters are loaded
+        already. Here nothing is done.
         """
 
     def needs(self, keys: Iterable[str]) -> list[str]:
-        """Which of the keys of all ranks' own states `load_own_state` makes use of."""
+        """Which keys of the joined `own_state` of all ranks `load_own_state` makes use of."""
         return needed(keys, self.backend)
 
     def means(self, *, timeout: float | None = None) -> Mapping[Tensor, Tensor]:
-        """What a checkpoint has in the place of parameters and buffers that are not the same on all
-        ranks. Every rank calls it; it waits for the others so many seconds. Here there are none.
+        """What a checkpoint saves for parameters and buffers that differ between ranks, by tensor.
+        Every rank calls it; it waits `timeout` seconds for the others. Here there are none.
         """
         return {}
 
@@ -93,8 +96,8 @@ class Wrapper(nn.Module):
         return {name: Slice.whole(tuple(p.shape)) for name, p in self.named_parameters()}
 
     def writing(self) -> AbstractContextManager[None]:
-        """Around writes in place to this rank's parameters, by all ranks: before, wait for whoever
-        reads them; after, let the others have them. Here nothing has to be done.
+        """All ranks write their parameters in place in this context, which waits for their readers
+        first, and shows the others what was written at its end. Here nothing has to be done.
         """
         return nullcontext()
 
@@ -102,8 +105,8 @@ class Wrapper(nn.Module):
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """A module and all in it, each with the prefix of its names in the plain model.
 
-    That is, as if no wrapper were there. A wrapper comes before what it holds, under the same
-    prefix; a module that has two names is there twice.
+    A wrapper comes before the module that it holds, under the same prefix. A module that has two
+    names comes twice.
     """
     yield prefix, module
     if isinstance(module, Wrapper):
@@ -155,12 +158,10 @@ def _load_own(wrapper: Wrapper, _: object) -> None:
 
 
 # ------------------------------------------------------------------------------
-# `Slice`: which part of a tensor a rank holds.
+# `Slice`: which part of a tensor a rank holds. Checkpoints know no more of how a model is split.
 #
 #     tensor of shape (3, 4)      read row by row: 0 1 2 3 | 4 5 6 7 | 8 9 10 11
 #     Slice((3, 4), 3, 6)                                3 | 4 5
-#
-# The only thing that a checkpoint has to know of how a model is split over ranks.
 
 
 class Slice(NamedTuple):

@@ -21,7 +21,7 @@ from phalanx.compression import Compressor
 from phalanx.compression.compressor import FORGET
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedObjectError
-from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
+from phalanx.parallel.averaging import AllReduceAveraging, CompressedAveraging, GradientAveraging
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.local_sgd.sync import Unsent, all_finite, averaged, in_words, not_finite_on
@@ -63,11 +63,13 @@ class OuterStep:
         self._copy_of = {trained[name]: copy for name, copy in self._copies.items()}
         self.optimizer = make(list(self._copies.values()))
         self._check_optimizer()
-        self._plain = AllReduced(backend)
-        self._averaging: Averaging = self._plain
+        self._plain = AllReduceAveraging(backend)
+        self._averaging: GradientAveraging = self._plain
         if compression is not None:
             names = {parameter: name for name, parameter in trained.items()}
-            self._averaging = Compressed(compression, names, backend, feedback=unsent or FORGET)
+            self._averaging = CompressedAveraging(
+                compression, names, backend, feedback=unsent or FORGET
+            )
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, Optimizer):

@@ -22,11 +22,11 @@ from phalanx.collectives import ReduceOp
 from phalanx.collectives.request import in_place
 from phalanx.collectives.resolve import start
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError, SizeMismatchError
-from phalanx.parallel.averaging import AllReduced
+from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
+from phalanx.parallel.averaging import AllReduceAveraging
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.compressor_state import needed
-from phalanx.parallel.guards import check_same_model, hint
+from phalanx.parallel.guards import check_same_model, explain
 from phalanx.parallel.local_sgd.sync import Buffers, Meeting, averaged, floating, kept_buffers
 from phalanx.parallel.optimizer_hooks import claim, owner_of
 from phalanx.parallel.wrapper import Wrapper
@@ -174,8 +174,11 @@ class Periodic(Wrapper):
             "another one does something else: if its batches ran out, let every rank take as many "
             "steps, or leave the loop together and call sync() on all"
         )
-        with hint(text, who=type(self).__name__):
+        try:
             yield
+        except DistributedError as error:
+            explain(error, text, who=type(self).__name__)
+            raise
 
     # Looking --------------------------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class Periodic(Wrapper):
         tensors = [*self._trained.values(), *floating(self.module).values()]
         label = f"{type(self).__name__}'s means after {self.meetings} meetings"
         with self._explaining():
-            flats = averaged(tensors, AllReduced(self.backend), self.backend, label=label)
+            flats = averaged(tensors, AllReduceAveraging(self.backend), self.backend, label=label)
         return {tensor: mean for flat in flats for tensor, mean in flat.views()}
 
     @contextmanager

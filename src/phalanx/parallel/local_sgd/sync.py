@@ -19,7 +19,7 @@ from phalanx.compression import Compressor, ErrorFeedback
 from phalanx.compression.compressor import Part, is_finite, wide
 from phalanx.compression.memory import Bundle
 from phalanx.core.backend import Backend
-from phalanx.parallel.averaging import AllReduced, Averaging
+from phalanx.parallel.averaging import AllReduceAveraging, GradientAveraging
 from phalanx.parallel.buckets import MESSAGE, batches, broadcast_all_
 
 log = logging.getLogger("phalanx")
@@ -64,7 +64,7 @@ class MeanOfParameters:
     def __init__(self, trained: Mapping[str, nn.Parameter], backend: Backend) -> None:
         self._trained = trained
         self._backend = backend
-        self._averaging = AllReduced(backend)
+        self._averaging = AllReduceAveraging(backend)
         self.alike = True
 
     @property
@@ -199,7 +199,7 @@ def copy_into(place: Tensor, tensor: Tensor) -> None:
 @torch.no_grad()
 def averaged(
     tensors: Iterable[Tensor],
-    averaging: Averaging,
+    averaging: GradientAveraging,
     backend: Backend,
     *,
     label: str,
@@ -270,7 +270,7 @@ class Buffers:
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         self._module = module
         self._backend = backend
-        self._averaging = AllReduced(backend)
+        self._averaging = AllReduceAveraging(backend)
 
     @property
     def bytes_sent(self) -> int:
