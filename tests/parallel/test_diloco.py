@@ -23,7 +23,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 COMPRESSORS = {
     "4 bits": lambda: Quantized(4, block=16),
@@ -142,7 +142,7 @@ def test_outer_gradients_that_came_and_what_is_left_over_are_all_that_there_were
         return came, gone, state
 
     came, gone, states = zip(*simulate(run, 3), strict=True)
-    missing = short_of(list(states), 3)
+    missing = total_residual(list(states), 3)
     for key, value in came[0].items():
         mean = sum(one[key] for one in gone) / 3
         total = value.flatten() + missing[key]

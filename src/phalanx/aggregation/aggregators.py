@@ -12,8 +12,14 @@ from torch import Tensor
 from phalanx.collectives import ReduceOp, all_reduce_coalesced
 from phalanx.collectives.check_same import difference
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import Part, check_compressor, check_floating, is_finite
-from phalanx.compression.memory import RESIDUAL, Bundle
+from phalanx.compression.compressor import (
+    GradientBucket,
+    Member,
+    check_compressor,
+    check_floating,
+    is_finite,
+)
+from phalanx.compression.state import RESIDUAL
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.averaging import Exchange
@@ -161,9 +167,10 @@ class CompressedAggregator(GradientAggregator):
         self._check_shapes(listed)
         groups = numbers_by_kind(listed)
         bundles = [
-            Bundle.of([listed[n] for n in numbers], [*map(str, numbers)]) for numbers in groups
+            GradientBucket.of([listed[n] for n in numbers], [*map(str, numbers)])
+            for numbers in groups
         ]
-        part = Part(self.backend.rank, self.backend.world_size)
+        part = Member(self.backend.rank, self.backend.world_size)
         try:
             under_way = [
                 self._exchange.begin(self.compressor.average_(bundle, part), who)

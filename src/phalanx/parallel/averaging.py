@@ -19,18 +19,18 @@ from phalanx.collectives.request import Task, in_place, memory_for
 from phalanx.collectives.resolve import start
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
-    FORGET,
-    Feedback,
-    Gather,
-    Mean,
-    MeanShard,
-    Part,
+    NO_RESIDUALS,
+    AllGather,
+    AllReduceMean,
+    AllToAll,
+    GradientBucket,
+    Member,
+    ReduceScatterMean,
     Request,
+    ResidualStore,
     Rounds,
-    Swap,
     is_finite,
 )
-from phalanx.compression.memory import Bundle
 from phalanx.core.backend import Backend
 
 
@@ -67,7 +67,7 @@ class AllReduced:
 
     def begin(self, gradients: Gradients, label: str) -> PendingCollective[Tensor]:
         """Start the all-reduce."""
-        self.bytes_sent += bytes_of(Mean(gradients.flat), self._backend.world_size)
+        self.bytes_sent += bytes_of(AllReduceMean(gradients.flat), self._backend.world_size)
         return start(
             in_place("all_reduce", gradients.flat, op=ReduceOp.MEAN),
             self._backend,
@@ -96,7 +96,7 @@ class Compressed:
     What it computes before its first message it does when the bucket is full, inside of backward;
     the rest at the end, all buckets' messages of a round together.
 
-    feedback   is told what the compressor leaves out, unless that keeps it by itself
+    feedback   keeps what the compressor leaves out, unless that is an `ErrorFeedback`
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Compressed:
         names: Mapping[nn.Parameter, str],
         backend: Backend,
         *,
-        feedback: Feedback = FORGET,
+        feedback: ResidualStore = NO_RESIDUALS,
     ) -> None:
         self.compressor = compressor
         self._feedback = feedback
         self._names = names
         self._exchange = Exchange(backend)
-        self._part = Part(backend.rank, backend.world_size)
+        self._member = Member(backend.rank, backend.world_size)
 
     @property
     def bytes_sent(self) -> int:
@@ -121,12 +121,12 @@ class Compressed:
     @torch.no_grad()
     def begin(self, gradients: Gradients, label: str) -> Any:
         """Compress, and start the first exchange."""
-        bundle = Bundle(
+        bucket = GradientBucket(
             gradients.flat,
             [self._names[parameter] for parameter in gradients.parameters],
             [parameter.shape for parameter in gradients.parameters],
         )
-        rounds = self.compressor.average_(bundle, self._part, self._feedback)
+        rounds = self.compressor.average_(bucket, self._member, self._feedback)
         return self._exchange.begin(rounds, label)
 
     @torch.no_grad()
@@ -168,8 +168,8 @@ class Exchange:
     """Carries out requests over the ranks of a backend.
 
     bytes_sent   by this rank so far, as rings and direct messages send them: of each mean 2(p-1)/p
-                 of its bytes, of what is gathered p-1 times, of what is swapped, or of whose mean
-                 each gets a shard, (p-1)/p
+                 of its bytes, of what is gathered p-1 times, of what goes all to all, or of whose
+                 mean each gets a shard, (p-1)/p
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -213,23 +213,28 @@ def bytes_of(request: Request, ranks: int) -> int:
 
 def _task(request: Request, backend: Backend) -> Task[Tensor]:
     given = request.tensor.contiguous()
-    if isinstance(request, Mean):
+    if isinstance(request, AllReduceMean):
         return in_place("all_reduce", given, op=ReduceOp.MEAN)
     shape = tuple(given.shape)
-    if isinstance(request, MeanShard):
+    if isinstance(request, ReduceScatterMean):
         mean = memory_for(backend, shape[1:], given.dtype, given.device)
         return Task(
             *("reduce_scatter", shape, given.dtype, given, mean, lambda: mean),
             op=ReduceOp.MEAN,
             consumes=True,
         )
-    rows = (backend.world_size, *shape) if isinstance(request, Gather) else shape
-    name = "all_gather" if isinstance(request, Gather) else "all_to_all"
+    rows = (backend.world_size, *shape) if isinstance(request, AllGather) else shape
+    name = "all_gather" if isinstance(request, AllGather) else "all_to_all"
     result = memory_for(backend, rows, given.dtype, given.device)
     return Task(name, rows, given.dtype, given, result, lambda: result)
 
 
 _SENT: Mapping[type, tuple[int, bool]] = MappingProxyType(
-    {Mean: (2, True), MeanShard: (1, True), Gather: (1, False), Swap: (1, True)}
+    {
+        AllReduceMean: (2, True),
+        ReduceScatterMean: (1, True),
+        AllGather: (1, False),
+        AllToAll: (1, True),
+    }
 )
 """How often, and whether a p-th of it."""

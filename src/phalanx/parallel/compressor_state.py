@@ -21,14 +21,14 @@ from torch import Tensor
 
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import is_finite
-from phalanx.compression.memory import (
+from phalanx.compression.state import (
     OWNED,
     RESIDUAL,
-    joined,
-    read_owned_key,
-    shares,
-    short_of,
-    under,
+    join_slices,
+    read_slice_key,
+    split_residual,
+    strip_prefix,
+    total_residual,
 )
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
     """What of gradients a compressor averages on a rank, if that is not all of them.
 
     shards   over how many consecutive ranks they are cut
-    pieces   what this rank has of them, by elements and name (`owned_key`)
+    pieces   what this rank has of them, by elements and name (`slice_key`)
     """
 
     shards: int
@@ -81,19 +81,19 @@ def shared_out(
     short: dict[str, Tensor] = {}
     for place in range(shards):
         group = [state for rank, state in states.items() if rank % shards == place]
-        short.update(short_of(group, parts))
-        kept = [left.dtype for state in group for left in under(RESIDUAL, state).values()]
+        short.update(total_residual(group, parts))
+        kept = [left.dtype for state in group for left in strip_prefix(RESIDUAL, state).values()]
         dtype = torch.float64 if torch.float64 in kept else dtype
-    whole = short if shards == 1 else joined(short, sizes_of or {})
+    whole = short if shards == 1 else join_slices(short, sizes_of or {})
     if sizes_of is not None:
         _check_sizes(whole, sizes_of, backend)
     copies, copy = backend.world_size // cut.shards, backend.rank // cut.shards
     if cut.shards == 1:
         mine = whole
     else:
-        places = {key: read_owned_key(key) for key in cut.pieces}
+        places = {key: read_slice_key(key) for key in cut.pieces}
         mine = {k: whole[n][start:stop] for k, (n, start, stop) in places.items() if n in whole}
-    return {RESIDUAL + key: shares(left, copies, dtype)[copy] for key, left in mine.items()}
+    return {RESIDUAL + key: split_residual(left, copies, dtype)[copy] for key, left in mine.items()}
 
 
 def _check_sizes(left: Mapping[str, Tensor], sizes: Mapping[str, int], backend: Backend) -> None:
@@ -213,7 +213,7 @@ def load_own(
     mine = backend.rank
     place, copy = mine % cut.shards, mine // cut.shards
     alike = [states.get(rank) for rank in range(place, size, cut.shards)]
-    left = [name for one in alike if one is not None for name in under(RESIDUAL, one)]
+    left = [name for one in alike if one is not None for name in strip_prefix(RESIDUAL, one)]
     fits = shards == cut.shards and cut.fits(left)
     if missing and (size != backend.world_size or mine in missing or not fits):
         log.warning(
@@ -254,7 +254,7 @@ def check_intact(
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 _refuse(rank, whose, key, f"is a {type(value).__name__}, not a tensor")
-        for name, left in under(RESIDUAL, state).items():
+        for name, left in strip_prefix(RESIDUAL, state).items():
             if not left.is_floating_point() or left.dim() != 1 or not is_finite(left):
                 _refuse(rank, whose, RESIDUAL + name, "is no row of finite numbers")
             if sizes_of is None:
@@ -267,14 +267,14 @@ def check_intact(
                     rank=rank,
                 )
     for whose, state in states.items():
-        for key, left in under(OWNED, state).items():
+        for key, left in strip_prefix(OWNED, state).items():
             if not _is_slice(key, left, sizes):
                 _refuse(rank, whose, OWNED + key, "is no part of a gradient that is there")
 
 
 def _is_slice(key: str, left: Tensor, sizes: Mapping[str, int]) -> bool:
     try:
-        name, start, stop = read_owned_key(key)
+        name, start, stop = read_slice_key(key)
     except ValueError:
         return False
     fits = 0 <= start <= stop <= sizes.get(name, -1) and left.shape == (stop - start,)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import FORGET
+from phalanx.compression.compressor import NO_RESIDUALS
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedObjectError
 from phalanx.parallel.averaging import AllReduced, Averaging, Compressed
@@ -67,7 +67,9 @@ class OuterStep:
         self._averaging: Averaging = self._plain
         if compression is not None:
             names = {parameter: name for name, parameter in trained.items()}
-            self._averaging = Compressed(compression, names, backend, feedback=unsent or FORGET)
+            self._averaging = Compressed(
+                compression, names, backend, feedback=unsent or NO_RESIDUALS
+            )
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, Optimizer):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from phalanx.collectives import all_gather
 from phalanx.collectives.request import memory_for
 from phalanx.compression import Compressor, ErrorFeedback
-from phalanx.compression.compressor import Part, is_finite, wide
-from phalanx.compression.memory import Bundle
+from phalanx.compression.compressor import GradientBucket, Member, ResidualStore, is_finite, wide
 from phalanx.core.backend import Backend
 from phalanx.parallel.averaging import AllReduced, Averaging
 from phalanx.parallel.buckets import MESSAGE, batches, broadcast_all_
@@ -121,8 +120,8 @@ def in_words(found: Mapping[int, str]) -> str:
 # with Error Reset").
 
 
-class Unsent:
-    """A `Feedback` that keeps what is left out of one average until parameters are written."""
+class Unsent(ResidualStore):
+    """Keeps what is left out of one average until parameters are written."""
 
     def __init__(self) -> None:
         self._rests: dict[str, Tensor] = {}
@@ -132,24 +131,26 @@ class Unsent:
         """What has been left out of that parameter; it is forgotten."""
         return self._rests.pop(name)
 
-    def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        """All of the bundle."""
-        self._parts = part.parts
-        return bundle.flat.to(wide(bundle.flat.dtype), copy=True)
+    def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
+        """All of the bucket."""
+        self._parts = member.parts
+        return bucket.flat.to(wide(bucket.flat.dtype), copy=True)
 
-    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
+    def store_residual(self, bucket: GradientBucket, rest: Callable[[], Tensor]) -> None:
         """This rank's to hold."""
-        for piece, values in bundle.cut(rest()):
+        for piece, values in bucket.cut(rest()):
             self._rests[piece.name] = values
 
-    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+    def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
         """The mean."""
         return mean.clone()
 
-    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
+    def store_owned_residual(
+        self, bucket: GradientBucket, start: int, rest: Callable[[], Tensor]
+    ) -> None:
         """Of a mean of p ranks p times as much is this rank's to hold."""
         left = rest()
-        for piece in bundle.pieces:
+        for piece in bucket.pieces:
             low, high = max(piece.start, start), min(piece.stop, start + len(left))
             if low < high:
                 held = self._rests[piece.name].view(-1)[low - piece.start : high - piece.start]
