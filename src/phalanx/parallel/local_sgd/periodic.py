@@ -252,7 +252,11 @@ class PeriodicSync(Wrapper):
         began = self._parameter_sync.load_own_state(state)
         if not began:
             self._parameter_sync.begin()
-        entries = local_values(state)
+        entries = [
+            LocalValue(int(match[2]), int(match[1]), match[3], value)
+            for key, value in state.items()
+            if (match := _KEY.fullmatch(key))
+        ]
         self._counter.load(saved_counts(entries, self.backend))
         since = self._counter.counts.since
         self._alike = not (began or since)
@@ -319,15 +323,6 @@ class LocalValue(NamedTuple):
     rank: int
     what: str
     value: Tensor
-
-
-def local_values(state: Mapping[str, Any]) -> list[LocalValue]:
-    """The entries of a state dict that are some rank's own."""
-    return [
-        LocalValue(int(match[2]), int(match[1]), match[3], value)
-        for key, value in state.items()
-        if (match := _KEY.fullmatch(key))
-    ]
 
 
 def saved_counts(entries: Iterable[LocalValue], backend: Backend) -> Counts | None:
