@@ -22,6 +22,7 @@ from phalanx.compression.compressor import (
     check_compressor,
     check_floating,
     is_finite,
+    listed_tensors,
 )
 from phalanx.compression.state import RESIDUAL
 from phalanx.core.backend import Backend
@@ -66,17 +67,8 @@ def checked(gradients: Iterable[Tensor], who: str, backend: Backend | None = Non
     """
     rank = None if backend is None else backend.rank
     where = f"{who}.aggregate" if rank is None else f"rank {rank}: {who}.aggregate"
-    if isinstance(gradients, Tensor):  # whose rows would be taken for gradients
-        raise TypeError(f"{where} takes a list of gradients, not one tensor")
-    if not isinstance(gradients, Iterable):
-        raise TypeError(f"{where} takes a list of gradients, not a {type(gradients).__name__}")
-    listed = list(gradients)
+    listed = listed_tensors(gradients, where)
     for number, gradient in enumerate(listed):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"{where}: gradient {number} is a {type(gradient).__name__}, not a tensor; "
-                "leave out parameters without a gradient, or give zeros"
-            )
         if rank is not None and (gradient.layout is not torch.strided or gradient.is_nested):
             raise UnsupportedOperationError(
                 f"{where}: gradient {number} is {gradient.layout}; only dense gradients are "

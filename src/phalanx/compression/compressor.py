@@ -21,7 +21,7 @@ What a member leaves out of its message is lost, unless a `ResidualStore` keeps 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -314,6 +314,27 @@ def check_compressor(compressor: object, who: str) -> None:
     """TypeError unless it is one: a class is none yet."""
     if not isinstance(compressor, Compressor):
         raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
+
+
+def listed_tensors(
+    tensors: Iterable[Tensor],
+    who: str,
+    *,
+    what: str = "gradient",
+    advice: str = "; leave out parameters without a gradient, or give zeros",
+) -> list[Tensor]:
+    """The tensors, `what` they are, as a list. TypeError unless it is a list of tensors."""
+    if isinstance(tensors, Tensor):  # whose rows would be taken for the list
+        raise TypeError(f"{who} takes a list of {what}s, not one tensor")
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"{who} takes a list of {what}s, not a {type(tensors).__name__}")
+    listed = list(tensors)
+    for number, tensor in enumerate(listed):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{who}: {what} {number} is a {type(tensor).__name__}, not a tensor{advice}"
+            )
+    return listed
 
 
 # ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from phalanx.compression.compressor import (
     check_floating,
     generator,
     is_finite,
+    listed_tensors,
     narrowed,
     wide,
 )
@@ -107,16 +108,8 @@ class TopK(Compressor):
 
 def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
     """Each gradient's `TopK(ratio)` message. TypeError for what is no list of tensors."""
-    if isinstance(gradients, Tensor):  # whose rows would be taken for gradients
-        raise TypeError("compress_gradients takes a list of gradients, not one tensor")
-    top_k, listed = TopK(ratio), list(gradients)
-    for number, gradient in enumerate(listed):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"compress_gradients: gradient {number} is a {type(gradient).__name__}, not a "
-                "tensor; leave out parameters without a gradient, or give zeros"
-            )
-    return [top_k.compress(gradient) for gradient in listed]
+    top_k = TopK(ratio)
+    return [top_k.compress(each) for each in listed_tensors(gradients, "compress_gradients")]
 
 
 def decompress_gradients(

@@ -27,6 +27,7 @@ from phalanx.aggregation.parameter_server.wire import (
     numbers_by_server,
     pair_of,
 )
+from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.work import Operation, check_timeout
 from phalanx.errors import (
@@ -287,17 +288,11 @@ def checked_gradients(
     """The gradients, or `what` they are, as a list. TypeError or ValueError, which names it, for
     one that is not alike the parameter, or is missing.
     """
-    if isinstance(gradients, Tensor):
-        raise TypeError(f"{who} takes a list of {what}s, not one tensor")
-    listed = list(gradients)
+    advice = "; give zeros for a parameter that was not used"
+    listed = listed_tensors(gradients, who, what=what, advice=advice)
     if len(listed) != len(params):
         raise ValueError(f"{who}: {len(listed)} {what}s for {len(params)} parameters")
     for number, (gradient, param) in enumerate(zip(listed, params, strict=True)):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"{who}: {what} {number} is a {type(gradient).__name__}, not a tensor; give "
-                "zeros for a parameter that was not used"
-            )
         if (gradient.shape, gradient.dtype) != (param.shape, param.dtype):
             raise ValueError(
                 f"{who}: {what} {number} ({described(gradient)}) does not fit parameter {number} "

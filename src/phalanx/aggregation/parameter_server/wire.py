@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import InvalidWorldSizeError, UnsupportedOperationError
 from phalanx.wire.memory import tensor_bytes
@@ -176,12 +177,8 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
     TypeError unless it is one of tensors; `UnsupportedOperationError` for one that no optimizer
     can change: of whole numbers.
     """
-    if isinstance(params, Tensor):
-        raise TypeError(f"{who} takes a list of parameters, not one tensor")
-    listed = list(params)
+    listed = listed_tensors(params, who, what="parameter", advice="")
     for number, param in enumerate(listed):
-        if not isinstance(param, Tensor):
-            raise TypeError(f"{who}: parameter {number} is a {type(param).__name__}, not a tensor")
         if not (param.is_floating_point() or param.is_complex()):
             raise UnsupportedOperationError(
                 f"{who}: parameter {number} ({described(param)}) has no gradient: leave out "

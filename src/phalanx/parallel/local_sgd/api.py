@@ -44,9 +44,9 @@ class LocalSGD(PeriodicSync):
     With `compression` a rank sends the compressor's message for how far it is from a copy of the
     parameters that all ranks have alike, and the mean of messages moves the copy. What a message
     leaves out stays in that rank's parameters, ahead of the copy, and so in what it is to send next
-    time: that is error feedback, without a residual, and `ErrorFeedback` around the compressor is
-    taken off. So a rank computes with all that it has learnt itself, while others hear of it bit by
-    bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
+    time: that is error feedback whose residual is in the parameters, and `ErrorFeedback` around the
+    compressor is taken off. So a rank computes with all its own updates, while others receive them
+    bit by bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
     "Qsparse-local-SGD"). Parameters are then the same on all ranks only after `sync()`, which sends
     what is left whole. The copy takes the parameters' memory once, an average twice more while it
     lasts; 16 more bytes compare the copies. An average that is not finite is not taken: parameters
