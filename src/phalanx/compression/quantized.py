@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +71,8 @@ class TwoRounds(Compressor):
         length = len(mean)
         start = min(n, member.number * length)
         size = min(n, start + length) - start  # the last slices may be shorter, or empty
-        owned = mean.new_zeros(1, length)
-        owned[0, :size] = feedback.add_owned_residual(bucket, start, mean[:size])
+        owned = feedback.add_owned_residual(bucket, start, mean[:size])
+        owned = _padded(owned, length).view(1, length)
         sent = self._encode(owned, call, member.number, "owned")
         feedback.store_owned_residual(
             bucket, start, lambda: (owned - self._decode(sent, length))[0, :size]
@@ -98,7 +97,7 @@ class TwoRounds(Compressor):
         n, p = len(bucket.flat), member.parts
         length = -(-n // p)
         wanted = feedback.add_residual(bucket, member)
-        slices = (pad(wanted, (0, p * length - n)) if p * length > n else wanted).view(p, length)
+        slices = _padded(wanted, p * length).view(p, length)
         sent = self._encode(slices, call, member.number, "given")
         feedback.store_residual(
             bucket, lambda: wanted.sub_(self._decode(sent, length).flatten()[:n])
@@ -110,8 +109,77 @@ class TwoRounds(Compressor):
         return total.div_(p)
 
 
+def _padded(values: Tensor, length: int) -> Tensor:
+    """`[n]` as `[length]`, with zeros at the end; itself, if it is as long."""
+    return pad(values, (0, length - len(values))) if len(values) < length else values
+
+
+# ------------------------------------------------------------------------------
+# Casts: gradients are sent in a dtype of 16 bits.
+
+
+class Half(TwoRounds):
+    """Gradients as float16 or bfloat16: 2 bytes a value, and one all-reduce.
+
+    dtype   `torch.bfloat16`: values of any size, to 8 bits; `torch.float16`: to 11 bits, of up to
+            65504 / (p + 1), which larger ones are sent as, so that the sum over p members is finite
+
+    The sum is in that dtype, too, as the backend sums it. With error feedback, from which nothing
+    may be lost, it is in float32 instead, on the owner of a slice, which keeps what it rounds off
+    the mean: as many bytes, an all-to-all and an all-gather.
+
+    Where each member needs a shard only, its owner gets all members' values, and sums them in
+    float32: (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to
+    65504.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Half casts to torch.float16 or torch.bfloat16, not {dtype}")
+        super().__init__()
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Half({self.dtype})"
+
+    def compress(self, tensor: Tensor) -> EncodedTensor:
+        """The tensor, rounded to nearest."""
+        check_floating(tensor, self)
+        sent = narrowed(tensor.detach(), self.dtype)
+        return EncodedTensor((sent,), tensor.shape, tensor.dtype)
+
+    def decompress(self, message: EncodedTensor) -> Tensor:
+        """The rounded tensor, in its former dtype."""
+        return message.sent[0].to(message.dtype, copy=True)
+
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """One round, an all-reduce of 2 bytes a value; two with error feedback."""
+        if feedback is not NO_RESIDUALS or len(bucket.flat) == 0:
+            yield from super().average_(bucket, member, feedback)
+            return
+        sent = narrowed(bucket.flat, self.dtype, member.parts).clone()
+        bucket.flat.copy_((yield AllReduceMean(sent)))
+
+    def _encode(self, rows: Tensor, *call: object) -> Tensor:
+        return narrowed(rows, self.dtype)
+
+    def _decode(self, rows: Tensor, length: int) -> Tensor:
+        return rows
+
+
 # ------------------------------------------------------------------------------
 # Quantization to blocks of 8, 4 or 1 bits a value, with a scale for each block.
+#
+# a row on the wire   [ scales, float32 | codes of `bits` each, the first in the lowest bits ]
+#
+# bits   codes        a code c of scale s stands for   s, rounding at random   s, to nearest
+# 8      -127..127    c * s                            largest / 127           largest / 127
+# 4      -7..7        c * s                            largest / 7             largest / 7
+# 1      0, 1         -s, s                            largest                 mean magnitude
+
+_MOST: Mapping[int, int] = MappingProxyType({8: 127, 4: 7, 1: 1})
 
 
 class Quantized(TwoRounds):
@@ -184,128 +252,41 @@ class Quantized(TwoRounds):
         return {"calls": self._calls}
 
     def _encode(self, rows: Tensor, *call: object) -> Tensor:
-        rows = rows.to(wide(rows.dtype))
+        """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value."""
+        rows, length = rows.to(wide(rows.dtype)), rows.shape[1]
         noise = None
-        if self.stochastic is not False:
+        if self.stochastic is not False:  # uniform in [0, 1), added before rounding down
             drawn = generator("quantized", self.seed, *call, device=rows.device)
-            noise = torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
-        return Blocks(self.bits, self.block, rows.shape[1]).pack(rows, noise)
-
-    def _decode(self, rows: Tensor, length: int) -> Tensor:
-        return Blocks(self.bits, self.block, length).unpack(rows)
-
-
-# ------------------------------------------------------------------------------
-# Casts: gradients are sent in a dtype of 16 bits.
-
-
-class Half(TwoRounds):
-    """Gradients as float16 or bfloat16: 2 bytes a value, and one all-reduce.
-
-    dtype   `torch.bfloat16`: values of any size, to 8 bits; `torch.float16`: to 11 bits, of up to
-            65504 / (p + 1), which larger ones are sent as, so that the sum over p members is finite
-
-    The sum is in that dtype, too, as the backend sums it. With error feedback, from which nothing
-    may be lost, it is in float32 instead, on the owner of a slice, which keeps what it rounds off
-    the mean: as many bytes, an all-to-all and an all-gather.
-
-    Where each member needs a shard only, its owner gets all members' values, and sums them in
-    float32: (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to
-    65504.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Half casts to torch.float16 or torch.bfloat16, not {dtype}")
-        super().__init__()
-        self.dtype = dtype
-
-    def __repr__(self) -> str:
-        return f"Half({self.dtype})"
-
-    def compress(self, tensor: Tensor) -> EncodedTensor:
-        """The tensor, rounded to nearest."""
-        check_floating(tensor, self)
-        sent = narrowed(tensor.detach(), self.dtype)
-        return EncodedTensor((sent,), tensor.shape, tensor.dtype)
-
-    def decompress(self, message: EncodedTensor) -> Tensor:
-        """The rounded tensor, in its former dtype."""
-        return message.sent[0].to(message.dtype, copy=True)
-
-    def average_(
-        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
-    ) -> Rounds:
-        """One round, an all-reduce of 2 bytes a value; two with error feedback."""
-        if feedback is not NO_RESIDUALS or len(bucket.flat) == 0:
-            yield from super().average_(bucket, member, feedback)
-            return
-        sent = narrowed(bucket.flat, self.dtype, member.parts).clone()
-        bucket.flat.copy_((yield AllReduceMean(sent)))
-
-    def _encode(self, rows: Tensor, *call: object) -> Tensor:
-        return narrowed(rows, self.dtype)
-
-    def _decode(self, rows: Tensor, length: int) -> Tensor:
-        return rows
-
-
-# ------------------------------------------------------------------------------
-# Blocks of values that share a scale, and their bytes.
-#
-# a row on the wire   [ scales, float32 | codes of `bits` each, the first in the lowest bits ]
-#
-# bits   codes        a code c of scale s stands for   s, rounding at random   s, to nearest
-# 8      -127..127    c * s                            largest / 127           largest / 127
-# 4      -7..7        c * s                            largest / 7             largest / 7
-# 1      0, 1         -s, s                            largest                 mean magnitude
-
-
-class Blocks(NamedTuple):
-    """How rows of `length` values are cut into blocks of `block` (the last one may be shorter)."""
-
-    bits: int
-    block: int
-    length: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.length // self.block)
-
-    def pack(self, rows: Tensor, noise: Tensor | None) -> Tensor:
-        """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value.
-
-        noise   uniform in [0, 1), like `rows`, added before rounding down; None: round to nearest
-        """
-        cut = self._cut(rows)
+            noise = self._blocks(
+                torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
+            )
+        cut = self._blocks(rows)
         magnitudes = cut.abs()
         if self.bits == 1 and noise is None:
-            sizes = torch.full((self.blocks,), float(self.block), device=rows.device)
-            if self.blocks:
-                sizes[-1] -= self.blocks * self.block - self.length
+            sizes = torch.full((cut.shape[1],), float(self.block), device=rows.device)
+            if length:
+                sizes[-1] -= cut.shape[1] * self.block - length
             scales = magnitudes.sum(-1) / sizes
         else:
             scales = magnitudes.amax(-1) / _MOST[self.bits]
         scales = scales.float()
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         units = cut / torch.where(scales == 0, 1, scales).unsqueeze(-1).to(cut.dtype)
-        codes = self._codes(units, None if noise is None else self._cut(noise))
-        packed = self._packed(codes.flatten(-2)[..., : self.length])
+        packed = self._packed(self._codes(units, noise).flatten(-2)[..., :length])
         return torch.cat([scales.contiguous().view(torch.uint8), packed], dim=-1)
 
-    def unpack(self, packed: Tensor) -> Tensor:
+    def _decode(self, rows: Tensor, length: int) -> Tensor:
         """`[n, bytes]` as `[n, length]` float32."""
-        split = 4 * self.blocks
-        scales = packed[..., :split].flatten().clone().view(torch.float32)
-        codes = self._cut(self._unpacked(packed[..., split:]).float())
+        split = 4 * -(-length // self.block)
+        scales = rows[..., :split].flatten().clone().view(torch.float32)
+        codes = self._blocks(self._unpacked(rows[..., split:], length).float())
         values = codes * scales.view(*codes.shape[:-1], 1)
-        return values.flatten(-2)[..., : self.length]
+        return values.flatten(-2)[..., :length]
 
-    def _cut(self, rows: Tensor) -> Tensor:
+    def _blocks(self, rows: Tensor) -> Tensor:
         """`[n, length]` as `[n, blocks, block]`, padded with zeros."""
-        padded = pad(rows, (0, self.blocks * self.block - self.length))
-        return padded.view(*rows.shape[:-1], self.blocks, self.block)
+        padded = pad(rows, (0, -rows.shape[-1] % self.block))
+        return padded.view(*rows.shape[:-1], -1, self.block)
 
     def _codes(self, units: Tensor, noise: Tensor | None) -> Tensor:
         """Rounded units; at 1 bit, whether they are positive."""
@@ -316,6 +297,7 @@ class Blocks(NamedTuple):
         return rounded.nan_to_num_(0).clamp_(-most, most).to(torch.int8)
 
     def _packed(self, codes: Tensor) -> Tensor:
+        """`[n, length]` codes as bytes."""
         if self.bits == 1:
             return pack_bits(codes)
         if self.bits == 8:
@@ -323,20 +305,18 @@ class Blocks(NamedTuple):
         halves = pad(codes + 7, (0, codes.shape[-1] % 2)).to(torch.uint8)
         return halves[..., 0::2] | halves[..., 1::2] << 4
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
+    def _unpacked(self, packed: Tensor, length: int) -> Tensor:
+        """The codes, int8."""
         if self.bits == 1:
-            return unpack_bits(packed, self.length).to(torch.int8) * 2 - 1
+            return unpack_bits(packed, length).to(torch.int8) * 2 - 1
         if self.bits == 8:
             return packed.contiguous().view(torch.int8)
         halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-        return halves[..., : self.length].to(torch.int8) - 7
-
-
-_MOST: Mapping[int, int] = MappingProxyType({8: 127, 4: 7, 1: 1})
+        return halves[..., :length].to(torch.int8) - 7
 
 
 # ------------------------------------------------------------------------------
-# Bits as bytes, the first bit the lowest of the first byte; and numbers of a few bits each.
+# Bits as bytes, the first bit the lowest of the first byte.
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -350,20 +330,3 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The first `count` bits, as `[..., count]` uint8."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> places & 1).flatten(-2)[..., :count]
-
-
-def bits_of(numbers: Tensor, width: int) -> Tensor:
-    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
-    places = torch.arange(width, device=numbers.device)
-    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
-
-
-def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
-    """`[count * width]` bits as `[count]` integers, int64."""
-    places = torch.arange(width, device=bits.device)
-    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
-
-
-def bytes_for(bits: int) -> int:
-    """How many bytes that many bits take."""
-    return (bits + 7) // 8

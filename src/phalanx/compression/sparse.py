@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.compression.quantized import bits_of, bytes_for, numbers_of, pack_bits, unpack_bits
+from phalanx.compression.quantized import pack_bits, unpack_bits
 from phalanx.errors import SizeMismatchError
 
 
@@ -136,6 +136,18 @@ class Code(NamedTuple):
     decode: Callable[[Tensor, int, int], Tensor]
 
 
+def bits_of(numbers: Tensor, width: int) -> Tensor:
+    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
+    places = torch.arange(width, device=numbers.device)
+    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
+
+
+def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
+    """`[count * width]` bits as `[count]` integers, int64."""
+    places = torch.arange(width, device=bits.device)
+    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
+
+
 def _width(n: int) -> int:
     """Bits of a number below n."""
     return max(n - 1, 0).bit_length()
@@ -203,4 +215,4 @@ def code_for(n: int, k: int) -> Code:
 
 def encoded_size(n: int, k: int) -> int:
     """Bytes of k indices below n."""
-    return bytes_for(code_for(n, k).bits(n, k))
+    return -(-code_for(n, k).bits(n, k) // 8)
