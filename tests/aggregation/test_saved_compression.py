@@ -19,7 +19,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 WITH_FEEDBACK = [name for name in COMPRESSORS if "feedback" in name]
 
@@ -38,7 +38,7 @@ def missing(joined: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
         {key[len(prefix) :]: value for key, value in joined.items() if key.startswith(prefix)}
         for prefix in prefixes
     ]
-    return short_of(states, size)
+    return total_residual(states, size)
 
 
 def join(states) -> dict[str, Tensor]:

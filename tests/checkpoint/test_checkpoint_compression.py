@@ -19,7 +19,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 KINDS = {
     "top-k": lambda: ErrorFeedback(TopK(0.1)),
@@ -52,7 +52,7 @@ def lacks(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         {key.split(".", 1)[1]: value for key, value in state.items() if "compression@" in key}
         for state in states
     ]
-    return short_of(own, len(own))
+    return total_residual(own, len(own))
 
 
 @pytest.mark.parametrize("nested", [False, True])

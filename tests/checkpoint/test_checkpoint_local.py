@@ -25,7 +25,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.parallel.local_sgd.periodic import Periodic
+from phalanx.parallel.local_sgd.periodic import PeriodicSync
 
 EVERY = 3
 
@@ -38,7 +38,7 @@ def outer_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)
 
 
-Make = Callable[[nn.Module, Backend], Periodic]
+Make = Callable[[nn.Module, Backend], PeriodicSync]
 KINDS: dict[str, Make] = {
     "local sgd": lambda m, b: LocalSGD(m, b, every=EVERY),
     "start after": lambda m, b: LocalSGD(m, b, every=EVERY, start_after=4),
@@ -64,7 +64,7 @@ def plain(seed: int = 0) -> nn.Module:
 
 def made(
     backend: Backend, kind: str, module: nn.Module | None = None, *, nested: bool = False
-) -> tuple[nn.Module, Periodic, torch.optim.Optimizer]:
+) -> tuple[nn.Module, PeriodicSync, torch.optim.Optimizer]:
     wrapper = KINDS[kind](module if module is not None else plain(), backend)
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=0.05, eps=1e-3)
     return (nn.ModuleDict({"net": wrapper}) if nested else wrapper), wrapper, optimizer
@@ -78,7 +78,7 @@ def train(wrapper: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ra
         optimizer.step()
 
 
-def state(wrapper: Periodic) -> dict[str, Tensor]:
+def state(wrapper: PeriodicSync) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in wrapper.state_dict().items()}
 
 
@@ -93,7 +93,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [*((kind, 2) for kind in ALL), *((kind, at) for kind in FEW for at in (3, 4))],
 )
 def test_as_many_ranks_go_on_bit_for_bit(kind: str, saved_at: int, tmp_path: Path):
-    """Just before, at, and after a meeting; each rank with its own parameters and AdamW."""
+    """Just before, at, and after a sync; each rank with its own parameters and AdamW."""
     nested = saved_at == 4
 
     def whole(backend: Backend):
@@ -157,7 +157,7 @@ def mean_of(states: list[dict[str, Tensor]], name: str) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", FEW)
-def test_another_number_of_ranks_begins_from_the_mean_and_meets_as_soon(
+def test_another_number_of_ranks_begins_from_the_mean_and_synchronizes_as_soon(
     kind: str, ranks: int, tmp_path: Path
 ):
     saved = save_two_ranks(kind, tmp_path)
@@ -229,7 +229,7 @@ def test_what_ddp_has_saved_begins_a_new_period(kind: str, tmp_path: Path):
 
 
 def test_a_rank_that_is_a_step_behind_is_saved_too(tmp_path: Path):
-    """Rank 0 has taken no step since the ranks met, rank 1 one: their outer copies stay alike."""
+    """Rank 0 has taken no step since the last sync, rank 1 one: their outer copies stay alike."""
 
     def run(backend: Backend, resume: bool):
         model, wrapper, _ = made(backend, "diloco")

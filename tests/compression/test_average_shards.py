@@ -1,4 +1,4 @@
-"""Averages of which each part needs its own shard only: what a reduce-scatter is for dense ones."""
+"""Averages of which each member needs its own shard: what a reduce-scatter is for dense ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from parts import average, bundles_of, noise, padded
+from members import average, buckets_of, noise, padded
 from torch import Tensor
 
 from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
-from phalanx.compression.compressor import Mean, MeanShard, Part, Swap
+from phalanx.compression.compressor import AllReduceMean, AllToAll, Member, ReduceScatterMean
 
 SHAPES = [(6, 5), (33,), (1, 1), (), (0,), (3, 0), (4, 3, 5)]
 EXACT: dict[str, Callable[[], Compressor]] = {
@@ -31,23 +31,23 @@ LOSSY: dict[str, Callable[[], Compressor]] = {
 
 
 def given(p: int, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list[Tensor]]:
-    """Every part's gradients."""
+    """Every member's gradients."""
     return [
-        [noise(*shape, seed=100 * seed + 10 * part + n) for n, shape in enumerate(shapes)]
-        for part in range(p)
+        [noise(*shape, seed=100 * seed + 10 * member + n) for n, shape in enumerate(shapes)]
+        for member in range(p)
     ]
 
 
-def dense_mean(per_part: list[list[Tensor]]) -> Tensor:
-    bundles = bundles_of(per_part)
-    return sum(bundle.flat.double() for bundle in bundles) / len(bundles)
+def dense_mean(per_member: list[list[Tensor]]) -> Tensor:
+    buckets = buckets_of(per_member)
+    return sum(bucket.flat.double() for bucket in buckets) / len(buckets)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("name", EXACT)
 def test_shards_of_what_leaves_nothing_out_are_the_mean(name: str, p: int):
     values = given(p)
-    shards = average([EXACT[name]() for _ in range(p)], padded(bundles_of(values)), shards=True)
+    shards = average([EXACT[name]() for _ in range(p)], padded(buckets_of(values)), shards=True)
     expected = dense_mean(values)
     found = torch.cat(shards)[: len(expected)]
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
@@ -55,14 +55,14 @@ def test_shards_of_what_leaves_nothing_out_are_the_mean(name: str, p: int):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_shards_lack_is_what_parts_have_left_over(name: str, p: int):
+def test_what_shards_lack_is_the_members_residuals(name: str, p: int):
     """Over three passes: the mean of all gradients == all shards together + mean of residuals."""
     compressors = [ErrorFeedback(LOSSY[name]()) for _ in range(p)]
     came, wanted = 0, 0
     for step in range(3):
         values = given(p, seed=step)
         mean = dense_mean(values)
-        found = torch.cat(average(compressors, padded(bundles_of(values)), shards=True))
+        found = torch.cat(average(compressors, padded(buckets_of(values)), shards=True))
         came, wanted = came + found[: len(mean)].double(), wanted + mean
         for compressor in compressors:
             compressor.commit()
@@ -82,7 +82,7 @@ def test_two_averages_of_a_gradient_in_one_pass_lose_nothing(name: str, p: int):
     for step in range(4):
         values = given(p, seed=step)
         mean = dense_mean(values)
-        found = torch.cat(average(compressors, padded(bundles_of(values)), shards=True))
+        found = torch.cat(average(compressors, padded(buckets_of(values)), shards=True))
         came, wanted = came + found[: len(mean)].double(), wanted + mean
         if step % 2:
             for compressor in compressors:
@@ -98,24 +98,24 @@ def test_two_averages_of_a_gradient_in_one_pass_lose_nothing(name: str, p: int):
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_not_finite_is_seen_by_the_owner_at_least(name: str, bad: float):
     values = given(3)
-    values[1][1][-1] = bad  # of which the second part's shard has the end
+    values[1][1][-1] = bad  # of which the second member's shard has the end
     before = torch.cat([tensor.flatten() for tensor in values[1]])
     place = int((~before.isfinite()).nonzero()) // -(-len(before) // 3)
-    shards = average([LOSSY[name]() for _ in range(3)], padded(bundles_of(values)), shards=True)
+    shards = average([LOSSY[name]() for _ in range(3)], padded(buckets_of(values)), shards=True)
     assert not shards[place].isfinite().all()
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_nothing_to_average_is_no_round(name: str):
     values = [[torch.zeros(0), torch.zeros(3, 0)]] * 2
-    average([LOSSY[name]() for _ in range(2)], padded(bundles_of(values)), shards=True)
+    average([LOSSY[name]() for _ in range(2)], padded(buckets_of(values)), shards=True)
 
 
 @pytest.mark.parametrize("p", [2, 5])
 @pytest.mark.parametrize("name", LOSSY)
 def test_shards_that_are_padding_throughout_are_no_problem(name: str, p: int):
     values = given(p, shapes=[(1,)])
-    found = average([LOSSY[name]() for _ in range(p)], padded(bundles_of(values)), shards=True)
+    found = average([LOSSY[name]() for _ in range(p)], padded(buckets_of(values)), shards=True)
     assert [len(shard) for shard in found] == [1] * p
     if "bit" not in name:  # of zeros one bit makes something, which is cut off
         assert not torch.cat(found)[1:].any()
@@ -124,18 +124,18 @@ def test_shards_that_are_padding_throughout_are_no_problem(name: str, p: int):
 @pytest.mark.parametrize(
     ("compressor", "request_", "nbytes"),
     [
-        (TopK(0.01), Swap, 4 * (10 * 4 + 11)),  # of each shard of 1000
-        (RandomK(0.01), MeanShard, 4 * 10 * 4),
-        (Half(), Swap, 4000 * 2),
-        (Quantized(8), Swap, 4 * (1000 + 4 * 4)),
-        (Quantized(1), Swap, 4 * (125 + 4 * 4)),
-        (PowerSGD(2), Mean, 2 * 40 * 4),
+        (TopK(0.01), AllToAll, 4 * (10 * 4 + 11)),  # of each shard of 1000
+        (RandomK(0.01), ReduceScatterMean, 4 * 10 * 4),
+        (Half(), AllToAll, 4000 * 2),
+        (Quantized(8), AllToAll, 4 * (1000 + 4 * 4)),
+        (Quantized(1), AllToAll, 4 * (125 + 4 * 4)),
+        (PowerSGD(2), AllReduceMean, 2 * 40 * 4),
     ],
     ids=str,
 )
 def test_one_message_of_so_many_bytes_is_given(compressor: Compressor, request_, nbytes: int):
-    (bundle,) = bundles_of([[noise(40, 100)]])
-    first = next(compressor.average_shard_(bundle, Part(0, 4)))
+    (bucket,) = buckets_of([[noise(40, 100)]])
+    first = next(compressor.average_shard_(bucket, Member(0, 4)))
     assert (type(first), first.tensor.nbytes) == (request_, nbytes)
 
 
@@ -144,7 +144,7 @@ def test_a_compressor_that_says_nothing_of_shards_averages_all():
         average_shard_ = Compressor.average_shard_
 
     values = given(3)
-    found = torch.cat(average([Plain() for _ in range(3)], padded(bundles_of(values)), shards=True))
+    found = torch.cat(average([Plain() for _ in range(3)], padded(buckets_of(values)), shards=True))
     expected = dense_mean(values)
     torch.testing.assert_close(found[: len(expected)].double(), expected, rtol=0, atol=0.05)
 
@@ -153,6 +153,6 @@ def test_a_compressor_that_says_nothing_of_shards_averages_all():
 def test_float64_and_short_dtypes_keep_theirs(name: str):
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         values = [[tensor.to(dtype) for tensor in tensors] for tensors in given(2)]
-        shards = average([LOSSY[name]() for _ in range(2)], padded(bundles_of(values)), shards=True)
+        shards = average([LOSSY[name]() for _ in range(2)], padded(buckets_of(values)), shards=True)
         assert [shard.dtype for shard in shards] == [dtype, dtype]
         assert all(shard.isfinite().all() for shard in shards)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parts import average, bundles_of, noise
+from members import average, buckets_of, noise
 
 from phalanx import (
     Compressor,
@@ -83,13 +83,14 @@ def test_bytes_are_counted_exactly(compressor: Compressor, nbytes: int):
 
 @pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize("name", ALL)
-def test_every_part_has_the_same_bits_in_the_end(name: str, p: int):
+def test_every_member_has_the_same_bits_in_the_end(name: str, p: int):
     compressors = [ALL[name]() for _ in range(p)]
     for step in range(3):
         given = [
-            [noise(*shape, seed=100 * step + 10 * part) for shape in SHAPES] for part in range(p)
+            [noise(*shape, seed=100 * step + 10 * member) for shape in SHAPES]
+            for member in range(p)
         ]
-        first, *others = average(compressors, bundles_of(given))
+        first, *others = average(compressors, buckets_of(given))
         assert first.isfinite().all()
         for other in others:
             assert torch.equal(first, other)
@@ -101,16 +102,16 @@ def test_every_part_has_the_same_bits_in_the_end(name: str, p: int):
 @pytest.mark.parametrize("name", [*EXACT, "float16", "bfloat16", "8 bits"])
 def test_averages_are_close_to_the_mean(name: str, p: int):
     make = EXACT.get(name) or ALL[name]
-    given = [[noise(*shape, seed=10 * part) for shape in SHAPES] for part in range(p)]
-    expected = sum(bundle.flat for bundle in bundles_of(given)) / p
-    (found, *_) = average([make() for _ in range(p)], bundles_of(given))
+    given = [[noise(*shape, seed=10 * member) for shape in SHAPES] for member in range(p)]
+    expected = sum(bucket.flat for bucket in buckets_of(given)) / p
+    (found, *_) = average([make() for _ in range(p)], buckets_of(given))
     atol = {"float16": 4e-3, "bfloat16": 3e-2, "8 bits": 6e-2}.get(name, 1e-6)
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_to_average_is_no_round_at_all(name: str):
-    average([ALL[name]() for _ in range(2)], bundles_of([[torch.zeros(0)], [torch.zeros(0)]]))
+    average([ALL[name]() for _ in range(2)], buckets_of([[torch.zeros(0)], [torch.zeros(0)]]))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -126,7 +127,7 @@ def test_the_same_seed_gives_the_same_bits_again(name: str):
         compressors = [ALL[name]() for _ in range(2)]
         found = []
         for _ in range(3):
-            found += average(compressors, bundles_of([[noise(50)], [noise(50, seed=1)]]))
+            found += average(compressors, buckets_of([[noise(50)], [noise(50, seed=1)]]))
         return found
 
     torch.manual_seed(1)

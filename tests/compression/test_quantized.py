@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parts import average, bundles_of, noise
+from members import average, buckets_of, noise
 
 from phalanx import Quantized
-from phalanx.compression.quantized import bits_of, numbers_of, pack_bits, unpack_bits
+from phalanx.compression.quantized import pack_bits, unpack_bits
+from phalanx.compression.sparse import bits_of, numbers_of
 
 
 def assert_unbiased(draws: torch.Tensor, expected: torch.Tensor) -> None:
@@ -39,9 +40,9 @@ def test_so_is_rounding_in_call_after_call():
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_so_are_averages_which_are_rounded_twice(bits: int, p: int):
-    blocks = [noise(16, seed=part) for part in range(p)]
+    blocks = [noise(16, seed=member) for member in range(p)]
     given = [[block.repeat(3000, 1)] for block in blocks]
-    found = average([Quantized(bits, block=16, seed=1) for _ in range(p)], bundles_of(given))[0]
+    found = average([Quantized(bits, block=16, seed=1) for _ in range(p)], buckets_of(given))[0]
     assert_unbiased(found.view(3000, 16), sum(block.double() for block in blocks) / p)
 
 
@@ -110,14 +111,14 @@ def test_the_smallest_and_largest_numbers_stay_finite(bits: int):
         assert (off.abs() <= 2 * values.abs().max()).all()
 
 
-def test_random_numbers_differ_from_call_to_call_and_from_part_to_part():
+def test_random_numbers_differ_from_call_to_call_and_from_member_to_member():
     values = torch.full((64,), 0.3)
     values[0] = 1
     compressor = Quantized(4)
     first, second = (compressor.decompress(compressor.compress(values)) for _ in range(2))
     assert not torch.equal(first, second)
     same = [[values], [values.clone()]]
-    mean = average([Quantized(1), Quantized(1)], bundles_of(same))[0]
+    mean = average([Quantized(1), Quantized(1)], buckets_of(same))[0]
     assert len(mean.unique()) > 1
 
 

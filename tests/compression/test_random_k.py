@@ -1,10 +1,10 @@
-"""Random-k: places that all parts draw alike, and every one of them in its turn."""
+"""Random-k: places that all members draw alike, and every one of them in its turn."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from parts import average, bundles_of, noise
+from members import average, buckets_of, noise
 
 from phalanx import ErrorFeedback, Half, RandomK, TopK
 
@@ -32,15 +32,15 @@ def test_every_place_is_as_likely_as_any_other():
 
 
 def test_an_average_is_exact_where_it_is_drawn_and_zero_elsewhere():
-    given = [[noise(50, seed=part)] for part in range(3)]
+    given = [[noise(50, seed=member)] for member in range(3)]
     mean = sum(mine[0].double() for mine in given) / 3
-    found = average([RandomK(0.2) for _ in range(3)], bundles_of(given))[0]
+    found = average([RandomK(0.2) for _ in range(3)], buckets_of(given))[0]
     drawn = found != 0
     assert int(drawn.sum()) == 10
     assert torch.equal(found[drawn], mean[drawn].float())
 
 
-def test_parts_cut_short_at_different_calls_draw_alike_after_both_roll_back():
+def test_members_cut_short_at_different_calls_draw_alike_after_both_roll_back():
     one, other = RandomK(0.1), RandomK(0.1)
     for times, compressor in ((1, one), (3, other)):
         for _ in range(times):
@@ -51,14 +51,14 @@ def test_parts_cut_short_at_different_calls_draw_alike_after_both_roll_back():
 
 def test_a_cast_saturates_before_a_sum_overflows_and_keeps_infinity():
     given = [[torch.tensor([6e4, -7e4, 1.0])] for _ in range(3)]
-    found = average([Half(torch.float16) for _ in range(3)], bundles_of(given))[0]
+    found = average([Half(torch.float16) for _ in range(3)], buckets_of(given))[0]
     assert found.isfinite().all()
     assert found[2] == 1
     given = [[torch.tensor([torch.inf, torch.nan, 1.0])] for _ in range(3)]
-    found = average([Half(torch.float16) for _ in range(3)], bundles_of(given))[0]
+    found = average([Half(torch.float16) for _ in range(3)], buckets_of(given))[0]
     assert found[0].isinf()
     assert found[1].isnan()
-    assert Half(torch.float16).compress(torch.tensor([1e30])).values.tolist() == [65504.0]
+    assert Half(torch.float16).compress(torch.tensor([1e30])).sent[0].tolist() == [65504.0]
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.5), RandomK(1), Half(torch.float16)])
@@ -70,6 +70,6 @@ def test_what_was_left_over_may_exceed_the_gradients_dtype_and_comes_in_parts(co
     )
     came = 0
     for _ in range(8):
-        came = came + average([feedback], bundles_of([[torch.zeros(2).half()]]))[0].double()
+        came = came + average([feedback], buckets_of([[torch.zeros(2).half()]]))[0].double()
         feedback.commit()
     assert came.tolist() == [1.5e5, 0]

@@ -1,4 +1,4 @@
-"""What is left over, shared out over other numbers of parts and back: as much is missing after."""
+"""Residuals, shared out over other numbers of members and back: as much is missing afterwards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
-from phalanx.compression.memory import OWNED, RESIDUAL, short_of
+from phalanx.compression.state import OWNED, RESIDUAL, total_residual
 
-PARTS = st.integers(1, 6)
+MEMBERS = st.integers(1, 6)
 State = dict[str, Tensor]
 
 
-def drawn(parts: int, seed: int, *, whole: bool) -> list[State]:
-    """A state of each part: of a gradient with owners, and of one that not all parts know."""
+def drawn(members: int, seed: int, *, whole: bool) -> list[State]:
+    """A state of each member: of a gradient with owners, and of one that not all of them know."""
     draw = torch.Generator().manual_seed(seed)
 
     def values(n: int) -> Tensor:
@@ -28,29 +28,29 @@ def drawn(parts: int, seed: int, *, whole: bool) -> list[State]:
         return torch.randn(n, generator=draw) * 2.0**exponents
 
     states: list[State] = []
-    for part in range(parts):
+    for member in range(members):
         state = {f"{RESIDUAL}a.weight": values(12)}
-        start, stop = 12 * part // parts, 12 * (part + 1) // parts
+        start, stop = 12 * member // members, 12 * (member + 1) // members
         if stop > start:
             state[f"{OWNED}{start}-{stop}.a.weight"] = values(stop - start)
-        if part % 2 == 0:
+        if member % 2 == 0:
             state[f"{RESIDUAL}b"] = values(3)
         states.append(state)
     return states
 
 
 def assert_as_much_is_missing(before: list[State], after: list[State], roundings: int) -> None:
-    one, other = short_of(before, len(before)), short_of(after, len(after))
+    one, other = total_residual(before, len(before)), total_residual(after, len(after))
     assert one.keys() == other.keys()
     for name, missing in one.items():
-        # Each rounding: half a unit in the last place of one part's share.
+        # Each rounding: half a unit in the last place of one member's share.
         unit = torch.finfo(torch.float32).eps * missing.abs()
         assert ((other[name] - missing).abs() <= roundings * unit + 1e-300).all(), name
 
 
 @settings(max_examples=examples(100))
-@given(PARTS, PARTS, st.integers(0, 10**6))
-def test_from_p_parts_to_q_and_back_as_much_is_missing(p: int, q: int, seed: int):
+@given(MEMBERS, MEMBERS, st.integers(0, 10**6))
+def test_from_p_members_to_q_and_back_as_much_is_missing(p: int, q: int, seed: int):
     feedback, states = ErrorFeedback(TopK(0.1)), drawn(p, seed, whole=False)
     before = deepcopy(states)
     there = feedback.reshard(states, q)
@@ -66,22 +66,22 @@ def test_from_p_parts_to_q_and_back_as_much_is_missing(p: int, q: int, seed: int
 
 
 @settings(max_examples=examples(100))
-@given(PARTS, PARTS, st.integers(0, 10**6))
+@given(MEMBERS, MEMBERS, st.integers(0, 10**6))
 def test_where_equal_shares_are_numbers_nothing_is_lost_at_all(p: int, q: int, seed: int):
     """Multiples of 720, which all of 1 to 6 divide, even twice."""
     feedback, states = ErrorFeedback(Quantized(1)), drawn(p, seed, whole=True)
     there = feedback.reshard(states, q)
     back = feedback.reshard(there, p)
-    missing = short_of(states, p)
-    for other in (short_of(there, q), short_of(back, p)):
+    missing = total_residual(states, p)
+    for other in (total_residual(there, q), total_residual(back, p)):
         assert all(torch.equal(other[name], missing[name]) for name in missing)
 
 
 @settings(max_examples=examples(60))
-@given(PARTS, PARTS, st.sets(st.integers(0, 5), max_size=5))
-def test_what_is_known_of_is_shared_out_where_parts_are_lost(p: int, q: int, lost: set[int]):
+@given(MEMBERS, MEMBERS, st.sets(st.integers(0, 5), max_size=5))
+def test_known_residuals_are_shared_out_where_members_are_lost(p: int, q: int, lost: set[int]):
     states = drawn(p, 7, whole=False)
-    known = [None if part in lost else state for part, state in enumerate(states)]
+    known = [None if member in lost else state for member, state in enumerate(states)]
     there = ErrorFeedback(PowerSGD(1)).reshard(known, q)
     left = [state for state in known if state is not None]
     missing = {name: torch.zeros(n).double() for name, n in (("a.weight", 12), ("b", 3))}
@@ -92,6 +92,6 @@ def test_what_is_known_of_is_shared_out_where_parts_are_lost(p: int, q: int, los
             else:
                 start, stop = map(int, key.removeprefix(OWNED).split(".")[0].split("-"))
                 missing["a.weight"][start:stop] += value.double()
-    found = short_of(there, q)
+    found = total_residual(there, q)
     for name, value in found.items():
         torch.testing.assert_close(value, missing[name], rtol=2**-22, atol=1e-300)

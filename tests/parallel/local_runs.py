@@ -46,15 +46,15 @@ def values(module: nn.Module) -> Values:
 
 def reference(
     ranks: int,
-    meetings: Sequence[int],
+    syncs: Sequence[int],
     steps: int,
     *,
     inner: MakeOptimizer = sgd,
     outer: MakeOptimizer | None = None,
     make: Callable[[], nn.Module] = mlp,
 ) -> Values:
-    """The plainest form: a model for each rank, and a mean written out. `meetings` are the numbers
-    of the steps, counted from 1, after which the ranks meet. Rank 0's values.
+    """The plainest form: a model for each rank, and a mean written out. `syncs` are the numbers of
+    the steps, counted from 1, after which there is one. Rank 0's values.
     """
     models = [make() for _ in range(ranks)]
     optimizers = [inner(list(model.parameters())) for model in models]
@@ -63,7 +63,7 @@ def reference(
     for number in range(1, steps + 1):
         for rank in range(ranks):
             take_step(models[rank], optimizers[rank], rank, number)
-        if number not in meetings:
+        if number not in syncs:
             continue
         with torch.no_grad():
             everyone = [list(model.parameters()) for model in models]

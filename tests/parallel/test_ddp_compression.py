@@ -27,7 +27,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 KINDS = {
     "top-k": lambda: TopK(0.2),
@@ -51,7 +51,7 @@ def step(ddp: DDP, seed: int, scale: float = 1.0) -> None:
 def lacks(states: list[dict], size: int) -> dict[str, torch.Tensor]:
     """What averages are short of, by parameter, from all ranks' own states."""
     cut = [{key.split(".", 1)[1]: value for key, value in state.items()} for state in states]
-    return short_of(cut, size)
+    return total_residual(cut, size)
 
 
 @pytest.mark.parametrize("bucket_size", [1, 200, 1 << 20])

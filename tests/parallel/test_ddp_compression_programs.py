@@ -15,7 +15,7 @@ from ddp_models import Branches, noise, seeded
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, RandomK, TopK, simulate
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 KINDS = [
     lambda: TopK(0.05),
@@ -100,7 +100,7 @@ def add(total: dict[str, Tensor], model: nn.Module) -> None:
 
 def lacked(states: Any, ranks: int) -> dict[str, Tensor]:
     cut = [{key.split(".", 1)[1]: value for key, value in state.items()} for state in states]
-    return short_of(cut, ranks)
+    return total_residual(cut, ranks)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer steps along the mean of the ways that ranks have come alone."""
+"""DiLoCo: an outer optimizer steps by the mean of how far ranks have come alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.memory import short_of
+from phalanx.compression.state import total_residual
 
 COMPRESSORS = {
     "4 bits": lambda: Quantized(4, block=16),
@@ -100,7 +100,7 @@ def test_a_compressor_that_leaves_nothing_out_changes_nothing(name: str):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_ranks_are_the_same_bits_after_each_meeting(name: str):
+def test_ranks_are_the_same_bits_after_each_sync(name: str):
     def run(backend: Backend):
         model = DiLoCo(mlp(), backend, every=2, outer=nesterov, compression=COMPRESSORS[name]())
         optimizer = adamw(model.parameters())
@@ -128,7 +128,7 @@ def test_outer_gradients_that_came_and_what_is_left_over_are_all_that_there_were
             inputs = noise(4, 6, seed=10 * number + backend.rank)
             optimizer.zero_grad()
             model(inputs).pow(2).mean().backward()
-            taken: dict = {}  # an optimizer's own hooks come before those that the ranks meet in
+            taken: dict = {}  # an optimizer's own hooks come before the sync
             hook = optimizer.register_step_post_hook(
                 lambda *_, taken=taken: taken.update(values(model))
             )
@@ -142,7 +142,7 @@ def test_outer_gradients_that_came_and_what_is_left_over_are_all_that_there_were
         return came, gone, state
 
     came, gone, states = zip(*simulate(run, 3), strict=True)
-    missing = short_of(list(states), 3)
+    missing = total_residual(list(states), 3)
     for key, value in came[0].items():
         mean = sum(one[key] for one in gone) / 3
         total = value.flatten() + missing[key]
@@ -169,7 +169,7 @@ def test_quantized_outer_gradients_are_a_fraction_of_the_bytes():
 
     dense = simulate(lambda b: run(b, None), 2)[0]
     quantized = simulate(lambda b: run(b, ErrorFeedback(Quantized(4))), 2)[0]
-    assert dense == 2 * 64 * 64 * 4  # two meetings; 2(p-1)/p of the parameters each
+    assert dense == 2 * 64 * 64 * 4  # two syncs; 2(p-1)/p of the parameters each
     assert quantized == 2 * 64 * 64 // 2 + 2 * 16 * 4  # half a byte each, and a scale for 256
 
 

@@ -67,7 +67,7 @@ def test_a_compressor_that_leaves_nothing_out_changes_nothing(exact: Compressor)
 def test_the_mean_of_all_parameters_is_kept_whatever_is_left_out(
     name: str, ranks: int, every: int, steps: int
 ):
-    """What every meeting keeps, sent or not: nothing is lost, and nothing counts twice."""
+    """What every sync keeps, sent or not: nothing is lost, and nothing counts twice."""
 
     def run(backend: Backend):
         model = LocalSGD(mlp(), backend, every=every, compression=COMPRESSORS[name])
@@ -75,7 +75,7 @@ def test_the_mean_of_all_parameters_is_kept_whatever_is_left_out(
         seen = []
         for number in range(steps):
             hook = optimizer.register_step_post_hook(lambda *_: seen.append(values(model)))
-            take_step(model, optimizer, backend.rank, number)  # the ranks meet after that hook
+            take_step(model, optimizer, backend.rank, number)  # the sync comes after that hook
             hook.remove()
             seen.append(values(model))
         model.sync()
@@ -242,7 +242,7 @@ def test_what_is_not_finite_is_taken_by_nobody_and_said(caplog):
     for _, after in found:
         assert all(value.isfinite().all() for value in after.values())
     said = [record.getMessage() for record in caplog.records]
-    assert any("LocalSGD: a meeting is skipped" in text and "on rank 1" in text for text in said)
+    assert any("LocalSGD: a sync is skipped" in text and "on rank 1" in text for text in said)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

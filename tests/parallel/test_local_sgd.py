@@ -61,16 +61,16 @@ def test_it_is_what_it_says_on_every_kind_of_backend(cluster: Cluster):
     start_after=st.integers(0, 3),
     pieces=st.lists(st.integers(0, 4), min_size=1, max_size=3),
 )
-def test_ranks_meet_after_every_hth_step_and_at_sync(
+def test_ranks_synchronize_after_every_hth_step_and_at_sync(
     ranks: int, every: int, start_after: int, pieces: list[int]
 ):
-    """Steps in several pieces, with `sync` after each; all meetings follow from the numbers."""
-    met, since = [], 0
+    """Steps in several pieces, with `sync` after each; all syncs follow from the numbers."""
+    synced_at, since = [], 0
     for number in range(1, sum(pieces) + 1):
         since += 1
         synced = number in accumulate(pieces)
         if synced or since >= (1 if number <= start_after else every):
-            met.append(number)
+            synced_at.append(number)
             since = 0
 
     def run(backend: Backend):
@@ -82,15 +82,15 @@ def test_ranks_meet_after_every_hth_step_and_at_sync(
                 number += 1
                 take_step(model, optimizer, backend.rank, number)
             model.sync()
-        assert (model.steps, model.meetings) == (sum(pieces), len(met))
+        assert (model.steps, model.meetings) == (sum(pieces), len(synced_at))
         return values(model)
 
     found = simulate(run, ranks)
     assert_same_bits(list(found))
-    assert_close(found[0], reference(ranks, met, sum(pieces)), rtol=1e-4, atol=1e-6)
+    assert_close(found[0], reference(ranks, synced_at, sum(pieces)), rtol=1e-4, atol=1e-6)
 
 
-def test_between_meetings_ranks_differ_and_send_nothing():
+def test_between_syncs_ranks_differ_and_send_nothing():
     def run(backend: Backend):
         model = LocalSGD(mlp(), backend, every=3)
         optimizer = sgd(model.parameters())
@@ -166,7 +166,7 @@ def test_sync_does_nothing_twice_and_before_any_step():
     assert_same_bits(list(simulate(run, 3)))
 
 
-def test_ranks_with_other_numbers_of_steps_meet_at_sync():
+def test_ranks_with_other_numbers_of_steps_are_alike_after_sync():
     def run(backend: Backend):
         model = LocalSGD(mlp(), backend, every=10)
         optimizer = sgd(model.parameters())

@@ -29,18 +29,19 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.parallel.local_sgd.periodic import Writes
+from phalanx.parallel.local_sgd.periodic import StepCounter
 
 A, B, C = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 
 
 def counted(all_: list[nn.Parameter], *writes: list[nn.Parameter]) -> list[int]:
     """How many steps are over before each write, and after the last."""
-    tracked, over, found = Writes(all_), 0, []
+    counter, over, found = StepCounter(all_), 0, []
     for write in writes:
-        over += tracked.before(write)
+        over += counter.before(write)
         found.append(over)
-        over += tracked.after(write)
+        over += counter.after(write)
+    assert counter.now().steps - over in (0, 1)  # one may be under way
     return [*found, over]
 
 
@@ -68,7 +69,7 @@ def test_others_parameters_count_for_nothing():
 # On a model ------------------------------------------------------------------------------------
 
 
-def test_two_optimizers_of_one_model_meet_when_both_have_stepped():
+def test_two_optimizers_of_one_model_synchronize_when_both_have_stepped():
     def run(backend: Backend):
         model = LocalSGD(mlp(), backend, every=2)
         parameters = list(model.parameters())
@@ -197,8 +198,8 @@ def test_a_rank_that_syncs_while_others_go_on_is_told_so(cluster: Cluster):
 
     for rank, error in enumerate(cluster.run(run, 2)):
         assert isinstance(error, DesyncError)
-        assert "DiLoCo's meeting 1, every 2 steps" in str(error)
-        assert "DiLoCo's sync() after 1 meetings" in str(error)
+        assert "DiLoCo's sync 1, every 2 steps" in str(error)
+        assert "DiLoCo's sync() after 1 syncs" in str(error)
         assert f"DiLoCo: this rank has taken {4 - rank} steps" in str(error)
 
 

@@ -5,9 +5,9 @@ from phalanx.aggregation.aggregators import (
     CompressedAggregator,
     GradientAggregator,
     LocalAggregator,
+    ParameterServer,
 )
 from phalanx.aggregation.parameter_server import ParameterClient, ServerMode, ServiceRecord
-from phalanx.aggregation.parameter_server.aggregator import ParameterServer
 
 __all__ = [
     "AllReduceAggregator",

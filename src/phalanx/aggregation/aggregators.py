@@ -5,15 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.collectives import ReduceOp, all_reduce_coalesced
+from phalanx.aggregation.parameter_server.client import ParameterClient
+from phalanx.aggregation.parameter_server.server import OnStep, OptimizerFactory, Server
+from phalanx.aggregation.parameter_server.state import ServerMode, ServiceRecord
+from phalanx.collectives import ReduceOp, all_reduce_coalesced, broadcast_, reduce_
 from phalanx.collectives.check_same import difference
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import Part, check_compressor, check_floating, is_finite
-from phalanx.compression.memory import RESIDUAL, Bundle
+from phalanx.compression.compressor import (
+    GradientBucket,
+    Member,
+    check_compressor,
+    check_floating,
+    is_finite,
+    listed_tensors,
+)
+from phalanx.compression.state import RESIDUAL
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.averaging import RequestExecutor
@@ -56,17 +67,8 @@ def checked(gradients: Iterable[Tensor], who: str, backend: Backend | None = Non
     """
     rank = None if backend is None else backend.rank
     where = f"{who}.aggregate" if rank is None else f"rank {rank}: {who}.aggregate"
-    if isinstance(gradients, Tensor):  # whose rows would be taken for gradients
-        raise TypeError(f"{where} takes a list of gradients, not one tensor")
-    if not isinstance(gradients, Iterable):
-        raise TypeError(f"{where} takes a list of gradients, not a {type(gradients).__name__}")
-    listed = list(gradients)
+    listed = listed_tensors(gradients, where)
     for number, gradient in enumerate(listed):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"{where}: gradient {number} is a {type(gradient).__name__}, not a tensor; "
-                "leave out parameters without a gradient, or give zeros"
-            )
         if rank is not None and (gradient.layout is not torch.strided or gradient.is_nested):
             raise UnsupportedOperationError(
                 f"{where}: gradient {number} is {gradient.layout}; only dense gradients are "
@@ -142,7 +144,7 @@ class CompressedAggregator(GradientAggregator):
         self.backend = backend
         self.compressor = deepcopy(compressor)
         self._exchange = RequestExecutor(backend)
-        self._shapes: dict[int, torch.Size] = {}  # of what something may be left over of
+        self._shapes: dict[int, torch.Size] = {}  # of gradients that may have a residual
 
     @property
     def bytes_sent(self) -> int:
@@ -159,39 +161,36 @@ class CompressedAggregator(GradientAggregator):
         who = f"CompressedAggregator({self.compressor!r})"
         check_same_list(listed, self.backend, who)
         self._check_shapes(listed)
-        groups = numbers_by_kind(listed)
-        bundles = [
-            Bundle.of([listed[n] for n in numbers], [*map(str, numbers)]) for numbers in groups
+        groups = flattened(listed)
+        buckets = [
+            GradientBucket(flat, [*map(str, numbers)], [listed[n].shape for n in numbers])
+            for numbers, flat in groups
         ]
-        part = Part(self.backend.rank, self.backend.world_size)
+        member = Member(self.backend.rank, self.backend.world_size)
         try:
             under_way = [
-                self._exchange.begin(self.compressor.average_(bundle, part), who)
-                for bundle in bundles
+                self._exchange.begin(self.compressor.average_(bucket, member), who)
+                for bucket in buckets
             ]
             self._exchange.finish(under_way)
         except BaseException:
             self.compressor.rollback()
             raise
-        if all(is_finite(bundle.flat) for bundle in bundles):
+        if all(is_finite(flat) for _, flat in groups):
             self.compressor.commit()
             self._shapes.update((number, g.shape) for number, g in enumerate(listed))
         else:
             self.compressor.rollback()
-        results: dict[int, Tensor] = {}
-        for numbers, bundle in zip(groups, bundles, strict=True):
-            same = [listed[number] for number in numbers]
-            results.update(zip(numbers, cut_like(bundle.flat, same), strict=True))
-        return [results[number] for number in range(len(listed))]
+        return unflattened(groups, listed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the compressor remembers on this rank, under keys that say which rank it is:
+        """The compressor's state on this rank, under keys that say which rank it is:
         `compression@<rank>/<ranks>.<key>`. Those of all ranks may be joined into one dict.
         """
         return own_state(self.compressor, self.backend)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from states that were saved by any number of ranks, joined into one dict.
+        """Continue from states that were saved by any number of ranks, joined into one dict.
 
         For as many ranks as before, each needs its own only; else all of them are needed. A warning
         in the log says which ones are missing: what these had left over is lost. Nothing is sent.
@@ -200,7 +199,7 @@ class CompressedAggregator(GradientAggregator):
         self._shapes.clear()
 
     def _check_shapes(self, listed: Sequence[Tensor]) -> None:
-        """Refuse gradients in another order: others' leavings would be added to them."""
+        """Refuse gradients in another order: residuals of others would be added to them."""
         if RESIDUAL not in self.compressor.remembers():
             return
         for number, gradient in enumerate(listed):
@@ -252,26 +251,181 @@ def check_same_list(
 
 
 # ------------------------------------------------------------------------------
-# Lists of tensors as flat memory, one piece for each dtype, and back.
+# Lists of tensors as flat memory, one piece for each dtype and device, and back.
 
 
-def numbers_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which tensors are of one dtype, and on one device: their numbers."""
+class FlatGroup(NamedTuple):
+    """Copies of some tensors of a list, one after the other, and their numbers in the list."""
+
+    numbers: list[int]
+    flat: Tensor
+
+
+def flattened(tensors: Sequence[Tensor]) -> list[FlatGroup]:
+    """A group for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
-    return list(kinds.values())
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies of some tensors of one kind, one after the other."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def cut_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors with the values of flat memory, in the shapes of those that it was made of."""
-    sizes = [tensor.numel() for tensor in tensors]
     return [
-        piece.view(like.shape).clone()
-        for piece, like in zip(torch.split(flat, sizes), tensors, strict=True)
+        FlatGroup(numbers, torch.cat([tensors[n].detach().reshape(-1) for n in numbers]))
+        for numbers in kinds.values()
     ]
+
+
+def unflattened(groups: Iterable[FlatGroup], like: Sequence[Tensor]) -> list[Tensor]:
+    """New tensors with the values of the groups, in the order and shapes of the list."""
+    results: dict[int, Tensor] = {}
+    for numbers, flat in groups:
+        pieces = torch.split(flat, [like[number].numel() for number in numbers])
+        for number, piece in zip(numbers, pieces, strict=True):
+            results[number] = piece.view(like[number].shape).clone()
+    return [results[number] for number in range(len(like))]
+
+
+# ------------------------------------------------------------------------------
+# The parameter server: one rank has the parameters and averages the gradients of all.
+#
+#     rank 0   mean of all gradients            parameters
+#                 ^      ^      ^              |     |     |
+#              reduce to rank 0              broadcast from rank 0
+#                 |      |      |              v     v     v
+#              rank 0  rank 1  rank 2
+#
+# (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".)
+#
+# `serve` and `connect` are the service: servers that do nothing else, and workers that push and
+# pull as they like. See `parameter_server/`.
+
+SERVER = 0
+
+
+class ParameterServer(GradientAggregator):
+    """A synchronous server, rank 0, and workers, all ranks.
+
+    timeout   seconds that a message waits at most; by default the backend's
+
+    Every rank calls each method, in the same order, with lists alike: `DesyncError` on every rank
+    names the first tensor that differs, before anything is summed. All tensors of a dtype go as one
+    message.
+    """
+
+    backend: Backend
+
+    def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
+        self.backend = backend
+        self.timeout = timeout
+
+    def broadcast_params(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The server's parameters, new tensors on every rank. Blocks.
+
+        params   of any shapes and dtypes, alike on every rank; only rank 0's values matter; not
+                 changed
+        """
+        listed = self._checked(params, "broadcast_params")
+        groups = flattened(listed)
+        for _, flat in groups:
+            broadcast_(flat, self.backend, SERVER, timeout=self.timeout)
+        return unflattened(groups, listed)
+
+    def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each gradient over all ranks, computed by the server: new tensors, the same
+        bits on every rank. Blocks.
+        """
+        listed = self._checked(gradients, "reduce_gradients")
+        groups = flattened(listed)
+        for _, flat in groups:
+            reduce_(flat, self.backend, SERVER, ReduceOp.MEAN, timeout=self.timeout)
+            broadcast_(flat, self.backend, SERVER, timeout=self.timeout)
+        return unflattened(groups, listed)
+
+    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """`reduce_gradients`."""
+        return self.reduce_gradients(gradients)
+
+    def _checked(self, tensors: Sequence[Tensor], method: str) -> list[Tensor]:
+        listed = checked(tensors, "ParameterServer", self.backend)
+        who = f"ParameterServer.{method}"
+        check_same_list(listed, self.backend, who, timeout=self.timeout)
+        return listed
+
+    @staticmethod
+    def serve(
+        params: Sequence[Tensor],
+        optimizer: OptimizerFactory,
+        backend: Backend,
+        *,
+        servers: Sequence[int] = (0,),
+        workers: Sequence[int] | None = None,
+        mode: ServerMode = ServerMode.SYNCHRONOUS,
+        quorum: int | None = None,
+        timeout: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> ServiceRecord:
+        """Be a server until every worker has closed its client, or is lost. Blocks until then.
+
+        params      on every server, and worker, the same list, of floating or complex dtypes. Whole
+                    tensors are shared out over the servers, balanced by bytes; each changes its own
+                    in place, and leaves the others
+        optimizer   `optimizer(params) -> torch.optim.Optimizer`: called once, with the tensors that
+                    this server has, if it has any
+        servers     ranks that serve; the same on every rank
+        workers     ranks that may connect; by default all others. One may come when it likes, and
+                    while it has not, nobody waits for it
+        mode        `ServerMode.SYNCHRONOUS`: a step is the mean of the gradients of all that have
+                    joined, summed in rank order. `ASYNCHRONOUS`: each push is a step, at once.
+                    `staleness(s)`: the same, and nobody is more than s steps ahead of the slowest
+        quorum      workers that must have joined before the first step, or all that are not lost;
+                    by default all in synchronous mode, else 1
+        timeout     seconds in which somebody must say something; by default the backend's. Longer
+                    than a worker's step takes
+        on_step     called after each step of the optimizer, with the same record each time, which
+                    changes: to save `record.params` and `record.optimizer.state_dict()`, which
+                    `optimizer` may load in a new service. Nobody is served meanwhile
+
+        Returns that record. Each worker has a group of its own, so whoever is lost breaks no other.
+        Memory: the parameters, the optimizer's state, and twice this server's parameters for each
+        worker. Gradients are applied as they come, also if they are not finite.
+
+        A worker that is lost, or whose list of parameters differs: in synchronous mode every worker
+        and server gets a `PeerLostError` (`DesyncError` for the list) that names it and the step.
+        Else it is dropped, with a warning in the log; what it has pushed whole was applied, half a
+        push is not. (`phalanx run` and `spawn` end a job when a rank of it fails: where workers may
+        die, start the ranks so that the death of one does not end the others.)
+        An exception of the optimizer or of `on_step` ends the service, and the workers are told.
+        `CollectiveTimeoutError` names who has not come, and whom it waits for. TypeError,
+        ValueError, `InvalidRankError`, `UnsupportedOperationError` and `MisuseError` for arguments,
+        before anything is sent. A rank serves once at a time; its n-th `serve` goes with each
+        worker's n-th `connect`.
+        """
+        server = Server(
+            params,
+            optimizer,
+            backend,
+            servers=servers,
+            workers=workers,
+            mode=mode,
+            quorum=quorum,
+            timeout=timeout,
+            on_step=on_step,
+        )
+        return server.run()
+
+    @staticmethod
+    def connect(
+        params: Sequence[Tensor],
+        backend: Backend,
+        *,
+        servers: Sequence[int] = (0,),
+        timeout: float | None = None,
+    ) -> ParameterClient:
+        """Be a worker of the ranks that `serve`. Blocks until all of these do.
+
+        params    as on the servers; their values do not matter, and are not changed before the
+                  first `pull_` or `step`
+        timeout   seconds that a call waits at most; by default the backend's
+
+        It begins at the step where the slowest that has joined is. 96 bytes each way, for each
+        server. `DesyncError` on both sides, naming the first parameter that differs, if the lists
+        do; `PeerLostError` and `CollectiveTimeoutError`, after which it cannot be repeated.
+        """
+        return ParameterClient(params, backend, servers=servers, timeout=timeout)

@@ -1,140 +1,227 @@
 """`Compressor`: how gradients are made smaller, and how they are averaged in that form.
 
-    compress      a tensor -> a message that counts its bytes
-    decompress    a message -> what a receiver makes of it
-    average_      a generator: local arithmetic between requests (exchange.py), so that the same
-                  code is carried out at once, in the background, or by a test without any rank
-    average_shard_   the same, where each part needs its own shard of the mean only
+    compress         a tensor -> a message that counts its bytes
+    decompress       a message -> what a receiver makes of it
+    average_         a generator: local arithmetic between requests, so that the same code is
+                     carried out at once, in the background, or by a test without any rank
+    average_shard_   the same, where each member needs its own shard of the mean only
 
-    who          average_: how parts meet                   average_shard_
+    who          average_                                   average_shard_
     Half         all-reduce of messages (*)                 all-to-all, sum
     RandomK      all-reduce of messages                     reduce-scatter
     PowerSGD     two all-reduces of factors                 the same; the product of the shard alone
     TopK         all-gather, everybody sums                 all-to-all, sum
     Quantized    all-to-all, sum, quantize, all-gather      all-to-all, sum
 
-    (*) with a feedback as Quantized, so that it is told of what is rounded off the mean, too
+    (*) with error feedback as Quantized, so that what is rounded off the mean is kept, too
 
-What a part leaves out of its message is lost, unless a `Feedback` (feedback.py) keeps it.
+What a member leaves out of its message is lost, unless a `ResidualStore` keeps it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.compression.memory import Bundle, Remembers, under
+from phalanx.compression.state import CommittedState, State, strip_prefix
 from phalanx.errors import UnsupportedOperationError
 
 # ------------------------------------------------------------------------------
-# What the parts of an average do together, as data: requests, which somebody else carries out.
+# Requests: what the members of an average do together, as data that somebody else carries out.
 #
-#     request         this part gives        every part gets
-#     Mean(x)         x                      the mean over all parts, of the same shape
-#     MeanShard(x)    x, of [parts, ...]     [...]: this part's row of that mean
-#     Gather(x)       x                      [parts, *x.shape]: row i is part i's x
-#     Swap(x)         x, of [parts, ...]     [parts, ...]: row i is what part i had for this one
+#     request                  a member gives       every member gets
+#     AllReduceMean(x)         x                    the mean over all members, of the same shape
+#     ReduceScatterMean(x)     x, of [members, ...] [...]: its own row of that mean
+#     AllGather(x)             x                    [members, *x.shape]: row i is member i's x
+#     AllToAll(x)              x, of [members, ...] [members, ...]: row i is member i's row for it
 #
-# So arithmetic knows of no rank and no backend: a test plays all parts in one thread.
+# The arithmetic knows no rank and no backend: a test plays all members in one thread.
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """One of those who average together: number `number` of `parts`."""
 
     number: int
     parts: int
 
 
-class Mean(NamedTuple):
-    """The mean of a tensor over all parts; the same bits everywhere. It may be overwritten."""
+class AllReduceMean(NamedTuple):
+    """The mean of a tensor over all members; the same bits everywhere. It may be overwritten."""
 
     tensor: Tensor
 
 
-class MeanShard(NamedTuple):
-    """Of the mean of a tensor over all parts row i, for part i. It may be overwritten."""
+class ReduceScatterMean(NamedTuple):
+    """Row i of the mean of a tensor, for member i. It may be overwritten."""
 
     tensor: Tensor
 
 
-class Gather(NamedTuple):
-    """The tensors of all parts, which have one shape and dtype, as rows."""
+class AllGather(NamedTuple):
+    """The tensors of all members, which have one shape and dtype, as rows."""
 
     tensor: Tensor
 
 
-class Swap(NamedTuple):
-    """Row i of a tensor goes to part i."""
+class AllToAll(NamedTuple):
+    """Row i of a tensor goes to member i."""
 
     tensor: Tensor
 
 
-Request: TypeAlias = Mean | MeanShard | Gather | Swap
+Request: TypeAlias = AllReduceMean | ReduceScatterMean | AllGather | AllToAll
 Rounds: TypeAlias = Generator[Request, Tensor, None]
 
 
 # ------------------------------------------------------------------------------
-# `Feedback`: who keeps what a compressor leaves out, so that it can be sent later.
+# Gradients that are compressed and averaged together, one after the other in memory.
+#
+# names   weight                  bias
+# flat    [ . . . . . . . . . . | . . ]     one dtype
+# shapes  (2, 5)                  (2,)
 
 
-class Feedback(Protocol):
-    """Asked before anything is left out, told afterwards what was.
+class GradientPlace(NamedTuple):
+    """Where a gradient lies in a bucket: elements start:stop."""
 
-    A quantized average leaves out twice: each part of its own gradients; and the part that has
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+class GradientBucket:
+    """Flat memory, and which gradients lie in it.
+
+    flat    1-D, contiguous; as long as the gradients, or longer, padded with zeros
+    names   of the gradients; the same on every member: residuals are kept by these names
+    shapes  of the gradients
+    """
+
+    def __init__(self, flat: Tensor, names: Sequence[str], shapes: Sequence[torch.Size]) -> None:
+        self.flat = flat
+        stops = list(accumulate(shape.numel() for shape in shapes))
+        self.pieces = tuple(
+            GradientPlace(name, shape, stop - shape.numel(), stop)
+            for name, shape, stop in zip(names, shapes, stops, strict=True)
+        )
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> GradientBucket:
+        """A bucket of copies of tensors of one dtype."""
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        return cls(flat, names, [tensor.shape for tensor in tensors])
+
+    @property
+    def size(self) -> int:
+        """How many values the gradients have."""
+        return self.pieces[-1].stop if self.pieces else 0
+
+    def unpadded(self) -> GradientBucket:
+        """The gradients alone, in the same memory."""
+        names, shapes = [p.name for p in self.pieces], [p.shape for p in self.pieces]
+        return GradientBucket(self.flat[: self.size], names, shapes)
+
+    def shards(self, parts: int) -> Tensor:
+        """The flat memory as `[parts, ...]`: row i is member i's shard."""
+        return self.flat.view(parts, len(self.flat) // parts)
+
+    def cut(self, flat: Tensor) -> Iterator[tuple[GradientPlace, Tensor]]:
+        """Each gradient's place, and its view, in its shape, of a tensor like `flat`."""
+        for place in self.pieces:
+            yield place, flat[place.start : place.stop].view(place.shape)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[GradientPlace, int, int]]:
+        """The gradients that have some of elements start:stop, and which elements these are."""
+        for place in self.pieces:
+            low, high = max(place.start, start), min(place.stop, stop)
+            if low < high:
+                yield place, low, high
+
+
+# ------------------------------------------------------------------------------
+# Residuals: what a compressor leaves out.
+
+
+class ResidualStore:
+    """Is asked before anything is left out, and told afterwards what was. This one keeps nothing.
+
+    A quantized average leaves out twice: each member, of its own gradients; and the member that has
     summed a slice, its owner, of that mean.
     """
 
-    def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        """What is to be sent of the bundle: flat, float32 or wider; `rest` alone may write it."""
+    def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
+        """What is to be sent of the bucket: its values and their former residuals. Flat; of one
+        that keeps residuals new, float32 or wider, and only `residual()` below writes it.
+        """
+        return bucket.flat
 
-    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
-        """`rest()` of that was left out: flat, as long as the bundle. It may be computed in the
-        memory that `recall` gave, which nobody reads afterwards.
+    def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
+        """`residual()` was left out: flat, as long as the bucket. It may be computed in the memory
+        that `add_residual` gave, which nobody reads afterwards.
         """
 
-    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
-        """What is to be sent of a mean whose owner this part is: elements `start` and on."""
-
-    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
-        """`rest()` of that was left out."""
-
-
-class _Forget:
-    """Keeps nothing, and so computes nothing."""
-
-    def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        return bundle.flat
-
-    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
-        pass
-
-    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+    def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
+        """What is to be sent of a mean whose owner this member is: elements `start` and on."""
         return mean
 
-    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
-        pass
+    def store_owned_residual(
+        self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
+    ) -> None:
+        """`residual()` of that mean was left out."""
+
+    # The former names, which compressors outside of this package may call.
+
+    def recall(self, bundle: GradientBucket, part: Member) -> Tensor:
+        """`add_residual`."""
+        return self.add_residual(bundle, part)
+
+    def keep(self, bundle: GradientBucket, rest: Callable[[], Tensor]) -> None:
+        """`store_residual`."""
+        self.store_residual(bundle, rest)
+
+    def recall_owned(self, bundle: GradientBucket, start: int, mean: Tensor) -> Tensor:
+        """`add_owned_residual`."""
+        return self.add_owned_residual(bundle, start, mean)
+
+    def keep_owned(self, bundle: GradientBucket, start: int, rest: Callable[[], Tensor]) -> None:
+        """`store_owned_residual`."""
+        self.store_owned_residual(bundle, start, rest)
 
 
-FORGET: Feedback = _Forget()
-"""No feedback: what is left out is lost."""
+NO_RESIDUALS = ResidualStore()
+"""What is left out is lost."""
 
 
 # ------------------------------------------------------------------------------
 
-State = Mapping[str, Tensor]
 
+@dataclass(frozen=True, eq=False)
+class EncodedTensor:
+    """A message: what is sent in the place of a tensor.
 
-class Message(Protocol):
-    """A compressed tensor."""
+    sent    as it is on the wire
+    shape   of the tensor
+    dtype   of the tensor
+    call    number of the call, where a receiver needs it to draw the same random numbers
+    """
+
+    sent: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    call: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire, exactly."""
+        """Bytes on the wire."""
+        return sum(tensor.nbytes for tensor in self.sent)
 
 
 class Compressor(ABC):
@@ -142,7 +229,7 @@ class Compressor(ABC):
 
     Tensors are float16, bfloat16, float32 or float64, of any shape, on any device; other dtypes
     raise `UnsupportedOperationError`. What is not finite stays visible: wherever a gradient of one
-    part is infinite or NaN, the average of its bundle is not finite either, on all parts.
+    member is infinite or NaN, the average of its bucket is not finite either, on all members.
 
     Some have a state: random numbers that go on, what was sent before. It changes for good with
     `commit`, after a pass over all gradients; `rollback` forgets a pass that came to nothing.
@@ -150,7 +237,9 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, tensor: Tensor) -> Any:
-        """A `Message` that stands for the tensor, which is not changed."""
+        """A message that stands for the tensor, which is not changed. Its `nbytes` are the bytes on
+        the wire, exactly.
+        """
 
     @abstractmethod
     def decompress(self, message: Any) -> Tensor:
@@ -159,21 +248,25 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """Overwrite the bundle with the mean over all parts: the same bits on every part.
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """Overwrite the bucket with the mean over all members: the same bits on each of them.
 
-        A generator: it yields requests, and is sent their results. All parts have to run it for
-        bundles alike, in the same order.
+        A generator: it yields requests, and is sent their results. All members have to run it for
+        buckets alike, in the same order.
         """
 
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """Overwrite this part's shard of the bundle with the mean over all parts.
+    def average_shard_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """Overwrite this member's shard of the bucket with the mean over all members.
 
-        The flat memory is cut into as many shards as there are parts (`Bundle.shards`), which it is
-        padded for. What the other shards hold afterwards is not said. What is not finite is seen by
-        the part whose shard it is in, at least. Here by way of the whole mean.
+        The flat memory is cut into as many shards as there are members (`GradientBucket.shards`),
+        and padded for it. What the other shards hold afterwards is undefined. A value that is not
+        finite shows in the shard it is in, at least. Here: computes the whole mean.
         """
-        yield from self.average_(bundle.unpadded(), part, feedback)
+        yield from self.average_(bucket.unpadded(), member, feedback)
 
     def contraction(self) -> Compressor:
         """The form of this that error feedback works with: what it leaves out is smaller than what
@@ -181,40 +274,73 @@ class Compressor(ABC):
         """
         return self
 
-    def remembers(self) -> Mapping[str, Remembers]:
-        """What it has a state in, by the prefix of the keys under which that is saved."""
+    def remembers(self) -> Mapping[str, CommittedState]:
+        """The parts of its state, by the prefix of the keys under which they are saved."""
         return {}
 
     def commit(self) -> None:
-        """The averages since the last commit count: remember what they leave behind."""
-        for memory in self.remembers().values():
-            memory.commit()
+        """The averages since the last commit count: their state is kept."""
+        for part in self.remembers().values():
+            part.commit()
 
     def rollback(self) -> None:
-        """They do not count: be as after the last commit."""
-        for memory in self.remembers().values():
-            memory.rollback()
+        """They do not count: the state is that of the last commit."""
+        for part in self.remembers().values():
+            part.rollback()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this part remembers, as of the last commit: copies, by names."""
+        """This member's state as of the last commit: copies, by names."""
         return {
             prefix + key: value
-            for prefix, memory in self.remembers().items()
-            for key, value in memory.state_dict().items()
+            for prefix, part in self.remembers().items()
+            for key, value in part.state_dict().items()
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Be as the part, or one like it, was whose `state_dict` this is."""
-        for prefix, memory in self.remembers().items():
-            memory.load_state_dict(under(prefix, state))
+        """Take the state of the member, or one like it, whose `state_dict` this is."""
+        for prefix, part in self.remembers().items():
+            part.load_state_dict(strip_prefix(prefix, state))
 
     def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
-        """The states of another number of parts.
+        """The states for another number of members.
 
-        states   of all parts that there were, in their order; None where one is lost
+        states   of all former members, in their order; None where one is lost
         """
         known = next((state for state in states if state is not None), {})
         return [dict(known) for _ in range(parts)]
+
+
+def check_compressor(compressor: object, who: str) -> None:
+    """TypeError unless it is one: a class is none yet."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
+
+
+def listed_tensors(
+    tensors: Iterable[Tensor],
+    who: str,
+    *,
+    what: str = "gradient",
+    advice: str = "; leave out parameters without a gradient, or give zeros",
+) -> list[Tensor]:
+    """The tensors, `what` they are, as a list. TypeError unless it is a list of tensors."""
+    if isinstance(tensors, Tensor):  # whose rows would be taken for the list
+        raise TypeError(f"{who} takes a list of {what}s, not one tensor")
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"{who} takes a list of {what}s, not a {type(tensors).__name__}")
+    listed = list(tensors)
+    for number, tensor in enumerate(listed):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{who}: {what} {number} is a {type(tensor).__name__}, not a tensor{advice}"
+            )
+    return listed
+
+
+# ------------------------------------------------------------------------------
+# Dtypes, rounding, and random numbers that are the same again.
+
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def check_floating(tensor: Tensor, what: object) -> None:
@@ -226,20 +352,16 @@ def check_floating(tensor: Tensor, what: object) -> None:
         )
 
 
-_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def check_compressor(compressor: object, who: str) -> None:
-    """TypeError unless it is one: a class is none yet."""
-    if not isinstance(compressor, Compressor):
-        raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute with: float64 for that, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
     """Values in the dtype in which they are sent, rounded to nearest.
 
-    Those that are too large for it are its largest, or as large as a sum over so many parts can
-    bear: an infinity that came of a cast would come again and again. Infinities stay.
+    Values too large for it become its largest, or the largest that a sum over `parts` members can
+    bear: error feedback would send an infinity from a cast again and again. Infinities stay.
     """
     if dtype is values.dtype and parts == 1:
         return values
@@ -252,28 +374,15 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute with: float64 for that, else float32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-# ------------------------------------------------------------------------------
-# Random numbers that are the same again: a generator for a seed and what it is drawn for.
-
-
 def generator(*what: object, device: torch.device) -> torch.Generator:
-    """A generator on that device, seeded with numbers and words; apart from torch's global one."""
+    """A generator seeded with what it is drawn for: numbers and words. Not torch's global one."""
     digest = xxh3_64_intdigest(repr(what).encode()) >> 1  # 63 bits: it takes no negative number
     return torch.Generator(device).manual_seed(digest)
 
 
-# ------------------------------------------------------------------------------
-# Whether values are finite, at the speed of memory.
-
-
 def is_finite(values: Tensor) -> bool:
-    """Whether all are. Their sum tells, unless it is too large itself. Waits for the device."""
+    """Whether all values are finite, at the speed of memory. Waits for the device."""
     dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
     if values.numel() == 0 or values.sum(dtype=dtype).isfinite():
-        return True
+        return True  # else a value is not, or the sum is too large itself
     return bool(values.isfinite().all())

@@ -7,54 +7,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from phalanx.compression.compressor import (
     Compressor,
-    Part,
+    GradientBucket,
+    Member,
+    ResidualStore,
     Rounds,
-    State,
     check_compressor,
     check_floating,
     narrowed,
     wide,
 )
-from phalanx.compression.memory import (
+from phalanx.compression.state import (
     INNER,
     OWNED,
     RESIDUAL,
-    Bundle,
-    Memory,
-    Remembers,
-    owned_places,
-    read_owned_key,
-    shares,
-    short_of,
-    under,
+    CommittedState,
+    NamedTensors,
+    State,
+    read_slice_key,
+    slice_key,
+    split_residual,
+    strip_prefix,
+    total_residual,
 )
 from phalanx.errors import SizeMismatchError
 
 
-class ErrorFeedback(Compressor):
-    """A compressor that forgets nothing.
+class ErrorFeedback(Compressor, ResidualStore):
+    """A compressor that loses nothing: what it leaves out is sent later.
 
     compressor   any other one. Quantized rounds to nearest in here, unless it is told otherwise
 
     Sums are float32 (float64 for that), residuals too, whatever the gradients' dtype. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values
     themselves or their rounding; else to one rounding of the larger of `sent` and `residual`. For
-    an average it holds for the sums over all parts, with what each part and the owner of each slice
-    keeps.
+    an average it holds for the sums over all members, with what each member and the owner of each
+    slice keeps.
 
-    It costs memory of the gradients' size twice (4 bytes a value each): what is left over, and
-    while a pass runs, what that leaves over. A pass that comes to nothing (`rollback`) leaves it as
-    it was.
+    It costs memory of the gradients' size twice (4 bytes a value each): the residuals, and while a
+    pass runs, its new residuals. A pass that comes to nothing (`rollback`) leaves them as they
+    were.
 
-    Its state (residuals.py) is this part's; `reshard` makes of all parts' states those of another
-    number of parts.
+    Its state (keys in state.py) is this member's; `reshard` makes of all members' states those for
+    another number of members.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -62,8 +63,8 @@ class ErrorFeedback(Compressor):
         if isinstance(compressor, ErrorFeedback):
             raise ValueError(f"{compressor!r} forgets nothing already")  # noqa: TRY004 - not a type
         self._inner = compressor.contraction()
-        self._residuals = Memory()
-        self._owned = Memory()
+        self._residuals = NamedTensors()
+        self._owned = NamedTensors()
         self._parts = 1  # of the averages of this pass
 
     def __repr__(self) -> str:
@@ -77,13 +78,13 @@ class ErrorFeedback(Compressor):
     # By itself ------------------------------------------------------------------------------
 
     def compress(self, tensor: Tensor, name: str = "") -> Any:
-        """The compressor's message for the tensor and what was left over of that name."""
+        """The compressor's message for the tensor and the residual of that name."""
         check_floating(tensor, self)
-        bundle = Bundle.of([tensor], [name])
-        wanted = self.recall(bundle, Part(0, 1))
+        bucket = GradientBucket.of([tensor], [name])
+        wanted = self.add_residual(bucket, Member(0, 1))
         message = self._inner.compress(narrowed(wanted, tensor.dtype).view(tensor.shape))
         sent = self._inner.decompress(message).flatten()
-        self.keep(bundle, lambda: wanted - sent.to(wanted.dtype))
+        self.store_residual(bucket, lambda: wanted - sent.to(wanted.dtype))
         self.commit()
         return message
 
@@ -92,103 +93,108 @@ class ErrorFeedback(Compressor):
         return self._inner.decompress(message)
 
     def residual(self, name: str = "") -> Tensor | None:
-        """What is left over of that gradient on this part: flat; a copy. None: nothing yet."""
-        kept = self._residuals.get(name)
-        return kept.clone() if kept is not None else None
+        """The residual of that gradient on this member: flat; a copy. None: there is none yet."""
+        residual = self._residuals.get(name)
+        return residual.clone() if residual is not None else None
 
     def scale_(self, factor: float) -> None:
-        """Multiply all that is left over: when the scale of the loss changes by that factor."""
-        for memory in (self._residuals, self._owned):
-            for _, kept in memory.items():
-                kept.mul_(factor)
+        """Multiply all residuals: when the scale of the loss changes by that factor."""
+        for residuals in (self._residuals, self._owned):
+            for _, residual in residuals.items():
+                residual.mul_(factor)
 
     # Together -------------------------------------------------------------------------------
 
-    def average_(self, bundle: Bundle, part: Part, feedback: object = None) -> Rounds:
-        """The compressor's rounds, with this as feedback."""
-        yield from self._inner.average_(bundle, part, self)
+    def average_(self, bucket: GradientBucket, member: Member, feedback: object = None) -> Rounds:
+        """The compressor's rounds, with the residuals kept here."""
+        yield from self._inner.average_(bucket, member, self)
 
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: object = None) -> Rounds:
-        """The compressor's rounds, with this as feedback."""
-        yield from self._inner.average_shard_(bundle, part, self)
+    def average_shard_(
+        self, bucket: GradientBucket, member: Member, feedback: object = None
+    ) -> Rounds:
+        """The compressor's rounds, with the residuals kept here."""
+        yield from self._inner.average_shard_(bucket, member, self)
 
-    def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        """Gradients and what is left over of them: flat, new."""
-        self._parts = part.parts
-        wanted = bundle.flat.to(wide(bundle.flat.dtype), copy=True)
-        for piece, values in bundle.cut(wanted):
-            kept = self._residuals.latest(piece.name)
-            if kept is None:
+    def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
+        """Gradients and their residuals: flat, new."""
+        self._parts = member.parts
+        wanted = bucket.flat.to(wide(bucket.flat.dtype), copy=True)
+        for place, values in bucket.cut(wanted):
+            residual = self._residuals.latest(place.name)
+            if residual is None:
                 continue
-            if kept.numel() != values.numel():
+            if residual.numel() != values.numel():
                 raise SizeMismatchError(
-                    f"{self}: gradient {piece.name!r} has {values.numel()} values, and what was "
-                    f"left over of it {kept.numel()}: load the state of the same model"
+                    f"{self}: gradient {place.name!r} has {values.numel()} values, and what was "
+                    f"left over of it {residual.numel()}: load the state of the same model"
                 )
-            values.view(-1).add_(kept)
+            values.view(-1).add_(residual)
         return wanted
 
-    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
-        """Keep that, if the pass counts."""
-        flat = rest()
-        for piece in bundle.pieces:
-            self._residuals.put(piece.name, flat[piece.start : piece.stop])
+    def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
+        """Keep it, if the pass counts."""
+        flat = residual()
+        for place in bucket.pieces:
+            self._residuals.put(place.name, flat[place.start : place.stop])
 
-    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+    def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
         """A mean and what was left out of the last one: new."""
         wanted = mean.clone()
-        for key, low, high in owned_places(bundle, start, len(mean)):
-            kept = self._owned.latest(key)
-            if kept is not None:
-                wanted[low:high].add_(kept)
+        for key, part in _owned_slices(bucket, start, wanted):
+            residual = self._owned.latest(key)
+            if residual is not None:
+                part.add_(residual)
         return wanted
 
-    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
-        """Keep that, if the pass counts."""
-        flat = rest()
-        for key, low, high in owned_places(bundle, start, len(flat)):
-            self._owned.put(key, flat[low:high])
+    def store_owned_residual(
+        self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
+    ) -> None:
+        """Keep it, if the pass counts."""
+        for key, part in _owned_slices(bucket, start, residual()):
+            self._owned.put(key, part)
 
     # State ----------------------------------------------------------------------------------
 
-    def remembers(self) -> Mapping[str, Remembers]:
-        """What is left over, and the compressor's own."""
+    def remembers(self) -> Mapping[str, CommittedState]:
+        """The residuals, and the compressor's own state."""
         return {RESIDUAL: self._residuals, OWNED: self._owned, INNER: self._inner}
 
     def commit(self) -> None:
-        """The pass counts: what it has left over is for the next one."""
-        self._take_back_owned()
+        """The pass counts: its residuals are for the next one. What was left out of means of which
+        another member is the owner now is added to this member's own residuals.
+        """
+        for key, left in self._owned.items():
+            name, start, stop = read_slice_key(key)
+            residual = self._residuals.pending(name)
+            if residual is not None and self._owned.pending(key) is None:
+                residual[start:stop].add_(left, alpha=self._parts)
+                self._owned.drop(key)
         super().commit()
 
-    def _take_back_owned(self) -> None:
-        """What was left out of means that another part owns by now is this part's to send."""
-        for key, kept in self._owned.items():
-            name, start, stop = read_owned_key(key)
-            rest = self._residuals.new(name)
-            if rest is not None and self._owned.new(key) is None:
-                rest[start:stop].add_(kept, alpha=self._parts)
-                self._owned.drop(key)
-
     def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
-        """With as many parts as before, each gets its own, bit for bit; else equal shares of what
-        averages are short of, summed in float64 and rounded once.
+        """With as many members as before, each gets its own, bit for bit; else equal shares of what
+        averages lack, summed in float64 and rounded once.
         """
-        inner = self._inner.reshard(
-            [None if state is None else under(INNER, state) for state in states], parts
-        )
         known = [state for state in states if state is not None]
+        inner = self._inner.reshard(
+            [None if state is None else strip_prefix(INNER, state) for state in states], parts
+        )
+        resharded = [{INNER + key: value for key, value in own.items()} for own in inner]
         if parts == len(states):
-            left = [
-                {} if state is None else {k: v for k, v in state.items() if not k.startswith(INNER)}
-                for state in states
-            ]
-        else:
-            left = [{} for _ in range(parts)]
-            for name, missing in short_of(known, len(states)).items():
-                dtype = next(s[RESIDUAL + name].dtype for s in known if RESIDUAL + name in s)
-                for mine, share in zip(left, shares(missing, parts, dtype), strict=True):
-                    mine[RESIDUAL + name] = share
-        return [
-            {**mine, **{INNER + key: value for key, value in own.items()}}
-            for mine, own in zip(left, inner, strict=True)
-        ]
+            for mine, state in zip(resharded, states, strict=True):
+                mine.update((k, v) for k, v in (state or {}).items() if not k.startswith(INNER))
+            return resharded
+        for name, total in total_residual(known, len(states)).items():
+            dtype = next(s[RESIDUAL + name].dtype for s in known if RESIDUAL + name in s)
+            for mine, share in zip(resharded, split_residual(total, parts, dtype), strict=True):
+                mine[RESIDUAL + name] = share
+        return resharded
+
+
+def _owned_slices(
+    bucket: GradientBucket, start: int, values: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Values of a bucket from element `start` on, gradient by gradient: their keys, and views."""
+    for place, low, high in bucket.overlaps(start, start + len(values)):
+        key = slice_key(place.name, low - place.start, high - place.start)
+        yield key, values[low - start : high - start]

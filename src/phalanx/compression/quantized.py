@@ -1,59 +1,188 @@
-"""Quantization: 8, 4 or 1 bits a value and a scale for each block, averaged in two shots.
+"""Averages in two rounds, of values in fewer bits: casts to 16 bits, and quantization to 8, 4 or 1.
 
-    part 0   [ a0 | b0 ]        a = mean(a0, a1)        [ a | b ]
-                        swap                     gather
-    part 1   [ a1 | b1 ]        b = mean(b0, b1)        [ a | b ]
+    member 0   [ a0 | b0 ]               a = mean(a0, a1)             [ a | b ]
+                           all-to-all                     all-gather
+    member 1   [ a1 | b1 ]               b = mean(b0, b1)             [ a | b ]
 
-Every slice is quantized once by each part, summed in float32 by its owner, and quantized once
-more: twice in all, whatever the number of parts, where a ring would do so at every hop. Stochastic
-rounding makes it unbiased (Alistarh et al. 2017, "QSGD"). With error feedback, which keeps what is
-left out in both shots, 1 bit is enough (Seide et al. 2014; Karimireddy et al. 2019; Tang et al.
-2021, "1-bit Adam").
+Every slice is quantized once by each member, summed in float32 by its owner, and quantized once
+more: twice in all, whatever the number of members, where a ring would do so at every hop.
+Stochastic rounding makes it unbiased (Alistarh et al. 2017, "QSGD"). With error feedback, which
+keeps what is left out in both rounds, 1 bit is enough (Seide et al. 2014; Karimireddy et al. 2019;
+Tang et al. 2021, "1-bit Adam").
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from phalanx.compression.compressor import (
-    FORGET,
+    NO_RESIDUALS,
+    AllGather,
+    AllReduceMean,
+    AllToAll,
     Compressor,
-    Feedback,
-    Gather,
-    Mean,
-    Part,
+    EncodedTensor,
+    GradientBucket,
+    Member,
     Request,
+    ResidualStore,
     Rounds,
-    Swap,
     check_floating,
     generator,
     narrowed,
     wide,
 )
-from phalanx.compression.memory import Bundle, Remembers, Turns
+from phalanx.compression.state import CallCounter, CommittedState
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor:
-    """A message: scales and codes, as they are on the wire."""
+class TwoRounds(Compressor):
+    """Averages by an all-to-all of slices and an all-gather of their means, both encoded.
 
-    packed: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
+    Slices are of one length; the last ones may reach beyond the bucket, where there are zeros.
+    What an encoding makes of these is cut off.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of 4 bytes for each block, and `bits` for each value, rounded up to bytes."""
-        return self.packed.nbytes
+    def __init__(self) -> None:
+        self._calls = CallCounter()
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, *call: object) -> Tensor:
+        """`[n, length]` values as they are sent, row by row; `call` tells random numbers apart."""
+
+    @abstractmethod
+    def _decode(self, rows: Tensor, length: int) -> Tensor:
+        """The values, `[n, length]`."""
+
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """Two rounds: slices to their owners, means of slices to everybody."""
+        n = len(bucket.flat)
+        if n == 0:
+            return
+        call = self._calls.next()
+        mean = yield from self._mean_of_slice(bucket, member, feedback, call)
+        length = len(mean)
+        start = min(n, member.number * length)
+        size = min(n, start + length) - start  # the last slices may be shorter, or empty
+        owned = feedback.add_owned_residual(bucket, start, mean[:size])
+        owned = _padded(owned, length).view(1, length)
+        sent = self._encode(owned, call, member.number, "owned")
+        feedback.store_owned_residual(
+            bucket, start, lambda: (owned - self._decode(sent, length))[0, :size]
+        )
+        gathered = yield AllGather(sent[0])
+        bucket.flat.copy_(self._decode(gathered, length).flatten()[:n])
+
+    def average_shard_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """One round: shards to their owners, who keep the mean as it is."""
+        if bucket.size == 0:
+            return
+        call = self._calls.next()
+        mean = yield from self._mean_of_slice(bucket, member, feedback, call)
+        bucket.shards(member.parts)[member.number].copy_(mean)
+
+    def _mean_of_slice(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore, call: int
+    ) -> Generator[Request, Tensor, Tensor]:
+        """The first round: the mean of this member's slice, `[length]`, float32 or wider."""
+        n, p = len(bucket.flat), member.parts
+        length = -(-n // p)
+        wanted = feedback.add_residual(bucket, member)
+        slices = _padded(wanted, p * length).view(p, length)
+        sent = self._encode(slices, call, member.number, "given")
+        feedback.store_residual(
+            bucket, lambda: wanted.sub_(self._decode(sent, length).flatten()[:n])
+        )
+        received = yield AllToAll(sent)
+        total = torch.zeros(length, dtype=wide(wanted.dtype), device=wanted.device)
+        for row in received:
+            total += self._decode(row[None], length)[0]
+        return total.div_(p)
 
 
-class Quantized(Compressor):
+def _padded(values: Tensor, length: int) -> Tensor:
+    """`[n]` as `[length]`, with zeros at the end; itself, if it is as long."""
+    return pad(values, (0, length - len(values))) if len(values) < length else values
+
+
+# ------------------------------------------------------------------------------
+# Casts: gradients are sent in a dtype of 16 bits.
+
+
+class Half(TwoRounds):
+    """Gradients as float16 or bfloat16: 2 bytes a value, and one all-reduce.
+
+    dtype   `torch.bfloat16`: values of any size, to 8 bits; `torch.float16`: to 11 bits, of up to
+            65504 / (p + 1), which larger ones are sent as, so that the sum over p members is finite
+
+    The sum is in that dtype, too, as the backend sums it. With error feedback, from which nothing
+    may be lost, it is in float32 instead, on the owner of a slice, which keeps what it rounds off
+    the mean: as many bytes, an all-to-all and an all-gather.
+
+    Where each member needs a shard only, its owner gets all members' values, and sums them in
+    float32: (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to
+    65504.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Half casts to torch.float16 or torch.bfloat16, not {dtype}")
+        super().__init__()
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Half({self.dtype})"
+
+    def compress(self, tensor: Tensor) -> EncodedTensor:
+        """The tensor, rounded to nearest."""
+        check_floating(tensor, self)
+        sent = narrowed(tensor.detach(), self.dtype)
+        return EncodedTensor((sent,), tensor.shape, tensor.dtype)
+
+    def decompress(self, message: EncodedTensor) -> Tensor:
+        """The rounded tensor, in its former dtype."""
+        return message.sent[0].to(message.dtype, copy=True)
+
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """One round, an all-reduce of 2 bytes a value; two with error feedback."""
+        if feedback is not NO_RESIDUALS or len(bucket.flat) == 0:
+            yield from super().average_(bucket, member, feedback)
+            return
+        sent = narrowed(bucket.flat, self.dtype, member.parts).clone()
+        bucket.flat.copy_((yield AllReduceMean(sent)))
+
+    def _encode(self, rows: Tensor, *call: object) -> Tensor:
+        return narrowed(rows, self.dtype)
+
+    def _decode(self, rows: Tensor, length: int) -> Tensor:
+        return rows
+
+
+# ------------------------------------------------------------------------------
+# Quantization to blocks of 8, 4 or 1 bits a value, with a scale for each block.
+#
+# a row on the wire   [ scales, float32 | codes of `bits` each, the first in the lowest bits ]
+#
+# bits   codes        a code c of scale s stands for   s, rounding at random   s, to nearest
+# 8      -127..127    c * s                            largest / 127           largest / 127
+# 4      -7..7        c * s                            largest / 7             largest / 7
+# 1      0, 1         -s, s                            largest                 mean magnitude
+
+_MOST: Mapping[int, int] = MappingProxyType({8: 127, 4: 7, 1: 1})
+
+
+class Quantized(TwoRounds):
     """Values as multiples of a scale of their block.
 
     bits        8: -127 to 127 times largest / 127; 4: -7 to 7 times largest / 7; 1: a sign times
@@ -63,10 +192,10 @@ class Quantized(Compressor):
                 the scale is the block's largest value then. Else round to nearest; at 1 bit the
                 scale is the mean magnitude. None: stochastic, but under error feedback, which makes
                 up for a bias and wants small errors, to nearest
-    seed        of the random numbers, which differ for each call and part
+    seed        of the random numbers, which differ for each call and member
 
-    An average sends (p-1)/p of the quantized gradients twice from each of p parts; once, where each
-    part needs a shard only: then the first shot is all there is. A block with a value that is not
+    An average sends (p-1)/p of the quantized gradients twice from each of p members; once, where
+    each needs a shard only: then the first round is all there is. A block with a value that is not
     finite, or too large for float32, becomes NaN, whole. Raises ValueError for other numbers of
     bits, and for stochastic rounding to 1 bit under error feedback: its errors grow without bound
     there.
@@ -86,8 +215,8 @@ class Quantized(Compressor):
             raise ValueError(f"a block is a number of values, at least 1, not {block!r}")
         if stochastic not in (None, True, False):
             raise ValueError(f"stochastic is True, False or None, not {stochastic!r}")
+        super().__init__()
         self.bits, self.block, self.stochastic, self.seed = bits, block, stochastic, seed
-        self._turns = Turns()
 
     def __repr__(self) -> str:
         return (
@@ -105,229 +234,59 @@ class Quantized(Compressor):
         stochastic = bool(self.stochastic)
         return Quantized(self.bits, block=self.block, stochastic=stochastic, seed=self.seed)
 
-    def compress(self, tensor: Tensor) -> QuantizedTensor:
-        """The tensor's blocks, read row by row; the last one may be shorter."""
+    def compress(self, tensor: Tensor) -> EncodedTensor:
+        """The tensor's blocks, read row by row; the last one may be shorter. Its bytes are 4 for
+        each block, and `bits` for each value.
+        """
         check_floating(tensor, self)
-        row = tensor.detach().reshape(1, -1).to(wide(tensor.dtype))
-        packed = self._blocks(row.shape[1]).pack(row, self._noise(row, self._turns.next()))
-        return QuantizedTensor(packed[0], tensor.shape, tensor.dtype)
+        packed = self._encode(tensor.detach().reshape(1, -1), self._calls.next())
+        return EncodedTensor((packed[0],), tensor.shape, tensor.dtype)
 
-    def decompress(self, message: QuantizedTensor) -> Tensor:
+    def decompress(self, message: EncodedTensor) -> Tensor:
         """The rounded values."""
-        blocks = self._blocks(message.shape.numel())
-        return blocks.unpack(message.packed[None])[0].to(message.dtype).view(message.shape)
+        values = self._decode(message.sent[0][None], message.shape.numel())[0]
+        return values.to(message.dtype).view(message.shape)
 
-    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """Two rounds: slices to their owners, means of slices to everybody."""
-        n = len(bundle.flat)
-        if n == 0:
-            return
-        turn = self._turns.next()
-        mean = yield from self._first_shot(bundle, part, feedback, turn)
-        length = len(mean)
-        blocks = self._blocks(length)
-        start = min(n, part.number * length)
-        size = min(n, start + length) - start  # the last slices may be shorter, or empty
-        owned = torch.zeros(1, length, dtype=mean.dtype, device=mean.device)
-        owned[0, :size] = feedback.recall_owned(bundle, start, mean[:size])
-        again = blocks.pack(owned, self._noise(owned, turn, part.number, "owned"))
-        feedback.keep_owned(bundle, start, lambda: (owned - blocks.unpack(again))[0, :size])
-        gathered = yield Gather(again[0])
-        bundle.flat.copy_(blocks.unpack(gathered).flatten()[:n])
+    def remembers(self) -> Mapping[str, CommittedState]:
+        """How often it has drawn random numbers."""
+        return {"calls": self._calls}
 
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """One round: shards to their owners. What a part keeps is not quantized again."""
-        if bundle.size == 0:
-            return
-        mean = yield from self._first_shot(bundle, part, feedback, self._turns.next())
-        bundle.shards(part.parts)[part.number].copy_(mean)
-
-    def _first_shot(
-        self, bundle: Bundle, part: Part, feedback: Feedback, turn: int
-    ) -> Generator[Request, Tensor, Tensor]:
-        """The mean of this part's slice, `[length]`, float32 or wider. Slices are of one length;
-        the last ones may reach beyond the bundle, where there are zeros, of which 1 bit makes
-        something, which is cut off by whoever cuts the bundle.
-        """
-        n, p = len(bundle.flat), part.parts
-        wanted = feedback.recall(bundle, part)
-        wanted = wanted.to(wide(wanted.dtype))
-        length = -(-n // p)
-        blocks = self._blocks(length)
-        slices = torch.nn.functional.pad(wanted, (0, p * length - n)).view(p, length)
-        packed = blocks.pack(slices, self._noise(slices, turn, part.number, "given"))
-        feedback.keep(bundle, lambda: wanted.sub_(blocks.unpack(packed).flatten()[:n]))
-        swapped = yield Swap(packed)
-        mean = torch.zeros(length, dtype=wanted.dtype, device=wanted.device)
-        for theirs in swapped:
-            mean += blocks.unpack(theirs[None])[0]
-        return mean.div_(p)
-
-    def remembers(self) -> Mapping[str, Remembers]:
-        """How often it has drawn noise."""
-        return {"calls": self._turns}
-
-    def _blocks(self, length: int) -> Blocks:
-        return Blocks(self.bits, self.block, length)
-
-    def _noise(self, like: Tensor, *what: object) -> Tensor | None:
-        """Uniform in [0, 1), one for each value; None to round to nearest."""
-        if self.stochastic is False:
-            return None
-        device = like.device
-        drawn = generator("quantized", self.seed, *what, device=device)
-        return torch.rand(like.shape, dtype=like.dtype, device=device, generator=drawn)
-
-
-# ------------------------------------------------------------------------------
-# Casts: gradients travel in a dtype of 16 bits.
-
-
-@dataclass(frozen=True, eq=False)
-class Cast:
-    """A message: the tensor in another dtype."""
-
-    values: Tensor
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values."""
-        return self.values.nbytes
-
-
-class Half(Compressor):
-    """Gradients as float16 or bfloat16: 2 bytes a value, and one all-reduce.
-
-    dtype   `torch.bfloat16`: values of any size, to 8 bits; `torch.float16`: to 11 bits, of up to
-            65504 / (p + 1), which larger ones are sent as, so that the sum over p parts is finite
-
-    The sum is in that dtype, too, as the backend sums it. With error feedback, from which nothing
-    may be lost, it is in float32 instead, on the owner of a slice, which keeps what it rounds off
-    the mean: as many bytes, an all-to-all and an all-gather.
-
-    Where each part needs a shard only, its owner gets all parts' values, and sums them in float32:
-    (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to 65504.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Half casts to torch.float16 or torch.bfloat16, not {dtype}")
-        self.dtype = dtype
-
-    def __repr__(self) -> str:
-        return f"Half({self.dtype})"
-
-    def compress(self, tensor: Tensor) -> Cast:
-        """The tensor, rounded to nearest."""
-        check_floating(tensor, self)
-        return Cast(narrowed(tensor.detach(), self.dtype), tensor.dtype)
-
-    def decompress(self, message: Cast) -> Tensor:
-        """The rounded tensor, in its former dtype."""
-        return message.values.to(message.dtype, copy=True)
-
-    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """One round, an all-reduce of 2 bytes a value; two with feedback."""
-        n = len(bundle.flat)
-        if n == 0:
-            return
-        if feedback is FORGET:
-            bundle.flat.copy_((yield Mean(narrowed(bundle.flat, self.dtype, part.parts).clone())))
-            return
-        mean = yield from self._mean_of_slice(bundle, part, feedback)
-        start = min(n, part.number * len(mean))
-        size = min(n, start + len(mean)) - start  # the last slices may be shorter, or empty
-        owned = feedback.recall_owned(bundle, start, mean[:size])
-        again = narrowed(owned, self.dtype)
-        feedback.keep_owned(bundle, start, lambda: owned - again.to(owned.dtype))
-        gathered = yield Gather(torch.nn.functional.pad(again, (0, len(mean) - size)))
-        bundle.flat.copy_(gathered.flatten()[:n])
-
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """One round, an all-to-all of 2 bytes a value."""
-        if bundle.size == 0:
-            return
-        mean = yield from self._mean_of_slice(bundle, part, feedback)
-        bundle.shards(part.parts)[part.number].copy_(mean)
-
-    def _mean_of_slice(
-        self, bundle: Bundle, part: Part, feedback: Feedback
-    ) -> Generator[Request, Tensor, Tensor]:
-        """Of one of as many slices as there are parts, the last ones padded; float32 or wider."""
-        p, length = part.parts, -(-len(bundle.flat) // part.parts)
-        wanted = feedback.recall(bundle, part)
-        sent = narrowed(wanted, self.dtype)
-        feedback.keep(bundle, lambda: wanted.sub_(sent))
-        padded = torch.nn.functional.pad(sent, (0, p * length - len(sent)))
-        rows = yield Swap(padded.view(p, length))
-        total = torch.zeros(length, dtype=wide(wanted.dtype), device=wanted.device)
-        for theirs in rows:
-            total += theirs
-        return total.div_(p)
-
-
-# ------------------------------------------------------------------------------
-# Blocks of values that share a scale, and their bytes.
-#
-# a row on the wire   [ scales, float32 | codes of `bits` each, the first in the lowest bits ]
-#
-# bits   codes        a code c of scale s stands for   s, rounding at random   s, to nearest
-# 8      -127..127    c * s                            largest / 127           largest / 127
-# 4      -7..7        c * s                            largest / 7             largest / 7
-# 1      0, 1         -s, s                            largest                 mean magnitude
-
-
-class Blocks(NamedTuple):
-    """How rows of `length` values are cut into blocks of `block` (the last one may be shorter)."""
-
-    bits: int
-    block: int
-    length: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.length // self.block)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        return 4 * self.blocks + bytes_for(self.bits * self.length)
-
-    def pack(self, rows: Tensor, noise: Tensor | None) -> Tensor:
-        """`[n, length]` values as `[n, nbytes]` uint8.
-
-        noise   uniform in [0, 1), like `rows`: what is added before rounding down; None: to nearest
-        """
-        cut = self._cut(rows)
+    def _encode(self, rows: Tensor, *call: object) -> Tensor:
+        """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value."""
+        rows, length = rows.to(wide(rows.dtype)), rows.shape[1]
+        noise = None
+        if self.stochastic is not False:  # uniform in [0, 1), added before rounding down
+            drawn = generator("quantized", self.seed, *call, device=rows.device)
+            noise = self._blocks(
+                torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
+            )
+        cut = self._blocks(rows)
         magnitudes = cut.abs()
         if self.bits == 1 and noise is None:
-            padded = self.blocks * self.block - self.length
-            sizes = torch.full((self.blocks,), float(self.block), device=rows.device)
-            if self.blocks:
-                sizes[-1] -= padded
+            sizes = torch.full((cut.shape[1],), float(self.block), device=rows.device)
+            if length:
+                sizes[-1] -= cut.shape[1] * self.block - length
             scales = magnitudes.sum(-1) / sizes
         else:
             scales = magnitudes.amax(-1) / _MOST[self.bits]
         scales = scales.float()
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         units = cut / torch.where(scales == 0, 1, scales).unsqueeze(-1).to(cut.dtype)
-        spread = self._cut(noise) if noise is not None else None
-        codes = self._codes(units, spread).flatten(-2)[..., : self.length]
-        return torch.cat([scales.contiguous().view(torch.uint8), self._packed(codes)], dim=-1)
+        packed = self._packed(self._codes(units, noise).flatten(-2)[..., :length])
+        return torch.cat([scales.contiguous().view(torch.uint8), packed], dim=-1)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """`[n, nbytes]` as `[n, length]` float32."""
-        split = 4 * self.blocks
-        scales = packed[..., :split].flatten().clone().view(torch.float32)
-        codes = self._cut(self._unpacked(packed[..., split:]).float())
+    def _decode(self, rows: Tensor, length: int) -> Tensor:
+        """`[n, bytes]` as `[n, length]` float32."""
+        split = 4 * -(-length // self.block)
+        scales = rows[..., :split].flatten().clone().view(torch.float32)
+        codes = self._blocks(self._unpacked(rows[..., split:], length).float())
         values = codes * scales.view(*codes.shape[:-1], 1)
-        return values.flatten(-2)[..., : self.length]
+        return values.flatten(-2)[..., :length]
 
-    def _cut(self, rows: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(rows, (0, self.blocks * self.block - self.length))
-        return padded.view(*rows.shape[:-1], self.blocks, self.block)
+    def _blocks(self, rows: Tensor) -> Tensor:
+        """`[n, length]` as `[n, blocks, block]`, padded with zeros."""
+        padded = pad(rows, (0, -rows.shape[-1] % self.block))
+        return padded.view(*rows.shape[:-1], -1, self.block)
 
     def _codes(self, units: Tensor, noise: Tensor | None) -> Tensor:
         """Rounded units; at 1 bit, whether they are positive."""
@@ -338,32 +297,31 @@ class Blocks(NamedTuple):
         return rounded.nan_to_num_(0).clamp_(-most, most).to(torch.int8)
 
     def _packed(self, codes: Tensor) -> Tensor:
+        """`[n, length]` codes as bytes."""
         if self.bits == 1:
             return pack_bits(codes)
         if self.bits == 8:
             return codes.contiguous().view(torch.uint8)
-        halves = torch.nn.functional.pad(codes + 7, (0, codes.shape[-1] % 2)).to(torch.uint8)
+        halves = pad(codes + 7, (0, codes.shape[-1] % 2)).to(torch.uint8)
         return halves[..., 0::2] | halves[..., 1::2] << 4
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
+    def _unpacked(self, packed: Tensor, length: int) -> Tensor:
+        """The codes, int8."""
         if self.bits == 1:
-            return unpack_bits(packed, self.length).to(torch.int8) * 2 - 1
+            return unpack_bits(packed, length).to(torch.int8) * 2 - 1
         if self.bits == 8:
             return packed.contiguous().view(torch.int8)
         halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-        return halves[..., : self.length].to(torch.int8) - 7
-
-
-_MOST: Mapping[int, int] = MappingProxyType({8: 127, 4: 7, 1: 1})
+        return halves[..., :length].to(torch.int8) - 7
 
 
 # ------------------------------------------------------------------------------
-# Bits as bytes, the first bit the lowest of the first byte; and numbers of a few bits each.
+# Bits as bytes, the first bit the lowest of the first byte.
 
 
 def pack_bits(bits: Tensor) -> Tensor:
     """`[..., n]` of 0 and 1, uint8 or bool, as `[..., ceil(n / 8)]` uint8; the rest is zeros."""
-    eights = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[-1] % 8))
+    eights = pad(bits.to(torch.uint8), (0, -bits.shape[-1] % 8))
     powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
     return (eights.view(*eights.shape[:-1], -1, 8) * powers).sum(-1, dtype=torch.uint8)
 
@@ -372,20 +330,3 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The first `count` bits, as `[..., count]` uint8."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> places & 1).flatten(-2)[..., :count]
-
-
-def bits_of(numbers: Tensor, width: int) -> Tensor:
-    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
-    places = torch.arange(width, device=numbers.device)
-    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
-
-
-def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
-    """`[count * width]` bits as `[count]` integers, int64."""
-    places = torch.arange(width, device=bits.device)
-    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
-
-
-def bytes_for(bits: int) -> int:
-    """How many bytes that many bits take."""
-    return (bits + 7) // 8

@@ -1,4 +1,4 @@
-"""`CompressedGradient`: a few values of a gradient, and where they stand; and its bytes.
+"""`CompressedGradient`: a few values of a gradient, and their indices; and its bytes.
 
 on the wire   [ values, k of them | indices, in the shortest code for (n, k) ]
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.compression.quantized import bits_of, bytes_for, numbers_of, pack_bits, unpack_bits
+from phalanx.compression.quantized import pack_bits, unpack_bits
 from phalanx.errors import SizeMismatchError
 
 
@@ -46,7 +46,8 @@ class CompressedGradient:
         self.check()
         if not _ascending(self.indices):
             raise ValueError("indices go on the wire in ascending order: sort them, and the values")
-        code = encode(self.indices, self.original_len)
+        n, k = self.original_len, len(self.indices)
+        code = pack_bits(code_for(n, k).encode(self.indices.long(), n))
         return torch.cat([self.values.contiguous().view(torch.uint8), code])
 
     @classmethod
@@ -58,7 +59,8 @@ class CompressedGradient:
             raise SizeMismatchError(
                 f"{k} of {n} values of {dtype} are {expected} bytes, not {len(packed)}"
             )
-        indices = decode(packed[split:], n, k)
+        code = code_for(n, k)  # bytes that are none give another number of indices, or n and more
+        indices = code.decode(unpack_bits(packed[split:], code.bits(n, k)), n, k)
         if len(indices) != k or not _ascending(indices) or (k and int(indices[-1]) >= n):
             raise SizeMismatchError(f"these bytes do not say which {k} of {n} values they are")
         values = packed[:split].clone().view(dtype)  # at an address that the dtype can have
@@ -134,53 +136,21 @@ class Code(NamedTuple):
     decode: Callable[[Tensor, int, int], Tensor]
 
 
-def code_for(n: int, k: int) -> Code:
-    """The shortest one; the first of those in the table."""
-    return min(CODES.values(), key=lambda code: code.bits(n, k))
+def bits_of(numbers: Tensor, width: int) -> Tensor:
+    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
+    places = torch.arange(width, device=numbers.device)
+    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
 
 
-def encoded_size(n: int, k: int) -> int:
-    """Bytes of k indices below n."""
-    return bytes_for(code_for(n, k).bits(n, k))
-
-
-def encode(indices: Tensor, n: int) -> Tensor:
-    """`[k]` different indices below n, ascending, as uint8."""
-    return pack_bits(code_for(n, len(indices)).encode(indices.long(), n))
-
-
-def decode(packed: Tensor, n: int, k: int) -> Tensor:
-    """The indices, int64. Bytes that are no code give another number of them, or n and more."""
-    code = code_for(n, k)
-    return code.decode(unpack_bits(packed, code.bits(n, k)), n, k)
+def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
+    """`[count * width]` bits as `[count]` integers, int64."""
+    places = torch.arange(width, device=bits.device)
+    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
 
 
 def _width(n: int) -> int:
+    """Bits of a number below n."""
     return max(n - 1, 0).bit_length()
-
-
-def _plain_bits(n: int, k: int) -> int:
-    return k * _width(n)
-
-
-def _plain_encode(indices: Tensor, n: int) -> Tensor:
-    return bits_of(indices, _width(n))
-
-
-def _plain_decode(bits: Tensor, n: int, k: int) -> Tensor:
-    return numbers_of(bits, _width(n), k)
-
-
-def _bitmap_bits(n: int, k: int) -> int:
-    return n
-
-
-def _bitmap_encode(indices: Tensor, n: int) -> Tensor:
-    return _ones_at(indices, n)
-
-
-def _bitmap_decode(bits: Tensor, n: int, k: int) -> Tensor:
-    return bits.nonzero().flatten()
 
 
 def _low(n: int, k: int) -> int:
@@ -191,10 +161,6 @@ def _low(n: int, k: int) -> int:
 def _row(n: int, k: int) -> int:
     """Bits of the high parts."""
     return k + (max(n - 1, 0) >> _low(n, k))
-
-
-def _two_parts_bits(n: int, k: int) -> int:
-    return k * _low(n, k) + _row(n, k)
 
 
 def _two_parts_encode(indices: Tensor, n: int) -> Tensor:
@@ -215,6 +181,7 @@ def _two_parts_decode(bits: Tensor, n: int, k: int) -> Tensor:
 
 
 def _ones_at(places: Tensor, count: int) -> Tensor:
+    """A row of bits, those at `places` 1."""
     bits = torch.zeros(count, dtype=torch.uint8, device=places.device)
     bits[places] = 1
     return bits
@@ -222,8 +189,30 @@ def _ones_at(places: Tensor, count: int) -> Tensor:
 
 CODES: Mapping[str, Code] = MappingProxyType(
     {
-        "plain": Code(_plain_bits, _plain_encode, _plain_decode),
-        "two_parts": Code(_two_parts_bits, _two_parts_encode, _two_parts_decode),
-        "bitmap": Code(_bitmap_bits, _bitmap_encode, _bitmap_decode),
+        "plain": Code(
+            bits=lambda n, k: k * _width(n),
+            encode=lambda indices, n: bits_of(indices, _width(n)),
+            decode=lambda bits, n, k: numbers_of(bits, _width(n), k),
+        ),
+        "two_parts": Code(
+            bits=lambda n, k: k * _low(n, k) + _row(n, k),
+            encode=_two_parts_encode,
+            decode=_two_parts_decode,
+        ),
+        "bitmap": Code(
+            bits=lambda n, k: n,
+            encode=_ones_at,
+            decode=lambda bits, n, k: bits.nonzero().flatten(),
+        ),
     }
 )
+
+
+def code_for(n: int, k: int) -> Code:
+    """The shortest one; the first of those in the table."""
+    return min(CODES.values(), key=lambda code: code.bits(n, k))
+
+
+def encoded_size(n: int, k: int) -> int:
+    """Bytes of k indices below n."""
+    return -(-code_for(n, k).bits(n, k) // 8)

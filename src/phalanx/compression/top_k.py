@@ -7,7 +7,6 @@ Lin et al. 2018, "Deep Gradient Compression").
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil, sqrt
 from types import MappingProxyType
 
@@ -15,23 +14,26 @@ import torch
 from torch import Tensor
 
 from phalanx.compression.compressor import (
-    FORGET,
+    NO_RESIDUALS,
+    AllGather,
+    AllReduceMean,
+    AllToAll,
     Compressor,
-    Feedback,
-    Gather,
-    Mean,
-    MeanShard,
-    Part,
+    EncodedTensor,
+    GradientBucket,
+    Member,
+    ReduceScatterMean,
+    ResidualStore,
     Rounds,
-    Swap,
     check_floating,
     generator,
     is_finite,
+    listed_tensors,
     narrowed,
     wide,
 )
-from phalanx.compression.memory import Bundle, Remembers, Turns
 from phalanx.compression.sparse import CompressedGradient, index_dtype
+from phalanx.compression.state import CallCounter, CommittedState
 from phalanx.errors import SizeMismatchError
 
 
@@ -41,11 +43,11 @@ class TopK(Compressor):
     ratio   0 <= ratio <= 1
 
     Of equal magnitudes the one of lowest index goes first. NaN counts as larger than infinity. An
-    average gathers all parts' messages, k values and about log2(n / k) + 2 bits for each index, and
-    sums them part after part: each of p parts sends (p-1) messages' bytes, so beyond a few dozen
-    parts a linear compressor sends less.
+    average gathers all members' messages, k values and about log2(n / k) + 2 bits for each index,
+    and sums them member after member: each of p members sends (p-1) messages' bytes, so beyond a
+    few dozen members a linear compressor sends less.
 
-    Where each part needs a shard only, the largest of each shard are sent to its owner, equally
+    Where each member needs a shard only, the largest of each shard are sent to its owner, equally
     many for all: (p-1)/p of one message's bytes, in one round of lengths that are known, and no
     owner gets more than another. At worst no more is left out than by the largest of all shards.
     """
@@ -68,43 +70,46 @@ class TopK(Compressor):
         """Zeros but for those values. Raises as `CompressedGradient.dense` does."""
         return message.dense()
 
-    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
-        """One round. Summed in float32 or wider; a value that only one part sent counts as a p-th
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
+        """One round. Summed in float32 or wider; a value that only one member sent counts as a p-th
         of it.
         """
-        n, dtype = len(bundle.flat), bundle.flat.dtype
-        if n == 0:
-            return
-        wanted = feedback.recall(bundle, part)
-        mine = self.compress(narrowed(wanted, dtype))
-        feedback.keep(bundle, lambda: _without_(wanted, [mine]))
-        rows = yield Gather(mine.pack())
-        _average_into(bundle.flat, rows, mine)
+        if len(bucket.flat) > 0:
+            (mine,) = self._compressed(bucket, member, feedback, shards=1)
+            _average_into(bucket.flat, (yield AllGather(mine.pack())), mine)
 
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+    def average_shard_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
         """One round, an all-to-all of the largest values of each shard."""
-        if bundle.size == 0:
-            return
-        wanted = feedback.recall(bundle, part)
-        shards = narrowed(wanted, bundle.flat.dtype).view_as(bundle.shards(part.parts))
-        mine = [self.compress(shard) for shard in shards]
-        feedback.keep(bundle, lambda: _without_(wanted, mine))
-        rows = yield Swap(torch.stack([message.pack() for message in mine]))
-        _average_into(bundle.shards(part.parts)[part.number], rows, mine[part.number])
+        if bucket.size > 0:
+            mine = self._compressed(bucket, member, feedback, shards=member.parts)
+            rows = yield AllToAll(torch.stack([message.pack() for message in mine]))
+            _average_into(bucket.shards(member.parts)[member.number], rows, mine[member.number])
+
+    def _compressed(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore, *, shards: int
+    ) -> list[CompressedGradient]:
+        """A message for each of so many shards of the bucket."""
+        wanted = feedback.add_residual(bucket, member)
+        values = narrowed(wanted, bucket.flat.dtype).view(shards, -1)
+        sent = [self.compress(shard) for shard in values]
+
+        def residual() -> Tensor:
+            for shard, message in zip(wanted.view(shards, -1), sent, strict=True):
+                shard[message.indices.long()] -= message.values.to(wanted.dtype)
+            return wanted
+
+        feedback.store_residual(bucket, residual)
+        return sent
 
 
 def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
     """Each gradient's `TopK(ratio)` message. TypeError for what is no list of tensors."""
-    if isinstance(gradients, Tensor):  # whose rows would be taken for gradients
-        raise TypeError("compress_gradients takes a list of gradients, not one tensor")
-    top_k, listed = TopK(ratio), list(gradients)
-    for number, gradient in enumerate(listed):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"compress_gradients: gradient {number} is a {type(gradient).__name__}, not a "
-                "tensor; leave out parameters without a gradient, or give zeros"
-            )
-    return [top_k.compress(gradient) for gradient in listed]
+    top_k = TopK(ratio)
+    return [top_k.compress(each) for each in listed_tensors(gradients, "compress_gradients")]
 
 
 def decompress_gradients(
@@ -151,13 +156,6 @@ def checked_ratio(ratio: float) -> float:
     return float(ratio)
 
 
-def _without_(wanted: Tensor, sent: Sequence[CompressedGradient]) -> Tensor:
-    """What is left of values whose shards, or which all, were sent so; in place."""
-    for shard, message in zip(wanted.view(len(sent), -1), sent, strict=True):
-        shard[message.indices.long()] -= message.values.to(wanted.dtype)
-    return wanted
-
-
 def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
     """The mean of packed messages, all of as many values as `like`, summed in float32 or wider."""
     n, dtype = like.original_len, like.values.dtype
@@ -173,20 +171,20 @@ def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
 # ------------------------------------------------------------------------------
 # The k largest magnitudes, exactly, ties and all, in time proportional to n: radix selection.
 #
-# The bits of a float, without its sign, order as its magnitude does. So the k-th largest is found
-# 16 bits at a time: count how often each value of the highest 16 occurs, see in which the k-th
-# lies, go on with those.
+# The bits of a float, without its sign, sort as its magnitude does. So the k-th largest is found
+# 16 bits at a time: count how often each pattern of the highest 16 occurs, see which pattern the
+# k-th has, and repeat with the values that have it.
 #
-# Of many values a few tell where to look: a bound that most likely some more than k reach. Only
-# those that do are gone through, unless they turn out to be fewer than k.
+# Of many values a sample gives a bound that most likely some more than k reach. Only those that
+# reach it are sorted, unless they turn out to be fewer than k.
 
 DIGIT = 16  # bits
 
 SAMPLE = 1 << 14
-"""Values by which the bound is chosen."""
+"""Values in the sample."""
 
 PIECE = 1 << 18
-"""Values that are looked at together: what is worked out about them stays in the caches."""
+"""Values that are compared together: intermediate results stay in the caches."""
 
 
 def largest(values: Tensor, k: int) -> Tensor:
@@ -206,7 +204,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 def _candidates(values: Tensor, k: int) -> Tensor | None:
-    """Some indices, ascending, those of the k largest among them. None: it may be any."""
+    """Some indices, ascending, the k largest values' among them. None: it may be any."""
     n = len(values)
     stride = n // SAMPLE
     if stride < 2:
@@ -214,10 +212,10 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
     sample = values[::stride]
     expected = len(sample) * k / n  # of the k largest, in the sample
     some_more = ceil(expected + 4 * sqrt(expected) + 4)
-    if some_more > len(sample) // 4:  # to go through so many takes longer than it saves
+    if some_more > len(sample) // 4:  # so many take longer than the sample saves
         return None
     bound, _ = _kth_largest(_keys(sample), some_more)
-    if bound == 0:  # which all reach
+    if bound == 0:  # all reach it
         return None
     size = PIECE if values.device.type == "cpu" else n
     found = [
@@ -263,7 +261,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 
 # ------------------------------------------------------------------------------
-# Random-k: a few values of a gradient, at places that all parts draw alike, so no index is sent.
+# Random-k: a few values of a gradient, at places that all members draw alike, so no index is sent.
 #
 # (Stich et al. 2018.) The places are drawn one from each of k equal runs of the gradient, which is
 # as good and takes no shuffle:
@@ -271,95 +269,87 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 #     n = 8, k = 3   [ . . x | . x . | x . ]
 
 
-@dataclass(frozen=True, eq=False)
-class RandomValues:
-    """A message: values, and the number of the draw that says where they stand."""
-
-    values: Tensor
-    draw: int
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values: receivers count draws, too."""
-        return self.values.nbytes
-
-
 class RandomK(Compressor):
     """`ceil(ratio * n)` values of n, at places that are drawn anew for each average.
 
     ratio   0 <= ratio <= 1; at least one value, if there is one
-    seed    the same on every part
+    seed    the same on every member
 
     It sends what it has drawn as it is, not n/k times as much: with error feedback nothing is
     missing in the end, without it gradients are too small. Averages are all-reduced; where each
-    part needs a shard only, equally many places are drawn in each, and their values
+    member needs a shard only, equally many places are drawn in each, and their values
     reduce-scattered.
     """
 
     def __init__(self, ratio: float, *, seed: int = 0) -> None:
         self.ratio = checked_ratio(ratio)
         self.seed = seed
-        self._turns = Turns()
+        self._calls = CallCounter()
 
     def __repr__(self) -> str:
         return f"RandomK({self.ratio}, seed={self.seed})"
 
-    def compress(self, tensor: Tensor) -> RandomValues:
-        """The next draw's values."""
+    def compress(self, tensor: Tensor) -> EncodedTensor:
+        """The next draw's values; where they stand a receiver draws itself."""
         check_floating(tensor, self)
-        draw, flat = self._turns.next(), tensor.detach().reshape(-1)
-        return RandomValues(flat[self._places(flat, draw, 1)], draw, tensor.shape)
+        draw, flat = self._calls.next(), tensor.detach().reshape(-1)
+        values = flat[self._places(flat, draw, 1)]
+        return EncodedTensor((values,), tensor.shape, tensor.dtype, call=draw)
 
-    def decompress(self, message: RandomValues) -> Tensor:
+    def decompress(self, message: EncodedTensor) -> Tensor:
         """Zeros but for those values."""
-        dense = message.values.new_zeros(message.shape.numel())
-        dense[self._places(dense, message.draw, 1)] = message.values
+        (values,) = message.sent
+        dense = values.new_zeros(message.shape.numel())
+        dense[self._places(dense, message.call, 1)] = values
         return dense.view(message.shape)
 
-    def average_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+    def average_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
         """One round, an all-reduce of k values."""
-        flat = bundle.flat
+        flat = bucket.flat
         if len(flat) == 0:
             return
-        places, values = self._drawn(bundle, part, feedback, 1)
-        mean = yield Mean(values)
+        places, values = self._drawn(bucket, member, feedback, shards=1)
+        mean = yield AllReduceMean(values)
         flat.zero_()
         flat[places] = mean
 
-    def average_shard_(self, bundle: Bundle, part: Part, feedback: Feedback = FORGET) -> Rounds:
+    def average_shard_(
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
+    ) -> Rounds:
         """One round, a reduce-scatter of equally many values of each shard."""
-        if bundle.size == 0:
+        if bucket.size == 0:
             return
-        parts, shard = part.parts, bundle.shards(part.parts)[part.number]
-        places, values = self._drawn(bundle, part, feedback, parts)
-        mean = yield MeanShard(values.view(parts, -1))
+        p, shard = member.parts, bucket.shards(member.parts)[member.number]
+        places, values = self._drawn(bucket, member, feedback, shards=p)
+        mean = yield ReduceScatterMean(values.view(p, -1))
         shard.zero_()
-        shard[places.view(parts, -1)[part.number] - part.number * len(shard)] = mean
+        shard[places.view(p, -1)[member.number] - member.number * len(shard)] = mean
 
     def _drawn(
-        self, bundle: Bundle, part: Part, feedback: Feedback, shards: int
+        self, bucket: GradientBucket, member: Member, feedback: ResidualStore, *, shards: int
     ) -> tuple[Tensor, Tensor]:
-        """The next draw's places, and a copy of this part's values there, as they travel."""
-        flat = bundle.flat
-        wanted = feedback.recall(bundle, part)
-        places = self._places(flat, self._turns.next(), shards)
-        parts = 1 if flat.dtype is wide(flat.dtype) else part.parts
+        """The next draw's places, and a copy of this member's values there, as they are sent."""
+        flat = bucket.flat
+        wanted = feedback.add_residual(bucket, member)
+        places = self._places(flat, self._calls.next(), shards)
+        parts = 1 if flat.dtype is wide(flat.dtype) else member.parts
         values = narrowed(wanted[places], flat.dtype, parts)
         finite = is_finite(wanted)
 
-        def rest() -> Tensor:
+        def residual() -> Tensor:
             wanted[places] -= values.to(wanted.dtype)
             return wanted
 
-        feedback.keep(bundle, rest)
+        feedback.store_residual(bucket, residual)
         if not finite:  # at places that are not drawn, perhaps
             return places, torch.full_like(values, torch.nan)
         return places, values.clone()
 
-    def remembers(self) -> Mapping[str, Remembers]:
+    def remembers(self) -> Mapping[str, CommittedState]:
         """How often it has drawn."""
-        return {"draws": self._turns}
+        return {"draws": self._calls}
 
     def _places(self, flat: Tensor, draw: int, shards: int) -> Tensor:
         """One from each run, int64, ascending; of equal shards equally many."""

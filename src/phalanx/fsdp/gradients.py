@@ -23,8 +23,15 @@ from torch import Tensor
 from phalanx.collectives import ReduceOp
 from phalanx.collectives.request import Task, in_place, memory_for
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import Mean, MeanShard, Part, Rounds, is_finite
-from phalanx.compression.memory import Bundle, owned_key
+from phalanx.compression.compressor import (
+    AllReduceMean,
+    GradientBucket,
+    Member,
+    ReduceScatterMean,
+    Rounds,
+    is_finite,
+)
+from phalanx.compression.state import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import Flat, Pool, Ranks, begin
@@ -154,7 +161,7 @@ class Gradients:
     def _scatter(self, shards: Backend, memory: Tensor, into: Tensor, label: str) -> Awaited:
         if self._compression is not None and self._scatters_compressed:
             return self._compression.scatter(self._flat, memory, into, label)
-        self.bytes_sent += bytes_of(MeanShard(memory), shards.world_size)
+        self.bytes_sent += bytes_of(ReduceScatterMean(memory), shards.world_size)
         task: Task[Tensor] = Task(
             *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
             op=ReduceOp.MEAN,
@@ -185,7 +192,7 @@ class Gradients:
             self._finish_averaging()  # what that leaves over is for this one, if it is the second
             self._averaging.append(self._compression.average(self._flat, mean, label))
         elif replicas is not None:
-            self.bytes_sent += bytes_of(Mean(mean), replicas.world_size)
+            self.bytes_sent += bytes_of(AllReduceMean(mean), replicas.world_size)
             task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
             self._averaging.append(begin(task, replicas, label))
 
@@ -273,7 +280,7 @@ class Compression:
     """Of one FSDP on one rank.
 
     compressor   knows each gradient by its parameter's name; with `hybrid`, whose ranks have parts
-                 of it only, by elements and name (`owned_key`)
+                 of it only, by elements and name (`slice_key`)
     group        the ranks that average compressed gradients
     scatters     whether these are full gradients, of which each rank gets its shard
     """
@@ -283,7 +290,7 @@ class Compression:
         self.scatters = ranks.shards is not None and ranks.replicas is None
         self.group: Backend = ranks.replicas or ranks.shards or ranks.world
         self._shards = ranks.size
-        self._part = Part(self.group.rank, self.group.world_size)
+        self._member = Member(self.group.rank, self.group.world_size)
         self._exchange = RequestExecutor(self.group)
 
     @property
@@ -304,20 +311,22 @@ class Compression:
 
         `full` is overwritten.
         """
-        bundle = Bundle(full, flat.names, [torch.Size(shape) for shape in flat.layout.shapes])
-        return _UnderWay(self._exchange, self._exchange.begin(self._shard(bundle, into), label))
+        bucket = GradientBucket(
+            full, flat.names, [torch.Size(shape) for shape in flat.layout.shapes]
+        )
+        return _UnderWay(self._exchange, self._exchange.begin(self._shard(bucket, into), label))
 
-    def _shard(self, bundle: Bundle, into: Tensor) -> Rounds:
-        yield from self.compressor.average_shard_(bundle, self._part)
-        into.copy_(bundle.shards(self._part.parts)[self._part.number])
+    def _shard(self, bucket: GradientBucket, into: Tensor) -> Rounds:
+        yield from self.compressor.average_shard_(bucket, self._member)
+        into.copy_(bucket.shards(self._member.parts)[self._member.number])
 
     @torch.no_grad()
     def average(self, flat: Flat, shard: Tensor, label: str) -> Awaited:
         """Begin to overwrite a shard of gradients with the mean over the ranks that have it."""
         pieces = dict(_whole(flat) if self._shards == 1 else _parts(flat))
         size = sum(map(prod, pieces.values()))
-        bundle = Bundle(shard[:size], list(pieces), [*map(torch.Size, pieces.values())])
-        average = self.compressor.average_(bundle, self._part)
+        bucket = GradientBucket(shard[:size], list(pieces), [*map(torch.Size, pieces.values())])
+        average = self.compressor.average_(bucket, self._member)
         return _UnderWay(self._exchange, self._exchange.begin(average, label))
 
 
@@ -344,6 +353,6 @@ def _parts(flat: Flat) -> Iterator[tuple[str, tuple[int, ...]]]:
             if low < high:
                 rows = (low, high) == (first, last) and len(shape) > 0
                 yield (
-                    owned_key(name, low, high),
+                    slice_key(name, low, high),
                     ((high - low) // row, *shape[1:]) if rows else (high - low,),
                 )

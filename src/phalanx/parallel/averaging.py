@@ -18,17 +18,17 @@ from phalanx.collectives.request import Task, in_place, memory_for
 from phalanx.collectives.resolve import start
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
-    FORGET,
-    Feedback,
-    Gather,
-    Mean,
-    MeanShard,
-    Part,
+    NO_RESIDUALS,
+    AllGather,
+    AllReduceMean,
+    GradientBucket,
+    Member,
+    ReduceScatterMean,
     Request,
+    ResidualStore,
     Rounds,
     is_finite,
 )
-from phalanx.compression.memory import Bundle
 from phalanx.core.backend import Backend
 
 
@@ -104,13 +104,13 @@ class CompressedAveraging:
         names: Mapping[nn.Parameter, str],
         backend: Backend,
         *,
-        feedback: Feedback = FORGET,
+        feedback: ResidualStore = NO_RESIDUALS,
     ) -> None:
         self.compressor = compressor
         self._feedback = feedback
         self._names = names
         self._executor = RequestExecutor(backend)
-        self._part = Part(backend.rank, backend.world_size)
+        self._member = Member(backend.rank, backend.world_size)
 
     @property
     def bytes_sent(self) -> int:
@@ -120,12 +120,12 @@ class CompressedAveraging:
     @torch.no_grad()
     def begin(self, gradients: FlatGradients, label: str) -> PendingAverage | None:
         """Compress, and start the first request."""
-        bundle = Bundle(
+        bucket = GradientBucket(
             gradients.flat,
             [self._names[parameter] for parameter in gradients.parameters],
             [parameter.shape for parameter in gradients.parameters],
         )
-        rounds = self.compressor.average_(bundle, self._part, self._feedback)
+        rounds = self.compressor.average_(bucket, self._member, self._feedback)
         return self._executor.begin(rounds, label)
 
     @torch.no_grad()
@@ -163,8 +163,8 @@ class RequestExecutor:
     """Executes the requests of compressors with the collectives of a backend.
 
     bytes_sent   bytes that this rank has sent so far, as rings and direct messages send them. For
-                 p ranks: 2(p-1)/p of the bytes of a `Mean`, (p-1)/p of a `MeanShard` or a `Swap`,
-                 p-1 times those of a `Gather`
+                 p ranks: 2(p-1)/p of the bytes of an `AllReduceMean`, (p-1)/p of a
+                 `ReduceScatterMean` or an `AllToAll`, p-1 times those of an `AllGather`
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -204,25 +204,25 @@ class RequestExecutor:
 
 def bytes_of(request: Request, ranks: int) -> int:
     """Bytes that each rank sends for a request."""
-    if isinstance(request, Gather):
+    if isinstance(request, AllGather):
         return (ranks - 1) * request.tensor.nbytes
-    times = 2 if isinstance(request, Mean) else 1
+    times = 2 if isinstance(request, AllReduceMean) else 1
     return times * (ranks - 1) * request.tensor.nbytes // ranks
 
 
 def _task(request: Request, backend: Backend) -> Task[Tensor]:
     given = request.tensor.contiguous()
-    if isinstance(request, Mean):
+    if isinstance(request, AllReduceMean):
         return in_place("all_reduce", given, op=ReduceOp.MEAN)
     shape = tuple(given.shape)
-    if isinstance(request, MeanShard):
+    if isinstance(request, ReduceScatterMean):
         mean = memory_for(backend, shape[1:], given.dtype, given.device)
         return Task(
             *("reduce_scatter", shape, given.dtype, given, mean, lambda: mean),
             op=ReduceOp.MEAN,
             consumes=True,
         )
-    rows = (backend.world_size, *shape) if isinstance(request, Gather) else shape
-    name = "all_gather" if isinstance(request, Gather) else "all_to_all"
+    rows = (backend.world_size, *shape) if isinstance(request, AllGather) else shape
+    name = "all_gather" if isinstance(request, AllGather) else "all_to_all"
     result = memory_for(backend, rows, given.dtype, given.device)
     return Task(name, rows, given.dtype, given, result, lambda: result)

@@ -4,8 +4,8 @@
     compression@2/2x4.residual.0-9.layer.weight    of elements 0:9, rank 2 of 2 x 4: gradients are
                                                    sharded over 4 ranks, then averaged over 2
 
-Every rank has another state, so each key names its rank: the states of all ranks can be joined, one
-that is missing is noticed, and none is taken for another rank's.
+Every rank has another state, so each key names its rank: the states of all ranks can be
+joined, one that is missing is noticed, and none is taken for another rank's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import is_finite
-from phalanx.compression.memory import (
+from phalanx.compression.state import (
     OWNED,
     RESIDUAL,
-    joined,
-    read_owned_key,
-    shares,
-    short_of,
-    under,
+    join_slices,
+    read_slice_key,
+    split_residual,
+    strip_prefix,
+    total_residual,
 )
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError
@@ -53,7 +53,7 @@ class GradientSharding(NamedTuple):
                     rank 4    5    6    7      those of another one; 0 and 4 average theirs
 
     shards   over how many consecutive ranks
-    slices   what this rank has of them, by elements and name (`owned_key`)
+    slices   what this rank has of them, by elements and name (`slice_key`)
     """
 
     shards: int
@@ -157,7 +157,7 @@ def load_own(
     _warn_if_forgotten(compressor, states, backend)
     place, copy = backend.rank % sharding.shards, backend.rank // sharding.shards
     alike = [states.get(rank) for rank in range(place, saved.ranks, sharding.shards)]
-    residuals = [name for one in alike if one is not None for name in under(RESIDUAL, one)]
+    residuals = [name for one in alike if one is not None for name in strip_prefix(RESIDUAL, one)]
     fits = saved.shards == sharding.shards and sharding.has(residuals)
     missing = sorted({*range(saved.ranks)} - states.keys())
     alone_is_enough = fits and saved.ranks == backend.world_size and backend.rank not in missing
@@ -214,19 +214,23 @@ class SavedStates(NamedTuple):
         short: dict[str, Tensor] = {}
         for place in range(self.shards):
             group = [state for rank, state in self.by_rank.items() if rank % self.shards == place]
-            short.update(short_of(group, self.copies))
-            kept = [left.dtype for state in group for left in under(RESIDUAL, state).values()]
+            short.update(total_residual(group, self.copies))
+            kept = [
+                left.dtype for state in group for left in strip_prefix(RESIDUAL, state).values()
+            ]
             dtype = torch.float64 if torch.float64 in kept else dtype
-        whole = short if self.shards == 1 else joined(short, sizes_of or {})
+        whole = short if self.shards == 1 else join_slices(short, sizes_of or {})
         if sizes_of is not None:
             for name, values in whole.items():
                 _check_size(name, values.numel(), sizes_of, backend.rank)
         mine = whole
         if sharding.shards > 1:
-            places = {key: read_owned_key(key) for key in sharding.slices}
+            places = {key: read_slice_key(key) for key in sharding.slices}
             mine = {k: whole[n][start:stop] for k, (n, start, stop) in places.items() if n in whole}
         copies, copy = backend.world_size // sharding.shards, backend.rank // sharding.shards
-        return {RESIDUAL + key: shares(left, copies, dtype)[copy] for key, left in mine.items()}
+        return {
+            RESIDUAL + key: split_residual(left, copies, dtype)[copy] for key, left in mine.items()
+        }
 
 
 def _warn_if_forgotten(compressor: Compressor, states: States, backend: Backend) -> None:
@@ -263,14 +267,14 @@ def check_intact(
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 _refuse(rank, owner, key, f"is a {type(value).__name__}, not a tensor")
-        for name, left in under(RESIDUAL, state).items():
+        for name, left in strip_prefix(RESIDUAL, state).items():
             if not left.is_floating_point() or left.dim() != 1 or not is_finite(left):
                 _refuse(rank, owner, RESIDUAL + name, "is no row of finite numbers")
             if sizes_of is None:
                 sizes.setdefault(name, left.numel())
             _check_size(name, left.numel(), sizes, rank)
     for owner, state in states.items():
-        for key, left in under(OWNED, state).items():
+        for key, left in strip_prefix(OWNED, state).items():
             if not _is_slice(key, left, sizes):
                 _refuse(rank, owner, OWNED + key, "is no part of a gradient that is there")
 
@@ -287,7 +291,7 @@ def _check_size(name: str, count: int, sizes: Mapping[str, int], rank: int) -> N
 
 def _is_slice(key: str, left: Tensor, sizes: Mapping[str, int]) -> bool:
     try:
-        name, start, stop = read_owned_key(key)
+        name, start, stop = read_slice_key(key)
     except ValueError:
         return False
     fits = 0 <= start <= stop <= sizes.get(name, -1) and left.shape == (stop - start,)

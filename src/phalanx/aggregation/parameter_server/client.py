@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,24 +12,22 @@ import torch
 from torch import Tensor
 
 from phalanx.aggregation.parameter_server.wire import (
+    HEADER_SIZE,
+    HEADERS,
     LONGEST_TEXT,
     TENSORS,
     TEXT,
-    WORDS,
-    Kind,
-    Layout,
-    Word,
-    checked_gradients,
+    MessageHeader,
+    MessageKind,
+    ParameterList,
+    ShardLayout,
     checked_params,
     checked_servers,
-    decoded,
     described,
-    digest,
-    empty_message,
-    first_difference,
     numbers_by_server,
     pair_of,
 )
+from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.work import Operation, check_timeout
 from phalanx.errors import (
@@ -90,8 +88,8 @@ class ParameterClient:
         self._broken: DistributedError | None = None
         self._closed = False
         shares = numbers_by_server(self.params, len(self.servers))
-        self._counters = [
-            Counter(pair_of(backend, server), server, numbers, self.params)
+        self._connections = [
+            ServerConnection(pair_of(backend, server), server, numbers, self.params)
             for server, numbers in zip(self.servers, shares, strict=True)
         ]
         try:
@@ -116,14 +114,18 @@ class ParameterClient:
         TypeError or ValueError, before anything is sent, for gradients that do not fit.
         """
         self._fill(gradients, "push")
-        return self._step(Kind.PUSH, "push", timeout)
+        self._call(MessageKind.PUSH, self.pushes + 1, "push", timeout)
+        self.pushes += 1
+        return self.pushes
 
     def skip(self, *, timeout: float | None = None) -> int:
         """A step without gradients: others do not wait for this worker's. Else as `push`.
 
         In synchronous mode the mean is that of those who pushed.
         """
-        return self._step(Kind.SKIP, "skip", timeout)
+        self._call(MessageKind.SKIP, self.pushes + 1, "skip", timeout)
+        self.pushes += 1
+        return self.pushes
 
     def pull(self, *, timeout: float | None = None) -> list[Tensor]:
         """The parameters as they are now: new tensors, where `params` are.
@@ -141,19 +143,22 @@ class ParameterClient:
         self, params: Sequence[Tensor] | None = None, *, timeout: float | None = None
     ) -> None:
         """The same, into `params`, which change when all have come; by default the client's."""
-        into = self._targets(params)
-        self._ask(Kind.PULL, self.pushes, "pull", timeout)
+        into = self.params
+        if params is not None:
+            who = f"rank {self.backend.rank}: ParameterClient.pull_"
+            into = checked_gradients(params, self.params, who, what="tensor")
+        self._call(MessageKind.PULL, self.pushes, "pull", timeout)
         self._copy_to(into)
 
     def step(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> None:
         """`push`, then `pull_` into the client's parameters; both are under way together."""
         self._fill(gradients, "step")
-        self._ask(Kind.PUSH, self.pushes + 1, "step", timeout, pull=True)
+        self._call(MessageKind.PUSH, self.pushes + 1, "step", timeout, pull=True)
         self.pushes += 1
         self._copy_to(self.params)
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Say goodbye: nobody waits for this worker any more. May be repeated.
+        """Leave: nobody waits for this worker any more. May be repeated.
 
         Blocks until the servers know. A push that timed out may count, or not.
         """
@@ -161,7 +166,7 @@ class ParameterClient:
             return
         try:
             if self._broken is None:
-                self._ask(Kind.BYE, 0, "close", timeout)
+                self._call(MessageKind.BYE, 0, "close", timeout)
         finally:
             self._close()
 
@@ -182,79 +187,63 @@ class ParameterClient:
     # --------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        lines = described(self.params, self.servers)
-        errand = self._ask(Kind.HELLO, digest(lines), "connect", None)
-        for counter in self._counters:
-            text = errand.texts.get(counter.server)
-            if text is not None:
-                raise self._misfit(lines, decoded(text), counter.server)
-        clock = max(word.number for word in errand.answers.values())
-        self._ask(Kind.JOIN, clock, "connect", None)
-
-    def _misfit(self, mine: list[str], theirs: list[str], server: int) -> DesyncError:
-        here, there = first_difference(mine, theirs)
-        rank = self.backend.rank
-        return DesyncError(
-            f"rank {rank}: {WHO}: the lists of parameters differ: worker rank {rank} has {here}, "
-            f"server rank {server} has {there}. Give tensors alike, in the same order, and the "
-            "same servers=",
-            rank=rank,
-            peer=server,
-            op="connect",
-        )
-
-    def _step(self, kind: Kind, op: str, timeout: float | None) -> int:
-        self._ask(kind, self.pushes + 1, op, timeout)
-        self.pushes += 1
-        return self.pushes
+        mine = ParameterList(self.params, self.servers)
+        call = self._call(MessageKind.HELLO, mine.digest, "connect", None)
+        for server in self.servers:
+            if server in call.texts:
+                rank, (here, there) = self.backend.rank, mine.first_difference(call.texts[server])
+                raise DesyncError(
+                    f"rank {rank}: {WHO}: the lists of parameters differ: worker rank {rank} has "
+                    f"{here}, server rank {server} has {there}. Give tensors alike, in the same "
+                    "order, and the same servers=",
+                    rank=rank,
+                    peer=server,
+                    op="connect",
+                )
+        clock = max(header.number for header in call.answers.values())
+        self._call(MessageKind.JOIN, clock, "connect", None)
 
     def _fill(self, gradients: Sequence[Tensor], op: str) -> None:
         listed = checked_gradients(
             gradients, self.params, f"rank {self.backend.rank}: ParameterClient.{op}"
         )
         self._check_usable(op)
-        for counter in self._counters:
-            counter.fill(listed)
-
-    def _targets(self, params: Sequence[Tensor] | None) -> list[Tensor]:
-        if params is None:
-            return self.params
-        who = f"rank {self.backend.rank}: ParameterClient.pull_"
-        return checked_gradients(params, self.params, who, what="tensor")
+        for connection in self._connections:
+            connection.fill(listed)
 
     def _copy_to(self, params: list[Tensor]) -> None:
         with torch.no_grad():
-            for counter in self._counters:
-                counter.copy_to(params)
+            for connection in self._connections:
+                connection.copy_to(params)
 
-    def _ask(
-        self, kind: Kind, number: int, op: str, timeout: float | None, *, pull: bool = False
-    ) -> Errand:
+    def _call(
+        self, kind: MessageKind, number: int, op: str, timeout: float | None, *, pull: bool = False
+    ) -> ServerCall:
         """Ask all servers the same, and wait for their answers; `pull`: and for parameters."""
         self._check_usable(op)
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        words = [Word(kind, self._requests + 1, number)]
+        headers = [MessageHeader(kind, self._requests + 1, number)]
         if pull:
-            words.append(Word(Kind.PULL, self._requests + 2, number))
+            headers.append(MessageHeader(MessageKind.PULL, self._requests + 2, number))
         self._requests += 2
-        errand = Errand(self.backend, self._counters, words, seconds)
+        call = ServerCall(self.backend, self._connections, headers, seconds)
         try:
-            errand.run()
+            call.run()
         except CollectiveTimeoutError as error:
-            raise self._in_my_words(error, op, number) from error
+            raise self._translated(error, op, number) from error
         except DistributedError as error:
-            self._broken = self._in_my_words(error, op, number)
+            self._broken = self._translated(error, op, number)
             self._end(self._broken)
             raise self._broken from error
         except BaseException as error:
             self._end(error)
             raise
-        return errand
+        return call
 
-    def _in_my_words(self, error: DistributedError, op: str, number: int) -> DistributedError:
+    def _translated(self, error: DistributedError, op: str, number: int) -> DistributedError:
         """The error in this backend's numbers, and of this call."""
         rank, local = self.backend.rank, self.backend.group.to_local
-        failures = [c.pair.group.failure for c in self._counters]
+        failures = [c.pair.group.failure for c in self._connections]
         failure = next((each for each in failures if each is not None), None)
         reason, peer = str(error), error.peer
         if failure is not None:
@@ -275,7 +264,7 @@ class ParameterClient:
             )
 
     def _end(self, error: BaseException) -> None:
-        """Leave without goodbye: the servers learn why, and who is to blame if it is another."""
+        """Leave without BYE: the servers learn why, and who is to blame if it is another."""
         rank, ranks = self.backend.rank, self.backend.group.ranks
         told: DistributedError = PeerLostError(f"worker rank {rank} ended with {error!r}")
         culprit = ranks[rank]
@@ -283,18 +272,39 @@ class ParameterClient:
             told = DesyncError(str(error))
         elif isinstance(error, PeerLostError) and error is self._broken and error.peer is not None:
             told, culprit = PeerLostError(str(error)), ranks[error.peer]
-        for counter in self._counters:
-            counter.pair.fail(told, culprit=culprit)
+        for connection in self._connections:
+            connection.pair.fail(told, culprit=culprit)
         self._close()
 
     def _close(self) -> None:
         self._closed = True
-        for counter in self._counters:
-            counter.pair.close()
+        for connection in self._connections:
+            connection.pair.close()
+
+
+def checked_gradients(
+    gradients: Iterable[Tensor], params: Sequence[Tensor], who: str, *, what: str = "gradient"
+) -> list[Tensor]:
+    """The gradients, or `what` they are, as a list. TypeError or ValueError, which names it, for
+    one that is not alike the parameter, or is missing.
+    """
+    advice = "; give zeros for a parameter that was not used"
+    listed = listed_tensors(gradients, who, what=what, advice=advice)
+    if len(listed) != len(params):
+        raise ValueError(f"{who}: {len(listed)} {what}s for {len(params)} parameters")
+    for number, (gradient, param) in enumerate(zip(listed, params, strict=True)):
+        if (gradient.shape, gradient.dtype) != (param.shape, param.dtype):
+            raise ValueError(
+                f"{who}: {what} {number} ({described(gradient)}) does not fit parameter {number} "
+                f"({described(param)})"
+            )
+        if gradient.layout != torch.strided:
+            raise ValueError(f"{who}: {what} {number} is sparse; give its to_dense()")
+    return listed
 
 
 # ------------------------------------------------------------------------------
-# An errand: the same words to all servers, and what each answers.
+# A call: the same messages to all servers, and what each answers.
 #
 #          server 0   - PUSH ->   <- DONE
 # worker   server 1   - PUSH -------->     <- DONE      it goes on when all have answered
@@ -303,90 +313,89 @@ class ParameterClient:
 SHORTEST = 1e-3  # seconds that are left at least
 
 
-class Part(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message under way: of a receive, which request it answers, and where it will be."""
 
-    counter: Counter
+    connection: ServerConnection
     request: int = -1
     into: Tensor | None = None
-    tag: int = WORDS
+    tag: int = HEADERS
 
 
-class Errand:
-    """Some words to each server. In the end:
+class ServerCall:
+    """Some messages to each server. In the end:
 
     answers   by server, the last answer without tensors
     texts     by server, the text that followed it, if there was one
     """
 
     def __init__(
-        self, backend: Backend, counters: Sequence[Counter], words: Sequence[Word], seconds: float
+        self,
+        backend: Backend,
+        connections: Sequence[ServerConnection],
+        headers: Sequence[MessageHeader],
+        seconds: float,
     ) -> None:
-        self.answers: dict[int, Word] = {}
+        self.answers: dict[int, MessageHeader] = {}
         self.texts: dict[int, bytes] = {}
         self._backend = backend
-        self._counters = counters
-        self._words = words
+        self._connections = connections
+        self._headers = headers
         self._deadline = monotonic() + seconds
-        self._under_way: dict[Operation, Part] = {}
+        self._under_way: dict[Operation, PendingMessage] = {}
 
     def run(self) -> None:
         """Blocks until all have answered. On an error nothing of it is under way any more."""
         try:
-            for counter in self._counters:
-                for word in self._words:
-                    if word.kind is not Kind.JOIN:  # which nobody answers
-                        tag = TENSORS if word.kind is Kind.PULL else WORDS
-                        self._expect(counter, word.request, tag)
-                    self._under_way[counter.say(word)] = Part(counter)
+            for connection in self._connections:
+                for header in self._headers:
+                    if header.kind is not MessageKind.JOIN:  # which has no answer
+                        tag = TENSORS if header.kind is MessageKind.PULL else HEADERS
+                        self._expect(connection, header.request, tag)
+                    self._under_way[connection.send(header)] = PendingMessage(connection)
             while self._under_way:
                 left = max(self._deadline - monotonic(), SHORTEST)
                 self._backend.wait_any([*self._under_way], timeout=left)
                 for operation in [each for each in self._under_way if each.done]:
                     self._take(operation)
         finally:
-            for operation, part in self._under_way.items():
-                part.counter.pair.give_up(operation, "another message of this call failed")
+            for operation, message in self._under_way.items():
+                message.connection.pair.give_up(operation, "another message of this call failed")
 
-    def _expect(self, counter: Counter, request: int, tag: int) -> None:
-        operation, into = counter.expect(tag)
-        self._under_way[operation] = Part(counter, request, into, tag)
+    def _expect(
+        self, connection: ServerConnection, request: int, tag: int, size: int = HEADER_SIZE
+    ) -> None:
+        operation, into = connection.receive(tag, size)
+        self._under_way[operation] = PendingMessage(connection, request, into, tag)
 
     def _take(self, operation: Operation) -> None:
-        counter, request, into, tag = self._under_way.pop(operation)
-        counter.pair.wait(operation)
+        """A message is sent, or has come: of an answer, keep it, and expect what follows it."""
+        connection, request, into, tag = self._under_way.pop(operation)
+        connection.pair.wait(operation)
         if into is None:
             return
         if tag == TEXT:
-            self.texts[counter.server] = bytes(tensor_bytes(into))
+            self.texts[connection.server] = bytes(tensor_bytes(into))
             return
-        word = Word.read(into)
-        if word.request != request:  # of a call that did not wait for it
-            self._expect(counter, request, tag)
+        header = MessageHeader.read(into)
+        if header.request != request:  # of a call that did not wait for it
+            self._expect(connection, request, tag)
             return
-        if tag == WORDS:
-            self.answers[counter.server] = word
-        if word.kind is Kind.DIFFERS:
-            self._expect_text(counter, word.number)
-
-    def _expect_text(self, counter: Counter, size: int) -> None:
-        if size > LONGEST_TEXT:
-            raise SizeMismatchError(
-                f"rank {self._backend.rank}: server rank {counter.server} announces a list of "
-                f"parameters of {size} bytes, and {LONGEST_TEXT} are taken at most",
-                rank=self._backend.rank,
-                peer=counter.server,
-            )
-        operation, into = counter.expect_text(size)
-        self._under_way[operation] = Part(counter, into=into, tag=TEXT)
+        if tag == HEADERS:
+            self.answers[connection.server] = header
+        if header.kind is MessageKind.DIFFERS:
+            if header.number > LONGEST_TEXT:
+                raise SizeMismatchError(
+                    f"rank {self._backend.rank}: server rank {connection.server} announces a list "
+                    f"of parameters of {header.number} bytes, and {LONGEST_TEXT} are taken at most",
+                    rank=self._backend.rank,
+                    peer=connection.server,
+                )
+            self._expect(connection, request, TEXT, header.number)
 
 
-# ------------------------------------------------------------------------------
-# One server's counter, on the worker's side: the messages of one pair, and memory for them.
-
-
-class Counter:
-    """What a worker gives to one server, and gets of it.
+class ServerConnection:
+    """What a worker sends to one server, and gets from it.
 
     server    its rank
     numbers   which parameters it has
@@ -401,14 +410,13 @@ class Counter:
         self.server = server
         self.numbers = numbers
         self._peer = 1 - pair.rank
-        self._layout = Layout([params[number] for number in numbers])
-        self._given = self._layout.memory(pair)
+        self._layout = ShardLayout([params[number] for number in numbers])
+        self._gradients = self._layout.memory(pair)
         self._values = self._layout.memory(pair)
-        self._word = empty_message()
 
     def fill(self, gradients: Sequence[Tensor]) -> None:
         """Copy this server's gradients into the message for them."""
-        for view, number in zip(self._layout.views(self._given), self.numbers, strict=True):
+        for view, number in zip(self._layout.views(self._gradients), self.numbers, strict=True):
             view.copy_(gradients[number].detach())
 
     def copy_to(self, params: Sequence[Tensor]) -> None:
@@ -416,26 +424,18 @@ class Counter:
         for view, number in zip(self._layout.views(self._values), self.numbers, strict=True):
             params[number].copy_(view)
 
-    def say(self, word: Word) -> Operation:
-        """Begin to send a word; a PUSH with the gradients."""
-        if word.kind is Kind.PUSH:
-            word.write(self._given)
-            return self._send(self._given, TENSORS)
-        return self._send(word.message(), WORDS)
+    # Who waits for any of these has a deadline; they have none of their own.
 
-    def expect(self, tag: int) -> tuple[Operation, Tensor]:
-        """Begin to receive an answer, with parameters or without; where it will be."""
-        return self._receive(self._values if tag == TENSORS else self._word, tag)
-
-    def expect_text(self, size: int) -> tuple[Operation, Tensor]:
-        """Begin to receive a text of so many bytes."""
-        return self._receive(torch.empty(size, dtype=torch.uint8), TEXT)
-
-    # Who waits for any of them has a deadline; they have none of their own.
-
-    def _send(self, message: Tensor, tag: int) -> Operation:
+    def send(self, header: MessageHeader) -> Operation:
+        """Begin to send a message; a PUSH with the gradients."""
+        message, tag = header.message(), HEADERS
+        if header.kind is MessageKind.PUSH:
+            message, tag = self._gradients, TENSORS
+            header.write(message)
         return self.pair.start_send(message, self._peer, tag=tag, timeout=math.inf)
 
-    def _receive(self, into: Tensor, tag: int) -> tuple[Operation, Tensor]:
+    def receive(self, tag: int, size: int) -> tuple[Operation, Tensor]:
+        """Begin to receive parameters, or `size` bytes without them; where they will be."""
+        into = self._values if tag == TENSORS else torch.empty(size, dtype=torch.uint8)
         operation, _ = self.pair.start_recv(into, self._peer, tag=tag, timeout=math.inf)
         return operation, into

@@ -1,4 +1,4 @@
-"""A server: wait for any message of any worker, tell the desk, do what it says."""
+"""A server: wait for any message of any worker, tell the state, do the actions that it asks for."""
 
 from __future__ import annotations
 
@@ -11,209 +11,176 @@ import torch
 from torch import Tensor
 
 from phalanx.aggregation.parameter_server.state import (
-    Apply,
-    Desk,
-    Free,
-    Part,
-    Say,
+    ApplyUpdate,
+    Disconnect,
+    ReleaseBuffer,
     ServerMode,
+    ServerState,
     ServiceRecord,
-    State,
+    SessionState,
 )
 from phalanx.aggregation.parameter_server.wire import (
+    HEADER_SIZE,
+    HEADERS,
     TENSORS,
     TEXT,
-    WORDS,
-    Holding,
-    Kind,
-    Layout,
-    OptimizerFactory,
-    Word,
+    MessageHeader,
+    MessageKind,
+    ParameterList,
+    ShardLayout,
     checked_params,
     checked_servers,
-    checked_workers,
-    described,
-    digest,
-    empty_message,
-    encoded,
-    named,
     numbers_by_server,
     pair_of,
 )
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.work import Operation, check_timeout
-from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError, PeerLostError
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    DesyncError,
+    DistributedError,
+    MisuseError,
+    PeerLostError,
+)
 
 log = logging.getLogger("phalanx")
 
 WHO = "ParameterServer.serve"
-
-
-def serve(
-    params: Sequence[Tensor],
-    optimizer: OptimizerFactory,
-    backend: Backend,
-    *,
-    servers: Sequence[int] = (0,),
-    workers: Sequence[int] | None = None,
-    mode: ServerMode = ServerMode.SYNCHRONOUS,
-    quorum: int | None = None,
-    timeout: float | None = None,
-    on_step: Callable[[ServiceRecord], None] | None = None,
-) -> ServiceRecord:
-    """See `ParameterServer.serve`."""
-    listed = checked_params(params, f"rank {backend.rank}: {WHO}")
-    places = checked_servers(servers, backend, WHO)
-    ranks = checked_workers(workers, places, backend, WHO)
-    if quorum is None:
-        quorum = len(ranks) if mode.together else 1
-    elif quorum < 1:
-        raise ValueError(f"{WHO}: quorum={quorum}: the first step waits for one worker at least")
-    seconds = backend.timeout if timeout is None else check_timeout(timeout)
-    numbers = numbers_by_server(listed, len(places))[places.index(backend.rank)]
-    holding = Holding([listed[number] for number in numbers], optimizer)
-    lines = described(listed, places)
-    server = Server(
-        holding,
-        Desk(ranks, mode, quorum, digest(lines)),
-        backend,
-        ServiceRecord(backend.rank, numbers, holding.params, holding.optimizer),
-        text=encoded(lines),
-        together=mode.together,
-        timeout=seconds,
-        on_step=on_step,
-    )
-    return server.run()
+OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
+OnStep = Callable[[ServiceRecord], None]
 
 
 class Server:
-    """One server, from the first worker to the last."""
+    """One server, from the first worker to the last. See `ParameterServer.serve`."""
 
     def __init__(
         self,
-        holding: Holding,
-        desk: Desk,
+        params: Sequence[Tensor],
+        optimizer: OptimizerFactory,
         backend: Backend,
-        record: ServiceRecord,
         *,
-        text: bytes,
-        together: bool,
-        timeout: float,
-        on_step: Callable[[ServiceRecord], None] | None,
+        servers: Sequence[int],
+        workers: Sequence[int] | None,
+        mode: ServerMode,
+        quorum: int | None,
+        timeout: float | None,
+        on_step: OnStep | None,
     ) -> None:
-        self._holding = holding
-        self._desk = desk
+        listed = checked_params(params, f"rank {backend.rank}: {WHO}")
+        places = checked_servers(servers, backend, WHO)
+        ranks = checked_workers(workers, places, backend)
+        if quorum is None:
+            quorum = len(ranks) if mode.together else 1
+        elif quorum < 1:
+            raise ValueError(
+                f"{WHO}: quorum={quorum}: the first step waits for one worker at least"
+            )
+        self._timeout = backend.timeout if timeout is None else check_timeout(timeout)
         self._backend = backend
-        self._record = record
-        self._text = text
-        self._together = together
-        self._timeout = timeout
+        self._mode = mode
         self._on_step = on_step
-        self._lines: dict[int, Line] = {}
+        numbers = numbers_by_server(listed, len(places))[places.index(backend.rank)]
+        self._shard = ShardStore([listed[number] for number in numbers], optimizer)
+        self._list = ParameterList(listed, places)
+        self._state = ServerState(ranks, mode, quorum, self._list.digest)
+        self._record = ServiceRecord(
+            backend.rank, numbers, self._shard.params, self._shard.optimizer
+        )
+        self._connections: dict[int, WorkerConnection] = {}
 
     def run(self) -> ServiceRecord:
         """Serve until every worker is gone. Blocks."""
-        layout = Layout(self._holding.params)
+        layout = ShardLayout(self._shard.params)
+        connections = self._connections
         try:
-            for worker in self._desk.visits:
-                self._lines[worker] = Line(pair_of(self._backend, worker), layout)
-            self._serve()
+            for worker in self._state.sessions:
+                connections[worker] = WorkerConnection(pair_of(self._backend, worker), layout)
+            while self._state.is_open or any(each.pending() for each in connections.values()):
+                if not any(each.error for each in connections.values()):
+                    pending = [each for c in connections.values() for each in c.pending()]
+                    try:
+                        self._backend.wait_any(pending, timeout=self._timeout)
+                    except CollectiveTimeoutError as error:
+                        raise self._silence() from error
+                for worker, connection in connections.items():
+                    self._serve(worker, connection)
         except BaseException as error:
             self._tell_all(error)
             raise
-        self._note()
-        for line in self._lines.values():
-            line.pair.close()
+        self._update_record()
+        for connection in connections.values():
+            connection.pair.close()
         return self._record
 
-    def _serve(self) -> None:
-        lines = self._lines.values()
-        while self._desk.is_open or any(line.pending() for line in lines):
-            if not any(line.error for line in lines):
-                self._wait()
-            for worker, line in self._lines.items():
-                self._attend(worker, line)
+    def _serve(self, worker: int, connection: WorkerConnection) -> None:
+        """Do what the messages ask for that have come from one worker, or drop it if it is lost."""
+        headers = connection.poll()
+        while True:
+            try:
+                header = next(headers, None)
+                if header is None:
+                    return
+                self._state.received(worker, header)
+            except (DistributedError, ValueError) as error:
+                was_there = self._state.sessions[worker].state is not SessionState.GONE
+                if was_there:
+                    self._lose(worker, connection, error)
+                connection.end(lost=True)
+                if not was_there:
+                    return
+            self._act()  # what the optimizer or `on_step` raises is not the worker's
 
-    def _wait(self) -> None:
-        pending = [each for line in self._lines.values() for each in line.pending()]
-        try:
-            self._backend.wait_any(pending, timeout=self._timeout)
-        except CollectiveTimeoutError as error:
-            raise self._silence() from error
-
-    def _attend(self, worker: int, line: Line) -> None:
-        """See to what has come from one worker."""
-        words = line.poll()
-        while self._hears(worker, line, words):
-            self._settle()  # what the optimizer or `on_step` raises is not the worker's
-
-    def _hears(self, worker: int, line: Line, words: Iterator[Word]) -> bool:
-        """Whether there is anything new of a worker: a word, or that it is lost."""
-        try:
-            word = next(words, None)
-            if word is not None:
-                self._desk.heard(worker, word)
-        except (DistributedError, ValueError) as error:
-            was_there = self._desk.visits[worker].state is not State.GONE
-            if was_there:
-                self._lose(worker, line, error)
-            line.end(lost=True)
-            return was_there
-        return word is not None
-
-    def _settle(self) -> None:
-        for action in self._desk.settle():
-            if isinstance(action, Apply):
-                self._apply(action.workers)
-            elif isinstance(action, Free):
-                self._lines[action.worker].free()
-            elif isinstance(action, Part):
-                self._lines[action.worker].end()
+    def _act(self) -> None:
+        """Do what the state asks for."""
+        for action in self._state.actions():
+            if isinstance(action, ApplyUpdate):
+                self._shard.step([self._connections[w].pushed() for w in action.workers])
+                self._update_record()
+                if self._on_step is not None:
+                    self._on_step(self._record)
+                continue
+            connection = self._connections[action.worker]
+            if isinstance(action, ReleaseBuffer):
+                connection.release()
+            elif isinstance(action, Disconnect):
+                connection.end()
+            elif action.header.kind is MessageKind.VALUES:
+                connection.send_values(action.header, self._shard.copy_to)
+            elif action.header.kind is MessageKind.DIFFERS:
+                text = self._list.text
+                connection.send(action.header._replace(number=len(text)), text)
             else:
-                self._say(action)
+                connection.send(action.header)
 
-    def _apply(self, workers: list[int]) -> None:
-        self._holding.step([self._lines[worker].pushed() for worker in workers])
-        self._note()
-        if self._on_step is not None:
-            self._on_step(self._record)
+    def _update_record(self) -> None:
+        record, state = self._record, self._state
+        record.steps = state.steps
+        record.clocks = dict(state.clocks.of)
+        record.pushes = {worker: session.pushes for worker, session in state.sessions.items()}
 
-    def _say(self, action: Say) -> None:
-        line, word = self._lines[action.worker], action.word
-        if word.kind is Kind.VALUES:
-            line.say_values(word, self._holding.copy_to)
-        elif word.kind is Kind.DIFFERS:
-            line.say(word._replace(number=len(self._text)), self._text)
-        else:
-            line.say(word)
+    # When a worker is lost ----------------------------------------------------------------
 
-    def _note(self) -> None:
-        record, desk = self._record, self._desk
-        record.steps = desk.steps
-        record.clocks = dict(desk.clocks.of)
-        record.pushes = {worker: visit.pushes for worker, visit in desk.visits.items()}
-
-    # When somebody is lost ----------------------------------------------------------------
-
-    def _lose(self, worker: int, line: Line, error: Exception) -> None:
+    def _lose(self, worker: int, connection: WorkerConnection, error: Exception) -> None:
         """A worker is gone: it is dropped, or nobody can go on."""
-        desk, rank = self._desk, self._backend.rank
-        reason = line.why(error)
-        if line.pair.group.failure is None:  # it lives, and says what makes no sense
-            line.pair.fail(PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}"))
-        if self._together:
+        state, rank = self._state, self._backend.rank
+        reason = connection.why(error)
+        if connection.pair.group.failure is None:  # it lives, and sends what makes no sense
+            connection.pair.fail(
+                PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}")
+            )
+        if self._mode.together:
             kind = DesyncError if isinstance(error, DesyncError) else PeerLostError
-            culprit = line.culprit(self._backend, worker)
+            culprit = connection.culprit(self._backend, worker)
             whose = f"worker rank {worker} was lost" if culprit == worker else "the others end"
             raise kind(
-                f"rank {rank}: {WHO}: {whose} in step {desk.round + 1}: {reason}",
+                f"rank {rank}: {WHO}: {whose} in step {state.round + 1}: {reason}",
                 rank=rank,
                 peer=culprit,
                 op="serve",
-                sequence=desk.round,
+                sequence=state.round,
             ) from error
-        count = desk.visits[worker].pushes
-        desk.lost(worker)
+        count = state.sessions[worker].pushes
+        state.lost(worker)
         self._record.dropped[worker] = reason
         log.warning(
             "rank %d: the parameter server goes on without worker rank %d, of which %d pushes were "
@@ -230,14 +197,18 @@ class Server:
         lost = error.peer if isinstance(error, (PeerLostError, DesyncError)) else None
         text = str(error) if lost is not None else f"server rank {rank} ended with {error!r}"
         kind = DesyncError if isinstance(error, DesyncError) else PeerLostError
-        for line in self._lines.values():
+        for connection in self._connections.values():
             with suppress(DistributedError):
-                line.pair.fail(kind(text), culprit=None if lost is None else ranks[lost])
+                connection.pair.fail(kind(text), culprit=None if lost is None else ranks[lost])
 
     def _silence(self) -> CollectiveTimeoutError:
-        visits, rank = self._desk.visits, self._backend.rank
-        coming = [w for w, v in visits.items() if v.state is State.COMING]
-        here = [w for w, v in visits.items() if v.state in (State.GREETED, State.JOINED)]
+        """The error that says of which workers nothing has come."""
+        rank, here, coming = self._backend.rank, [], []
+        for worker, session in self._state.sessions.items():
+            if session.state is SessionState.COMING:
+                coming.append(worker)
+            elif session.state is not SessionState.GONE:
+                here.append(worker)
         parts = []
         if coming:
             parts.append(f"{named(coming)} did not come (ParameterServer.connect there)")
@@ -257,61 +228,85 @@ class Server:
         )
 
 
+def checked_workers(
+    workers: Sequence[int] | None, servers: tuple[int, ...], backend: Backend
+) -> tuple[int, ...]:
+    """The workers, ascending: by default every rank that is no server."""
+    if backend.rank not in servers:
+        raise MisuseError(
+            f"rank {backend.rank} calls {WHO} and is none of servers={servers}: workers call "
+            "ParameterServer.connect",
+            rank=backend.rank,
+        )
+    if workers is None:
+        return tuple(rank for rank in range(backend.world_size) if rank not in servers)
+    for worker in workers:
+        backend.check_rank(worker, "worker")
+        if worker in servers:
+            raise ValueError(f"{WHO}: rank {worker} cannot be a server and a worker")
+    return tuple(sorted(set(workers)))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 2, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 # ------------------------------------------------------------------------------
-# One worker's messages, on the server's side.
-
-Write = Callable[[list[Tensor]], None]
+# The connection to one worker.
 
 
-class Line:
+class WorkerConnection:
     """The messages of one pair of server and worker, which breaks alone.
 
     error   why it cannot go on, which `poll` has not raised yet; nothing else here raises
 
-    A word is always expected; tensors, while there is memory for them: `free` says that the last
-    push is not needed any more. Memory for tensors is taken when the worker comes, twice the
+    A header is always expected; tensors, while there is memory for them: `release` says that the
+    last push is not needed any more. Memory for tensors is taken when the worker comes, twice the
     server's parameters.
     """
 
-    def __init__(self, pair: SubBackend, layout: Layout) -> None:
+    def __init__(self, pair: SubBackend, layout: ShardLayout) -> None:
         self.pair = pair
         self.error: DistributedError | None = None
         self._layout = layout
         self._peer = 1 - pair.rank
-        self._word = empty_message()
+        self._header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
         self._receives: dict[Operation, Tensor] = {}  # and what each fills
         self._sends: set[Operation] = set()
         self._pushed: Tensor | None = None
         self._values: Tensor | None = None
         self._values_sent: Operation | None = None
-        self._put_off: tuple[Word, Write] | None = None
+        self._deferred: tuple[MessageHeader, Callable[[list[Tensor]], None]] | None = None
         self._is_expecting = True
-        self._expect(self._word, WORDS)
+        self._expect(self._header, HEADERS)
 
     def pending(self) -> list[Operation]:
         """What is under way, any of which may be waited for."""
         return [*self._receives, *self._sends]
 
-    def poll(self) -> Iterator[Word]:
-        """The words that have come since; then the error that ends the line, if there is one."""
+    def poll(self) -> Iterator[MessageHeader]:
+        """The headers of messages that have come since; then raises the error that ends the
+        connection, if there is one.
+        """
         for operation in [each for each in self._receives if each.done]:
             message = self._receives.pop(operation, None)
             if message is None:  # it was given up meanwhile
                 continue
             self.pair.wait(operation)
-            word = Word.read(message)
-            if word.kind is Kind.HELLO and self._pushed is None:
+            header = MessageHeader.read(message)
+            if header.kind is MessageKind.HELLO and self._pushed is None:
                 self._values = self._layout.memory(self.pair)
                 self._pushed = self._layout.memory(self.pair)
-                self.free()
-            yield word
-            if message is self._word and self._is_expecting:
-                self._expect(self._word, WORDS)
+                self.release()
+            yield header
+            if message is self._header and self._is_expecting:
+                self._expect(self._header, HEADERS)
         for operation in [each for each in self._sends if each.done]:
             self._sends.remove(operation)
             self.pair.wait(operation)
-        if self._put_off is not None:
-            self.say_values(*self._put_off)
+        if self._deferred is not None:
+            self.send_values(*self._deferred)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -321,29 +316,29 @@ class Line:
         assert self._pushed is not None
         return self._layout.views(self._pushed)
 
-    def free(self) -> None:
+    def release(self) -> None:
         """What was pushed is not needed any more: expect the next."""
         if self._is_expecting:
             assert self._pushed is not None
             self._expect(self._pushed, TENSORS)
 
-    def say(self, word: Word, text: bytes = b"") -> None:
-        """Send a word, and the text that follows it, if there is any."""
-        self._send(word.message(), WORDS)
+    def send(self, header: MessageHeader, text: bytes = b"") -> None:
+        """Send a header, and the text that follows it, if there is any."""
+        self._send(header.message(), HEADERS)
         if text:
             self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), TEXT)
 
-    def say_values(self, word: Word, write: Write) -> None:
-        """Send a word and the parameters, which `write` copies into views of the message.
+    def send_values(self, header: MessageHeader, write: Callable[[list[Tensor]], None]) -> None:
+        """Send a header and the parameters, which `write` copies into views of the message.
 
         Later, if the last ones are still on their way to a worker that has asked again.
         """
         if self._values_sent is not None and not self._values_sent.done:
-            self._put_off = word, write
+            self._deferred = header, write
             return
         assert self._values is not None
-        self._put_off = None
-        word.write(self._values)
+        self._deferred = None
+        header.write(self._values)
         write(self._layout.views(self._values))
         self._values_sent = self._send(self._values, TENSORS)
 
@@ -353,12 +348,12 @@ class Line:
         for operation in [*self._receives, *(self._sends if lost else ())]:
             self.pair.give_up(operation, "the worker is gone")
         self._receives.clear()
-        self._put_off = self.error = None
+        self._deferred = self.error = None
         if lost:
             self._sends.clear()
 
     def why(self, error: Exception) -> str:
-        """Why the line has ended, without the words of the message that noticed it."""
+        """Why the connection has ended, without the words of the message that noticed it."""
         failure = self.pair.group.failure
         return failure.reason if failure is not None else str(error)
 
@@ -384,3 +379,48 @@ class Line:
             return None
         self._sends.add(operation)
         return operation
+
+
+# ------------------------------------------------------------------------------
+# The parameters that one server has, and their optimizer.
+
+
+class ShardStore:
+    """One server's parameters: the caller's tensors, changed in place.
+
+    optimizer   made by `make` for exactly these; None where there are none
+    """
+
+    def __init__(self, params: list[Tensor], make: OptimizerFactory) -> None:
+        self.params = params
+        self.optimizer = make(params) if params else None
+
+    def step(self, pushed: Sequence[list[Tensor]]) -> None:
+        """One step of the optimizer along the mean of some workers' gradients.
+
+        These are used as memory. Sums are in the order given; of float16 and bfloat16, in float32.
+        """
+        if self.optimizer is None:
+            return
+        means = [_mean(gradients) for gradients in zip(*pushed, strict=True)]
+        for param, mean in zip(self.params, means, strict=True):
+            param.grad = mean.to(param.device)
+        self.optimizer.step()
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def copy_to(self, views: Sequence[Tensor]) -> None:
+        """Write the parameters into a message."""
+        for view, param in zip(views, self.params, strict=True):
+            view.copy_(param)
+
+
+def _mean(gradients: tuple[Tensor, ...]) -> Tensor:
+    first, *others = gradients
+    if not others:
+        return first
+    total = first.float() if first.dtype.itemsize <= 2 else first
+    for other in others:
+        total += other
+    return total.div_(len(gradients)).to(first.dtype)

@@ -1,4 +1,4 @@
-"""Words: what worker and server say to each other besides tensors.
+"""What worker and server send to each other.
 
     worker                                     server
       HELLO  a hash of the list of parameters ->
@@ -13,7 +13,7 @@
       BYE                                     ->
              <- DONE
 
-A word and the tensors that belong to it are one message, so that neither comes without the other.
+A header and the tensors that belong to it are one message, so that neither comes without the other.
 Every request has a number, which its answer repeats: one that comes too late is not taken for
 another's.
 """
@@ -21,8 +21,9 @@ another's.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -30,16 +31,17 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
-from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
+from phalanx.errors import InvalidWorldSizeError, UnsupportedOperationError
 from phalanx.wire.memory import tensor_bytes
 
-WORDS, TENSORS, TEXT = 0, 1, 2  # tags: words alone, words with tensors, a list of parameters
-LONGEST_TEXT = 64 << 20  # bytes of a list of parameters, in words
+HEADERS, TENSORS, TEXT = 0, 1, 2  # tags: headers alone, with tensors, a list of parameters
+LONGEST_TEXT = 64 << 20  # bytes of a list of parameters, as text
 
 
-class Kind(IntEnum):
-    """What a word says."""
+class MessageKind(IntEnum):
+    """What a message says."""
 
     HELLO = 1
     JOIN = 2
@@ -53,8 +55,8 @@ class Kind(IntEnum):
     DONE = 10
 
 
-class Word(NamedTuple):
-    """One of them.
+class MessageHeader(NamedTuple):
+    """The beginning of a message.
 
     request   its number; of an answer, that of what is answered
     number    of HELLO the hash; of JOIN the clock to begin with; of PUSH and SKIP the step, counted
@@ -62,34 +64,29 @@ class Word(NamedTuple):
               VALUES the steps of the optimizer; of DIFFERS the bytes of the text that follows
     """
 
-    kind: Kind
+    kind: MessageKind
     request: int
     number: int = 0
 
     def write(self, message: Tensor) -> None:
         """Put it at the beginning of a message."""
-        _FORM.pack_into(tensor_bytes(message), 0, *self)
+        _FORMAT.pack_into(tensor_bytes(message), 0, *self)
 
     @staticmethod
-    def read(message: Tensor) -> Word:
-        """The word at the beginning of a message. ValueError for what is none."""
-        kind, request, number = _FORM.unpack_from(tensor_bytes(message))
-        return Word(Kind(kind), request, number)
+    def read(message: Tensor) -> MessageHeader:
+        """The header of a message. ValueError for what is none."""
+        kind, request, number = _FORMAT.unpack_from(tensor_bytes(message))
+        return MessageHeader(MessageKind(kind), request, number)
 
     def message(self) -> Tensor:
         """A message of nothing else."""
-        message = torch.zeros(SIZE, dtype=torch.uint8)
+        message = torch.zeros(HEADER_SIZE, dtype=torch.uint8)
         self.write(message)
         return message
 
 
-_FORM = struct.Struct("<QQQ8x")  # tensors behind it are aligned
-SIZE = _FORM.size
-
-
-def empty_message() -> Tensor:
-    """Memory for a word."""
-    return torch.empty(SIZE, dtype=torch.uint8)
+_FORMAT = struct.Struct("<QQQ8x")  # tensors behind it are aligned
+HEADER_SIZE = _FORMAT.size
 
 
 # ------------------------------------------------------------------------------
@@ -102,7 +99,7 @@ def empty_message() -> Tensor:
 # Whole tensors, so that every optimizer works. In a message those of wide elements come first, and
 # so nothing has to be padded:
 #
-#     word | float64 ... | float32 ... | bfloat16 ...
+#     header | float64 ... | float32 ... | bfloat16 ...
 
 
 def numbers_by_server(params: Sequence[Tensor], servers: int) -> list[list[int]]:
@@ -119,18 +116,17 @@ def numbers_by_server(params: Sequence[Tensor], servers: int) -> list[list[int]]
     return [sorted(share) for share in shares]
 
 
-class Layout:
-    """Where some tensors lie in a message, behind its word.
+class ShardLayout:
+    """Where some tensors lie in a message, behind its header.
 
-    size   bytes of the message: theirs, and the word's
+    size   bytes of the message: theirs, and the header's
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        self._tensors = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
         self._places = [0] * len(tensors)
-        self.size = SIZE
-        widest_first = sorted(range(len(tensors)), key=lambda n: -tensors[n].dtype.itemsize)
-        for number in widest_first:
+        self.size = HEADER_SIZE
+        for number in sorted(range(len(tensors)), key=lambda n: -tensors[n].dtype.itemsize):
             self._places[number] = self.size
             self.size += tensors[number].nbytes
 
@@ -140,50 +136,39 @@ class Layout:
 
     def views(self, message: Tensor) -> list[Tensor]:
         """The tensors in a message."""
-        views = []
-        for (shape, dtype), place in zip(self._kinds, self._places, strict=True):
-            count = shape_bytes(shape, dtype)
-            views.append(message[place : place + count].view(dtype).view(shape))
-        return views
+        return [
+            message[place : place + nbytes].view(dtype).view(shape)
+            for (shape, dtype, nbytes), place in zip(self._tensors, self._places, strict=True)
+        ]
 
 
-def shape_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor of this shape."""
-    return torch.Size(shape).numel() * dtype.itemsize
+class ParameterList:
+    """What worker and server have to agree on, line by line.
+
+    text     the lines as bytes
+    digest   their hash, of 64 bits
+    """
+
+    def __init__(self, params: Sequence[Tensor], servers: Sequence[int]) -> None:
+        self._lines = [
+            f"servers {', '.join(map(str, servers))}",
+            *(f"parameter {number} ({described(param)})" for number, param in enumerate(params)),
+        ]
+        self.text = msgspec.json.encode(self._lines)
+        self.digest = xxh3_64_intdigest(self.text)
+
+    def first_difference(self, text: bytes) -> tuple[str, str]:
+        """The first line of this, and of the other list whose text it is, in which they differ."""
+        theirs = msgspec.json.decode(text, type=list[str])
+        for here, there in zip_longest(self._lines, theirs, fillvalue="no more parameters"):
+            if here != there:
+                return here, there
+        raise AssertionError("the hashes of equal descriptions differ")
 
 
-def described(params: Sequence[Tensor], servers: Sequence[int]) -> list[str]:
-    """What worker and server have to agree on, line by line."""
-    return [
-        f"servers {', '.join(map(str, servers))}",
-        *(f"parameter {number} ({_kind(param)})" for number, param in enumerate(params)),
-    ]
-
-
-def encoded(lines: list[str]) -> bytes:
-    """The same as bytes."""
-    return msgspec.json.encode(lines)
-
-
-def decoded(text: bytes) -> list[str]:
-    """And back."""
-    return msgspec.json.decode(text, type=list[str])
-
-
-def digest(lines: list[str]) -> int:
-    """The same as a hash of 64 bits."""
-    return xxh3_64_intdigest(encoded(lines))
-
-
-def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """The first line of each in which they differ."""
-    end = "no more parameters"
-    for place in range(max(len(mine), len(theirs))):
-        here = mine[place] if place < len(mine) else end
-        there = theirs[place] if place < len(theirs) else end
-        if here != there:
-            return here, there
-    raise AssertionError("the hashes of equal descriptions differ")
+def described(tensor: Tensor) -> str:
+    """Its dtype and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
@@ -192,49 +177,14 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
     TypeError unless it is one of tensors; `UnsupportedOperationError` for one that no optimizer
     can change: of whole numbers.
     """
-    if isinstance(params, Tensor):
-        raise TypeError(f"{who} takes a list of parameters, not one tensor")
-    listed = list(params)
+    listed = listed_tensors(params, who, what="parameter", advice="")
     for number, param in enumerate(listed):
-        if not isinstance(param, Tensor):
-            raise TypeError(f"{who}: parameter {number} is a {type(param).__name__}, not a tensor")
         if not (param.is_floating_point() or param.is_complex()):
             raise UnsupportedOperationError(
-                f"{who}: parameter {number} ({_kind(param)}) has no gradient: leave out tensors of "
-                "whole numbers"
+                f"{who}: parameter {number} ({described(param)}) has no gradient: leave out "
+                "tensors of whole numbers"
             )
     return listed
-
-
-def checked_gradients(
-    gradients: Iterable[Tensor], params: Sequence[Tensor], who: str, *, what: str = "gradient"
-) -> list[Tensor]:
-    """The gradients, or `what` they are, as a list. TypeError or ValueError, which names it, for
-    one that is not alike the parameter, or is missing.
-    """
-    if isinstance(gradients, Tensor):
-        raise TypeError(f"{who} takes a list of {what}s, not one tensor")
-    listed = list(gradients)
-    if len(listed) != len(params):
-        raise ValueError(f"{who}: {len(listed)} {what}s for {len(params)} parameters")
-    for number, (gradient, param) in enumerate(zip(listed, params, strict=True)):
-        if not isinstance(gradient, Tensor):
-            raise TypeError(
-                f"{who}: {what} {number} is a {type(gradient).__name__}, not a tensor; give "
-                "zeros for a parameter that was not used"
-            )
-        if (gradient.shape, gradient.dtype) != (param.shape, param.dtype):
-            raise ValueError(
-                f"{who}: {what} {number} ({_kind(gradient)}) does not fit parameter {number} "
-                f"({_kind(param)})"
-            )
-        if gradient.layout != torch.strided:
-            raise ValueError(f"{who}: {what} {number} is sparse; give its to_dense()")
-    return listed
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 # ------------------------------------------------------------------------------
@@ -244,7 +194,7 @@ def _kind(tensor: Tensor) -> str:
 #     servers    0   1
 #     workers            2   3
 #
-# Each pair is a group of its own, so that it breaks alone: who is lost breaks the groups that it is
+# Each pair is a group of its own, so that it breaks alone: a lost rank breaks the groups that it is
 # in. Making one sends nothing, and does not need the others of the backend's group to be there.
 
 
@@ -262,81 +212,6 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
     return listed
 
 
-def checked_workers(
-    workers: Sequence[int] | None, servers: tuple[int, ...], backend: Backend, who: str
-) -> tuple[int, ...]:
-    """The workers, ascending: by default every rank that is no server."""
-    if backend.rank not in servers:
-        raise MisuseError(
-            f"rank {backend.rank} calls {who} and is none of servers={servers}: workers call "
-            "ParameterServer.connect",
-            rank=backend.rank,
-        )
-    if workers is None:
-        return tuple(rank for rank in range(backend.world_size) if rank not in servers)
-    for worker in workers:
-        backend.check_rank(worker, "worker")
-        if worker in servers:
-            raise ValueError(f"{who}: rank {worker} cannot be a server and a worker")
-    return tuple(sorted(set(workers)))
-
-
 def pair_of(backend: Backend, peer: int) -> SubBackend:
     """The group of this rank and another one. Both make it; no bytes are sent."""
     return backend.subgroup((backend.rank, peer))
-
-
-def named(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 2, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-# ------------------------------------------------------------------------------
-# The parameters that one server has, and their optimizer.
-
-OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
-
-
-class Holding:
-    """One server's parameters: the caller's tensors, changed in place.
-
-    optimizer   made by `make` for exactly these; None where there are none
-    """
-
-    def __init__(self, params: list[Tensor], make: OptimizerFactory) -> None:
-        self.params = params
-        self.optimizer = make(params) if params else None
-
-    def step(self, pushed: Sequence[list[Tensor]]) -> None:
-        """One step of the optimizer along the mean of some workers' gradients.
-
-        These are used as memory. Sums are in the order given; of float16 and bfloat16, in float32.
-        """
-        if self.optimizer is None:
-            return
-        means = [_mean(gradients) for gradients in zip(*pushed, strict=True)]
-        for param, mean in zip(self.params, means, strict=True):
-            param.grad = mean.to(param.device)
-        self.optimizer.step()
-        for param in self.params:
-            param.grad = None
-
-    @torch.no_grad()
-    def copy_to(self, views: Sequence[Tensor]) -> None:
-        """Write the parameters into a message."""
-        for view, param in zip(views, self.params, strict=True):
-            view.copy_(param)
-
-
-def _mean(gradients: tuple[Tensor, ...]) -> Tensor:
-    first, *others = gradients
-    if not others:
-        return first
-    if first.dtype.itemsize <= 2:
-        wide = first.float()
-        for other in others:
-            wide += other
-        return (wide / len(gradients)).to(first.dtype)
-    for other in others:
-        first += other
-    return first.div_(len(gradients))

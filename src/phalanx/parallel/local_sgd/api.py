@@ -12,15 +12,14 @@ from copy import deepcopy
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.compression import Compressor, ErrorFeedback
 from phalanx.core.backend import Backend
 from phalanx.parallel.local_sgd.outer import MakeOptimizer, OuterStep
-from phalanx.parallel.local_sgd.periodic import Periodic
-from phalanx.parallel.local_sgd.sync import MeanOfParameters, Meeting, Unsent, without_memory
+from phalanx.parallel.local_sgd.periodic import PeriodicSync
+from phalanx.parallel.local_sgd.sync import MeanOfParameters, ParameterResidual, ParameterSync
 
 
-class LocalSGD(Periodic):
+class LocalSGD(PeriodicSync):
     """A module of which the ranks of `backend` average their parameters after every H-th step.
 
         model = LocalSGD(model, backend, every=8)
@@ -45,9 +44,9 @@ class LocalSGD(Periodic):
     With `compression` a rank sends the compressor's message for how far it is from a copy of the
     parameters that all ranks have alike, and the mean of messages moves the copy. What a message
     leaves out stays in that rank's parameters, ahead of the copy, and so in what it is to send next
-    time: that is error feedback, without a residual, and `ErrorFeedback` around the compressor is
-    taken off. So a rank computes with all that it has learnt itself, while others hear of it bit by
-    bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
+    time: that is error feedback whose residual is in the parameters, and `ErrorFeedback` around the
+    compressor is taken off. So a rank computes with all its own updates, while others receive them
+    bit by bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
     "Qsparse-local-SGD"). Parameters are then the same on all ranks only after `sync()`, which sends
     what is left whole. The copy takes the parameters' memory once, an average twice more while it
     lasts; 16 more bytes compare the copies. An average that is not finite is not taken: parameters
@@ -85,40 +84,35 @@ class LocalSGD(Periodic):
             raise ValueError(f"start_after must be a number of steps, 0 or more, not {start_after}")
         self.start_after = start_after
         self.compression: Compressor | None = None
-        meeting: Meeting = MeanOfParameters(self._trained, backend)
-        if compression is not None:
-            check_compressor(compression, "LocalSGD(compression=)")
-            for parameter in self._trained.values():
-                check_floating(parameter, compression)
-            self.compression = deepcopy(without_memory(compression))
-            meeting = OuterStep(
-                *(self._trained, backend, _mean, self.compression),
-                who="LocalSGD",
-                unsent=Unsent(),
+        sync: ParameterSync
+        if compression is None:
+            sync = MeanOfParameters(self._trained, backend)
+        else:
+            self._check_compression(compression)
+            self.compression = deepcopy(
+                compression.inner  # residuals stay in the parameters here
+                if isinstance(compression, ErrorFeedback)
+                else compression.contraction()
             )
-        options = {"start_after": start_after, "compression": self.compression}
-        self._begin_with(meeting, options)
-
-    def _period(self) -> int:
-        return 1 if self.steps <= self.start_after else self.every
-
-    def _whole(self) -> bool:
-        return self.compression is None or self.steps <= self.start_after
-
-
-def _mean(copies: list[nn.Parameter]) -> Optimizer:
-    """An outer optimizer that goes all the way."""
-    return SGD(copies, lr=1.0)
+            sync = OuterStep(
+                self._trained,
+                backend,
+                lambda copies: SGD(copies, lr=1.0),  # which goes all the way
+                self.compression,
+                who="LocalSGD",
+                residual=ParameterResidual(),
+            )
+        self._begin(sync, {"start_after": start_after, "compression": self.compression})
 
 
 # ------------------------------------------------------------------------------
-# DiLoCo: each rank trains by itself; an outer optimizer steps along the way they have come.
+# DiLoCo: each rank trains by itself; how far the ranks have come is an outer optimizer's gradient.
 #
 # (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; 2025,
 # "Streaming DiLoCo": outer gradients in 4 bits.)
 
 
-class DiLoCo(Periodic):
+class DiLoCo(PeriodicSync):
     """A module of which the ranks of `backend` take an outer step after every H-th step.
 
         model = DiLoCo(
@@ -138,8 +132,8 @@ class DiLoCo(Periodic):
                  options on every rank. `.outer_optimizer` is what it has made
     compression  send outer gradients in another form; a copy is made, `.compression`
 
-    An outer gradient is how far a rank has come: parameters when the ranks last met, minus those it
-    has now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
+    An outer gradient is how far a rank has come: parameters after the last sync, minus those it has
+    now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
     that are the same bits on every rank; the module's parameters become those. With
     `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
     step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
@@ -172,13 +166,15 @@ class DiLoCo(Periodic):
     ) -> None:
         super().__init__(module, backend, every=every)
         if compression is not None:
-            check_compressor(compression, "DiLoCo(compression=)")
-            for parameter in self._trained.values():
-                check_floating(parameter, compression)
+            self._check_compression(compression)
         self.compression = deepcopy(compression)
         self._outer = OuterStep(self._trained, backend, outer, self.compression, who="DiLoCo")
-        options = {"outer": _described(self.outer_optimizer), "compression": compression}
-        self._begin_with(self._outer, options)
+        groups = [
+            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+            for group in self.outer_optimizer.param_groups
+        ]
+        described = f"{type(self.outer_optimizer).__name__}({'; '.join(groups)})"
+        self._begin(self._outer, {"outer": described, "compression": compression})
 
     @property
     def outer_optimizer(self) -> Optimizer:
@@ -189,12 +185,3 @@ class DiLoCo(Periodic):
     def skipped_steps(self) -> int:
         """How many outer steps were not taken, since their gradient was not finite."""
         return self._outer.skipped
-
-
-def _described(optimizer: Optimizer) -> str:
-    """Its name and options."""
-    groups = [
-        ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__}({'; '.join(groups)})"

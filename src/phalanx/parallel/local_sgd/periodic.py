@@ -1,9 +1,9 @@
-"""A module that each rank trains by itself, and that all ranks make alike now and then.
+"""A module that each rank trains by itself, and whose parameters are synchronized now and then.
 
     rank 0   step step step |      | step step step |      |
                              \\    /                  \\    /
-    network                  [meet]                  [meet]         every 3 steps
-                             /    \\                  /    \
+    network                  [sync]                  [sync]         every 3 steps
+                             /    \\                  /    \\
     rank 1   step step step |      | step step step |      |
 """
 
@@ -21,21 +21,29 @@ from torch.optim import Optimizer
 from phalanx.collectives import ReduceOp
 from phalanx.collectives.request import in_place
 from phalanx.collectives.resolve import start
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
 from phalanx.parallel.averaging import AllReduceAveraging
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.compressor_state import needed
 from phalanx.parallel.guards import check_same_model, explain
-from phalanx.parallel.local_sgd.sync import Buffers, Meeting, averaged, floating, kept_buffers
+from phalanx.parallel.local_sgd.sync import (
+    ParameterSync,
+    averaged,
+    persistent_buffers,
+    sync_buffers_,
+)
 from phalanx.parallel.optimizer_hooks import claim, owner_of
 from phalanx.parallel.wrapper import Wrapper
 
 
-class Periodic(Wrapper):
-    """What `LocalSGD` and `DiLoCo` have in common: they count steps, and meet.
+class PeriodicSync(Wrapper):
+    """What `LocalSGD` and `DiLoCo` have in common: they count steps, and synchronize parameters.
 
-    every   steps between two meetings
+    every        steps between two syncs
+    start_after  after each of the first so many steps there is a sync, which leaves nothing out
 
     A step is one of torch's optimizers with parameters of this module; where there are several of
     them for it, one of each, in any order, is one step. What accumulates gradients is none, nor is
@@ -45,6 +53,7 @@ class Periodic(Wrapper):
 
     averages = True
     optimizers_apart = True
+    start_after = 0
 
     def __init__(self, module: nn.Module, backend: Backend, *, every: int) -> None:
         super().__init__(module, backend)
@@ -57,19 +66,24 @@ class Periodic(Wrapper):
         for name, parameter in named.items():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another wrapper already: delete that one first")
-        self._counter = StepCounter(self._trained)
-        self._fresh = True  # the ranks were alike, and this one has taken no step since
-        self._shown = False  # inside `averaged`
-        self._statistics = Buffers(module, backend)
+        self._counter = StepCounter(self._trained.values())
+        self._alike = True  # parameters were the same on all ranks, and this one took no step since
+        self._in_averaged = False
+        self._buffer_average = AllReduceAveraging(backend)
 
-    def _begin_with(self, meeting: Meeting, options: Mapping[str, object]) -> None:
+    def _check_compression(self, compression: Compressor) -> None:
+        check_compressor(compression, f"{type(self).__name__}(compression=)")
+        for parameter in self._trained.values():
+            check_floating(parameter, compression)
+
+    def _begin(self, sync: ParameterSync, options: Mapping[str, object]) -> None:
         """Compare with the other ranks, become like rank 0, and notice steps from now on."""
         who = type(self).__name__
         check_same_model(self.module, self.backend, {"every": self.every, **options}, who=who)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_all_(tensors, self.backend, 0)
-        meeting.begin()
-        self._meeting = meeting
+        sync.begin()
+        self._parameter_sync = sync
         for parameter in self.module.parameters():
             claim(parameter, self)
 
@@ -86,81 +100,73 @@ class Periodic(Wrapper):
 
     @property
     def meetings(self) -> int:
-        """How often the ranks have met; the same on every rank."""
-        return self._counter.counts.meetings
+        """How many syncs there were; the same on every rank."""
+        return self._counter.counts.syncs
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far to make parameters and buffers alike, as rings and
         direct messages send them; those of `averaged` and of checkpoints are not among them.
         """
-        return self._meeting.bytes_sent + self._statistics.bytes_sent
+        return self._parameter_sync.bytes_sent + self._buffer_average.bytes_sent
 
     # Steps ----------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to write: a period may begin by that."""
-        self._check_trained(optimizer)
-        if not self._counter.written_by(optimizer):
-            return
-        self._check_not_shown("a step")
-        if self._counter.before(optimizer):
-            self._meet_if_it_is_time()
-        self._fresh = False
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """It has: a period may be over."""
-        if self._counter.after(optimizer):
-            self._meet_if_it_is_time()
-
-    def _check_trained(self, optimizer: Optimizer) -> None:
-        given = {p for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        """An optimizer is about to write: the last period may be over by that."""
+        given = {p for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self._frozen.items():
-            if parameter in given:
+            if parameter in given and parameter.requires_grad:
                 self._refuse(
                     f"{name} is trained, and was frozen when the module was wrapped: wrap it after "
                     "requires_grad_(True)"
                 )
+        if self._counter.trained.isdisjoint(given):
+            return
+        self._check_not_in_averaged("a step")
+        if self._counter.before(given):
+            self._sync_if_due()
+        self._alike = False
 
-    def _meet_if_it_is_time(self) -> None:
-        if self._counter.counts.since >= self._period():
-            self._meet(f"every {self._period()} steps", whole=self._whole())
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has written: a period may be over."""
+        if self._counter.after(p for group in optimizer.param_groups for p in group["params"]):
+            self._sync_if_due()
 
-    def _period(self) -> int:
-        """How many steps the period has that is under way."""
-        return self.every
+    def _sync_if_due(self) -> None:
+        steps, since, _ = self._counter.counts
+        early = steps <= self.start_after
+        period = 1 if early else self.every
+        if since >= period:
+            self._sync(f"every {period} steps", whole=early)
 
-    def _whole(self) -> bool:
-        """Whether it ends with the same parameters on all ranks, whatever that sends."""
-        return False
-
-    # Meetings -------------------------------------------------------------------------------
+    # Syncs ----------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Meet now, whatever number of steps each rank has taken; the next period begins.
+        """Synchronize now, whatever number of steps each rank has taken; the next period begins.
 
         At the end of training, and before parameters are looked at. Every rank calls it; blocks
         until all have. Does nothing, but for a message of 8 bytes, where parameters are the same on
         all ranks already.
         """
-        self._check_not_shown("sync()")
+        self._check_not_in_averaged("sync()")
         self._counter.close()
-        if self._anybody_is_apart("sync()"):
-            self._meet("sync()", whole=True)
+        if self._any_rank_differs("sync()"):
+            self._sync("sync()", whole=True)
 
-    def _meet(self, why: str, *, whole: bool) -> None:
-        label = f"{type(self).__name__}'s meeting {self.meetings}, {why}"
+    def _sync(self, why: str, *, whole: bool) -> None:
+        label = f"{type(self).__name__}'s sync {self.meetings}, {why}"
         with self._explaining():
-            self._meeting.meet(label, whole=whole)
-            self._statistics.meet(label)
-        self._counter.met()
-        self._fresh = self._meeting.alike
+            self._parameter_sync.sync(label, whole=whole)
+            sync_buffers_(self.module, self._buffer_average, self.backend, label)
+        self._counter.synced()
+        self._alike = self._parameter_sync.alike
 
-    def _anybody_is_apart(self, why: str, timeout: float | None = None) -> bool:
+    def _any_rank_differs(self, why: str, timeout: float | None = None) -> bool:
         """Whether ranks may have different parameters. One message of 8 bytes."""
-        apart = self._counter.now().since > 0 or not self._fresh
+        apart = self._counter.now().since > 0 or not self._alike
         apart_anywhere = torch.tensor([int(apart)])
-        label = f"{type(self).__name__}'s {why} after {self.meetings} meetings"
+        label = f"{type(self).__name__}'s {why} after {self.meetings} syncs"
         with self._explaining():
             task = in_place("all_reduce", apart_anywhere, op=ReduceOp.MAX)
             start(task, self.backend, label=label, timeout=timeout).wait()
@@ -170,7 +176,7 @@ class Periodic(Wrapper):
     def _explaining(self) -> Iterator[None]:
         steps, since, _ = self._counter.now()
         text = (
-            f"this rank has taken {steps} steps, {since} of them since the ranks last met, and "
+            f"this rank has taken {steps} steps, {since} of them since the last sync, and "
             "another one does something else: if its batches ran out, let every rank take as many "
             "steps, or leave the loop together and call sync() on all"
         )
@@ -180,7 +186,7 @@ class Periodic(Wrapper):
             explain(error, text, who=type(self).__name__)
             raise
 
-    # Looking --------------------------------------------------------------------------------
+    # The mean, without a sync ---------------------------------------------------------------
 
     def means(self, *, timeout: float | None = None) -> dict[Tensor, Tensor]:
         """The means over the ranks of trained parameters and floating buffers, by tensor; new.
@@ -189,11 +195,12 @@ class Periodic(Wrapper):
         it; blocks for a message of 8 bytes, for which it waits `timeout` seconds (by default the
         backend's), and the all-reduce.
         """
-        self._check_not_shown("means()")
-        if not self._anybody_is_apart("means", timeout):
+        self._check_not_in_averaged("means()")
+        if not self._any_rank_differs("means", timeout):
             return {}
-        tensors = [*self._trained.values(), *floating(self.module).values()]
-        label = f"{type(self).__name__}'s means after {self.meetings} meetings"
+        buffers = persistent_buffers(self.module).values()
+        tensors = [*self._trained.values(), *(b for b in buffers if b.is_floating_point())]
+        label = f"{type(self).__name__}'s means after {self.meetings} syncs"
         with self._explaining():
             flats = averaged(tensors, AllReduceAveraging(self.backend), self.backend, label=label)
         return {tensor: mean for flat in flats for tensor, mean in flat.views()}
@@ -210,19 +217,13 @@ class Periodic(Wrapper):
         """
         means = self.means()
         own = {tensor: tensor.detach().clone() for tensor in means}
-        self._copy(means)
-        self._shown = True
+        _copy(means)
+        self._in_averaged = True
         try:
             yield
         finally:
-            self._shown = False
-            self._copy(own)
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(values: Mapping[Tensor, Tensor]) -> None:
-        for tensor, value in values.items():
-            tensor.copy_(value)
+            self._in_averaged = False
+            _copy(own)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,43 +233,66 @@ class Periodic(Wrapper):
     # State ----------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Tensor]:
-        """How far this rank is; where ranks have different parameters, its own; what meetings
-        remember.
+        """How far this rank is; where ranks have different parameters, its own; what syncs need to
+        continue.
         """
-        self._check_not_shown("a state dict")
-        apart = not self._fresh
-        values = self._local_values() if apart else {}
-        mine = local_state(self._counter.now(), values, self.backend)
-        return mine | self._meeting.own_state(apart=apart)
+        self._check_not_in_averaged("a state dict")
+        apart = not self._alike
+        prefix = f"local@{self.backend.rank}/{self.backend.world_size}."
+        state = {prefix + "count": torch.tensor(self._counter.now(), dtype=torch.int64)}
+        for name, tensor in self._local_tensors().items() if apart else ():
+            state[f"{prefix}{_VALUE}{name}"] = tensor.detach()
+        return state | self._parameter_sync.own_state(apart=apart)
 
+    @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such states, of any number of ranks, joined into one dict.
+        """Continue from such states, of any number of ranks, joined into one dict.
 
         As many ranks as before take their own; others begin from what has been loaded into the
         module, or from the mean of all. Without any a new period begins. Nothing is sent.
         """
-        self._check_not_shown("load_state_dict")
-        began = self._meeting.load_own_state(state)
+        self._check_not_in_averaged("load_state_dict")
+        began = self._parameter_sync.load_own_state(state)
         if not began:
-            self._meeting.begin()
-        self._counter.go_on_from(saved_counts(state, self.backend))
+            self._parameter_sync.begin()
+        entries = [
+            LocalValue(int(match[2]), int(match[1]), match[3], value)
+            for key, value in state.items()
+            if (match := _KEY.fullmatch(key))
+        ]
+        self._counter.load(saved_counts(entries, self.backend))
         since = self._counter.counts.since
-        self._fresh = not (began or since)
-        values = saved_values(state, self.backend)
+        self._alike = not (began or since)
+        values = saved_tensors(entries, self.backend)
         if not values and not since:
             values = dict(began)  # this rank had taken no step, and others had
-        put_values(values, self._local_values(), self.backend, type(self).__name__)
+        own = self._local_tensors()
+        for name, value in values.items():
+            if name not in own or own[name].shape != value.shape:
+                has = f"{list(own[name].shape)}" if name in own else "none"
+                raise SizeMismatchError(
+                    f"rank {self.backend.rank}: {type(self).__name__}: the state dict has {name} "
+                    f"of shape {list(value.shape)} for one rank, and this model has {has}: it is "
+                    "the state of another model",
+                    rank=self.backend.rank,
+                )
+        _copy({own[name]: value for name, value in values.items()})
 
     def needs(self, keys: Iterable[str]) -> list[str]:
-        """Without what other ranks had of the module."""
-        listed = [key for key in keys if not is_value_of_another(key, self.backend)]
-        return needed(listed, self.backend)
+        """Without the values that other ranks had."""
+        mine = f"local@{self.backend.rank}/{self.backend.world_size}."
+        kept = [
+            key
+            for key in keys
+            if (match := _KEY.fullmatch(key)) is None or match[3] == "count" or key.startswith(mine)
+        ]
+        return needed(kept, self.backend)
 
-    def _local_values(self) -> dict[str, Tensor]:
-        return {**self._trained, **kept_buffers(self.module)}
+    def _local_tensors(self) -> dict[str, Tensor]:
+        return {**self._trained, **persistent_buffers(self.module)}
 
-    def _check_not_shown(self, what: str) -> None:
-        if self._shown:
+    def _check_not_in_averaged(self, what: str) -> None:
+        if self._in_averaged:
             self._refuse(f"{what} inside averaged(): leave it first")
 
     def _refuse(self, problem: str) -> NoReturn:
@@ -276,10 +300,17 @@ class Periodic(Wrapper):
         raise MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
 
 
+@torch.no_grad()
+def _copy(values: Mapping[Tensor, Tensor]) -> None:
+    """Overwrite each tensor with its value."""
+    for tensor, value in values.items():
+        tensor.copy_(value)
+
+
 # ------------------------------------------------------------------------------
-# What a rank has of its own between two meetings, as part of a state dict.
+# What a rank has of its own between two syncs, as part of a state dict.
 #
-#     local@2/4.count            rank 2 of 4: steps, steps since the ranks last met, meetings
+#     local@2/4.count            rank 2 of 4: steps, steps since the last sync, syncs
 #     local@2/4.value.<name>     its parameter or buffer, while ranks have different ones
 #
 # As many ranks as before get their own back; of another number each begins from the mean.
@@ -288,146 +319,44 @@ _KEY = re.compile(r"local@(\d+)/(\d+)\.(count$|value\..*)", re.DOTALL)
 _VALUE = "value."
 
 
-def is_value_of_another(key: str, backend: Backend) -> bool:
-    """Whether it is a parameter or buffer that another rank has had."""
-    match = _KEY.fullmatch(key)
-    return (
-        match is not None
-        and match[3].startswith(_VALUE)
-        and (int(match[1]), int(match[2])) != (backend.rank, backend.world_size)
-    )
+class LocalValue(NamedTuple):
+    """An entry of a state: what rank `rank` of `ranks` had as `what`."""
+
+    ranks: int
+    rank: int
+    what: str
+    value: Tensor
 
 
-def local_state(
-    counts: Counts, values: Mapping[str, Tensor], backend: Backend
-) -> dict[str, Tensor]:
-    """This rank's state; `values` are empty where all ranks have the same."""
-    prefix = f"local@{backend.rank}/{backend.world_size}."
-    state = {prefix + "count": torch.tensor(counts, dtype=torch.int64)}
-    return state | {f"{prefix}{_VALUE}{name}": value.detach() for name, value in values.items()}
-
-
-def saved_counts(state: Mapping[str, Any], backend: Backend) -> Counts | None:
+def saved_counts(entries: Iterable[LocalValue], backend: Backend) -> Counts | None:
     """This rank's, or with another number of ranks the first one's; None if there is none."""
-    found: dict[tuple[int, int], Counts] = {}
-    for key, value in state.items():
-        match = _KEY.fullmatch(key)
-        if match is not None and match[3] == "count":
-            found[int(match[2]), int(match[1])] = Counts(*map(int, value.tolist()))
-    mine = (backend.world_size, backend.rank)
-    return found.get(mine, found[min(found)] if found else None)
+    found = {(ranks, rank): value for ranks, rank, what, value in entries if what == "count"}
+    if not found:
+        return None
+    counts = found.get((backend.world_size, backend.rank), found[min(found)])
+    return Counts(*map(int, counts.tolist()))
 
 
-def saved_values(state: Mapping[str, Any], backend: Backend) -> dict[str, Tensor]:
+def saved_tensors(entries: Iterable[LocalValue], backend: Backend) -> dict[str, Tensor]:
     """By name what this rank is to have: its own; or the mean of all ranks', if all are there and
     they were another number; else nothing.
     """
     by_rank: dict[int, dict[str, Tensor]] = {}
     size = 0
-    for key, value in state.items():
-        match = _KEY.fullmatch(key)
-        if match is not None and match[3].startswith(_VALUE):
-            size = int(match[2])
-            by_rank.setdefault(int(match[1]), {})[match[3][len(_VALUE) :]] = value
+    for ranks, rank, what, value in entries:
+        if what.startswith(_VALUE):
+            size = ranks
+            by_rank.setdefault(rank, {})[what[len(_VALUE) :]] = value
     if size == backend.world_size:
         return by_rank.get(backend.rank, {})
     if len(by_rank) < size or not by_rank:
         return {}
-    first = by_rank[min(by_rank)]
     return {
         name: torch.stack([each[name].double() for each in by_rank.values()]).mean(0)
         if value.is_floating_point()
         else value
-        for name, value in first.items()
+        for name, value in by_rank[min(by_rank)].items()
     }
-
-
-@torch.no_grad()
-def put_values(
-    values: Mapping[str, Tensor], tensors: Mapping[str, Tensor], backend: Backend, who: str
-) -> None:
-    """Overwrite tensors of these names. Raises `SizeMismatchError` for those of another model."""
-    for name, value in values.items():
-        if name not in tensors or tensors[name].shape != value.shape:
-            has = f"{list(tensors[name].shape)}" if name in tensors else "none"
-            raise SizeMismatchError(
-                f"rank {backend.rank}: {who}: the state dict has {name} of shape "
-                f"{list(value.shape)} for one rank, and this model has {has}: it is the state of "
-                "another model",
-                rank=backend.rank,
-            )
-    for name, value in values.items():
-        tensors[name].copy_(value)
-
-
-# ------------------------------------------------------------------------------
-# How many steps a rank has taken by itself, as its optimizers tell.
-
-
-class Counts(NamedTuple):
-    """How far a rank is.
-
-    steps      of optimizers, in all
-    since      of these since the ranks last met
-    meetings   how many
-    """
-
-    steps: int
-    since: int
-    meetings: int
-
-
-class StepCounter:
-    """Counts a module's steps.
-
-    trained  the parameters whose writing is a step, by name
-    """
-
-    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
-        self.counts = Counts(0, 0, 0)
-        self._trained = frozenset(trained.values())
-        self._writes = Writes(trained.values())
-
-    def before(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to write: whether a step is over by that."""
-        over = self._writes.before(self.written_by(optimizer))
-        return self._count() if over else False
-
-    def after(self, optimizer: Optimizer) -> bool:
-        """It has: whether a step is over by that."""
-        over = self._writes.after(self.written_by(optimizer))
-        return self._count() if over else False
-
-    def written_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Those of the parameters that it has."""
-        return [p for g in optimizer.param_groups for p in g["params"] if p in self._trained]
-
-    def close(self) -> None:
-        """A step that is under way is over."""
-        if self._writes.begun:
-            self._writes.close()
-            self._count()
-
-    def met(self) -> None:
-        """The ranks have met."""
-        self.counts = self.counts._replace(since=0, meetings=self.counts.meetings + 1)
-
-    def now(self) -> Counts:
-        """The counts, a step that is under way included."""
-        return _one_more(self.counts) if self._writes.begun else self.counts
-
-    def go_on_from(self, counts: Counts | None) -> None:
-        """From saved counts; None: the ranks are alike now."""
-        self._writes.close()
-        self.counts = counts or self.counts._replace(since=0)
-
-    def _count(self) -> bool:
-        self.counts = _one_more(self.counts)
-        return True
-
-
-def _one_more(counts: Counts) -> Counts:
-    return Counts(counts.steps + 1, counts.since + 1, counts.meetings)
 
 
 # ------------------------------------------------------------------------------
@@ -439,41 +368,67 @@ def _one_more(counts: Counts) -> Counts:
 #                                                        at once
 
 
-class Writes:
-    """Which parameters have been written since the last step was over.
+class Counts(NamedTuple):
+    """How far a rank is.
 
-    A step is over when all of them are, or before one of them is written a second time. Those that
-    are not written by then are nobody's: they are not waited for until somebody writes them.
+    steps   of optimizers, in all
+    since   of these since the last sync
+    syncs   how many
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._all = frozenset(parameters)
-        self._written: set[nn.Parameter] = set()
-        self._nobodys: set[nn.Parameter] = set()
+    steps: int
+    since: int
+    syncs: int
 
-    @property
-    def begun(self) -> bool:
-        """Whether some are written, and not all."""
-        return bool(self._written)
+
+class StepCounter:
+    """Counts steps by which parameters have been written since the last step was over.
+
+    A step is over when all of them are, or before one of them is written a second time. Those that
+    are not written by then have no optimizer: they are not waited for until somebody writes them.
+
+    trained   the parameters whose writing is a step
+    """
+
+    def __init__(self, trained: Iterable[nn.Parameter]) -> None:
+        self.counts = Counts(0, 0, 0)
+        self.trained = frozenset(trained)
+        self._written: set[nn.Parameter] = set()
+        self._without_optimizer: set[nn.Parameter] = set()
 
     def before(self, parameters: Iterable[nn.Parameter]) -> bool:
         """These are about to be written: whether a step is over by that."""
         if self._written.isdisjoint(parameters):
             return False
-        self._nobodys |= self._all - self._written
-        self._written.clear()
+        self._without_optimizer |= self.trained - self._written
+        self.close()
         return True
 
     def after(self, parameters: Iterable[nn.Parameter]) -> bool:
         """They have been: whether a step is over by that."""
-        mine = self._all.intersection(parameters)
-        self._nobodys -= mine
+        mine = self.trained.intersection(parameters)
+        self._without_optimizer -= mine
         self._written |= mine
-        if not mine or not self._written >= self._all - self._nobodys:
+        if not mine or not self._written >= self.trained - self._without_optimizer:
             return False
-        self._written.clear()
+        self.close()
         return True
 
     def close(self) -> None:
-        """Whatever is written belongs to a step that is over."""
+        """A step that is under way is over."""
+        self.counts = self.now()
         self._written.clear()
+
+    def now(self) -> Counts:
+        """The counts, with the step that is under way."""
+        steps, since, syncs = self.counts
+        return Counts(steps + 1, since + 1, syncs) if self._written else self.counts
+
+    def synced(self) -> None:
+        """There was a sync."""
+        self.counts = self.counts._replace(since=0, syncs=self.counts.syncs + 1)
+
+    def load(self, counts: Counts | None) -> None:
+        """Continue from saved counts; None: the ranks are alike now."""
+        self._written.clear()
+        self.counts = counts or self.counts._replace(since=0)

@@ -1,23 +1,18 @@
-"""How ranks that have taken steps of their own come to the same parameters: by their mean.
-
-begin   parameters are alike, and not by a meeting: they have been made or loaded
-meet    a period is over
-"""
+"""How ranks that have taken steps of their own come to the same parameters: by means over ranks."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.collectives import all_gather
 from phalanx.collectives.request import memory_for
-from phalanx.compression import Compressor, ErrorFeedback
-from phalanx.compression.compressor import Part, is_finite, wide
-from phalanx.compression.memory import Bundle
+from phalanx.compression.compressor import GradientBucket, Member, ResidualStore, is_finite, wide
 from phalanx.core.backend import Backend
 from phalanx.parallel.averaging import AllReduceAveraging, GradientAveraging
 from phalanx.parallel.buckets import MESSAGE, batches, broadcast_all_
@@ -25,153 +20,140 @@ from phalanx.parallel.buckets import MESSAGE, batches, broadcast_all_
 log = logging.getLogger("phalanx")
 
 
-class Meeting(Protocol):
+class ParameterSync(ABC):
     """Brings the ranks' parameters together.
 
-    alike   whether they are the same on all ranks since the last one
+    trained   the parameters, by name
+    alike     whether they are the same on all ranks since the last sync
     """
 
-    alike: bool
+    def __init__(self, trained: Mapping[str, nn.Parameter], backend: Backend) -> None:
+        self.alike = True
+        self._trained = trained
+        self._backend = backend
+        self._all_reduce = AllReduceAveraging(backend)
 
     @property
     def bytes_sent(self) -> int:
         """By this rank so far, as rings and direct messages send them."""
+        return self._all_reduce.bytes_sent
 
+    @abstractmethod
     def begin(self) -> None:
-        """The ranks have the same parameters, from which the next period begins."""
+        """The ranks have the same parameters, without a sync: the next period begins from them."""
 
-    def meet(self, label: str, *, whole: bool) -> None:
-        """Overwrite this rank's parameters; blocks until all ranks have come.
+    @abstractmethod
+    def sync(self, label: str, *, whole: bool) -> None:
+        """Overwrite this rank's parameters; blocks until all ranks have called it.
 
         whole   leave nothing out, so that parameters are the same on all ranks
         """
 
     def own_state(self, *, apart: bool) -> dict[str, Tensor]:
-        """What goes on from here needs; by keys that say whose it is (saved.py).
+        """What is needed to continue from here, by keys that say whose it is.
 
-        apart   whether a period is under way
+        apart   whether ranks have different parameters
         """
+        return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Go on from there. Returns the parameters that the ranks had when the period began, by
-        name, if it was under way and it knows them.
+        """Continue from there. Returns the parameters that the ranks had when the period began, by
+        name, if the state has them.
         """
+        return {}
+
+    def _not_finite(self) -> str:
+        """The first parameter that is infinite or NaN, of each rank that has one, for a message.
+
+        Blocks for one message of 8 bytes.
+        """
+        names, tensors = list(self._trained), self._trained.values()
+        mine = next((at for at, tensor in enumerate(tensors) if not is_finite(tensor)), len(names))
+        found = all_gather(torch.tensor([mine], dtype=torch.int64), self._backend).tolist()
+        bad = [f"{names[at]} on rank {rank}" for rank, at in enumerate(found) if at < len(names)]
+        return ", ".join(bad) or "on each rank all are, but not their mean"
 
 
-class MeanOfParameters:
-    """Everybody takes the mean of all (Stich 2019)."""
-
-    def __init__(self, trained: Mapping[str, nn.Parameter], backend: Backend) -> None:
-        self._trained = trained
-        self._backend = backend
-        self._averaging = AllReduceAveraging(backend)
-        self.alike = True
-
-    @property
-    def bytes_sent(self) -> int:
-        """2(p-1)/p of the parameters' bytes for each mean."""
-        return self._averaging.bytes_sent
+class MeanOfParameters(ParameterSync):
+    """Every rank takes the mean of all (Stich 2019): one all-reduce."""
 
     def begin(self) -> None:
-        """Nothing is kept of it."""
+        """Nothing is kept of them."""
 
     @torch.no_grad()
-    def meet(self, label: str, *, whole: bool = True) -> None:
-        """One all-reduce."""
+    def sync(self, label: str, *, whole: bool) -> None:
+        """Take the mean."""
         if self._backend.world_size == 1:
             return
-        trained = self._trained.values()
-        flats = averaged(trained, self._averaging, self._backend, label=label)
-        if not all_finite(flats):
+        flats = averaged(self._trained.values(), self._all_reduce, self._backend, label=label)
+        if not all(is_finite(flat.flat) for flat in flats):
             log.warning(
                 "rank %d: LocalSGD: parameters are not finite, and by their mean on no rank any "
                 "more: %s. Go back to a checkpoint",
                 self._backend.rank,
-                in_words(not_finite_on(self._trained, self._backend)),
+                self._not_finite(),
             )
         for flat in flats:
             for parameter, mean in flat.views():
                 parameter.copy_(mean)
-
-    def own_state(self, *, apart: bool) -> dict[str, Tensor]:
-        """None."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """None."""
-        return {}
-
-
-def in_words(found: Mapping[int, str]) -> str:
-    """For each rank the first parameter that is not finite, for a message."""
-    if not found:
-        return "on each rank all are, but not their mean"
-    return ", ".join(f"{name} on rank {rank}" for rank, name in found.items())
 
 
 # ------------------------------------------------------------------------------
 # What messages leave out stays in the parameters of the rank that would have sent it.
 #
 #     d  =  t - t_i             how far this rank's parameters are from the copy t that all have
-#     q  =  its message         what the others hear of d
-#     t_i  <-  t' - (d - q)     beside the new copy t' by what they have not heard
+#     q  =  its message         what is sent of d
+#     t_i  <-  t' - (d - q)     the new copy t', and the residual d - q
 #
 # So parameters are the memory of error feedback: nothing is lost, no state is added, and a rank
-# goes on from all that it has learnt itself (Xie et al. 2020, "CSER: Communication-efficient SGD
+# continues from all that it has learnt itself (Xie et al. 2020, "CSER: Communication-efficient SGD
 # with Error Reset").
 
 
-class Unsent:
-    """A `Feedback` that keeps what is left out of one average until parameters are written."""
+class ParameterResidual(ResidualStore):
+    """Keeps what is left out of one average until parameters are written."""
 
     def __init__(self) -> None:
-        self._rests: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
         self._parts = 1
 
     def take(self, name: str) -> Tensor:
-        """What has been left out of that parameter; it is forgotten."""
-        return self._rests.pop(name)
+        """The residual of that parameter; it is forgotten."""
+        return self._residuals.pop(name)
 
-    def recall(self, bundle: Bundle, part: Part) -> Tensor:
-        """All of the bundle."""
-        self._parts = part.parts
-        return bundle.flat.to(wide(bundle.flat.dtype), copy=True)
+    def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
+        """All of the bucket: former residuals are in its values already."""
+        self._parts = member.parts
+        return bucket.flat.to(wide(bucket.flat.dtype), copy=True)
 
-    def keep(self, bundle: Bundle, rest: Callable[[], Tensor]) -> None:
-        """This rank's to hold."""
-        for piece, values in bundle.cut(rest()):
-            self._rests[piece.name] = values
+    def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
+        """Keep it for `take`."""
+        for place, values in bucket.cut(residual()):
+            self._residuals[place.name] = values
 
-    def recall_owned(self, bundle: Bundle, start: int, mean: Tensor) -> Tensor:
+    def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
         """The mean."""
         return mean.clone()
 
-    def keep_owned(self, bundle: Bundle, start: int, rest: Callable[[], Tensor]) -> None:
-        """Of a mean of p ranks p times as much is this rank's to hold."""
-        left = rest()
-        for piece in bundle.pieces:
-            low, high = max(piece.start, start), min(piece.stop, start + len(left))
-            if low < high:
-                held = self._rests[piece.name].view(-1)[low - piece.start : high - piece.start]
-                held.add_(left[low - start : high - start], alpha=self._parts)
-
-
-def without_memory(compressor: Compressor) -> Compressor:
-    """The compressor that error feedback would use, without the feedback."""
-    if isinstance(compressor, ErrorFeedback):
-        return compressor.inner
-    return compressor.contraction()
+    def store_owned_residual(
+        self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
+    ) -> None:
+        """Add to this rank's own p times what is left out of a mean of p ranks."""
+        left = residual()
+        for place, low, high in bucket.overlaps(start, start + len(left)):
+            own = self._residuals[place.name].view(-1)[low - place.start : high - place.start]
+            own.add_(left[low - start : high - start], alpha=self._parts)
 
 
 # ------------------------------------------------------------------------------
 # Tensors that are averaged together: flat copies of them, one dtype and bounded in size.
 
 
-class Flat:
-    """What goes into one message.
+class FlatTensors:
+    """What is averaged in one message.
 
-    parameters  the tensors that it is about
-    flat        1-D memory, one dtype
+    parameters  the tensors
+    flat        1-D memory, one dtype, in which each has its place
     """
 
     def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
@@ -188,14 +170,6 @@ class Flat:
         ]
 
 
-Put = Callable[[Tensor, Tensor], object]
-
-
-def copy_into(place: Tensor, tensor: Tensor) -> None:
-    """Of a tensor its values are averaged."""
-    place.copy_(tensor)
-
-
 @torch.no_grad()
 def averaged(
     tensors: Iterable[Tensor],
@@ -203,18 +177,18 @@ def averaged(
     backend: Backend,
     *,
     label: str,
-    put: Put = copy_into,
-) -> list[Flat]:
+    put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
+) -> list[FlatTensors]:
     """The means of tensors over the ranks, in new memory; blocks until they are there.
 
     put    `put(place, tensor)` writes what is to be averaged of a tensor into its place
     label  says in errors what this is; ranks whose labels differ do not mean the same
 
-    All messages are under way together, and of the same bits on every rank when they are in.
+    All messages are under way together. The results are the same bits on every rank.
     """
     flats, begun = [], []
     for number, batch in enumerate(batches(tensors, MESSAGE)):
-        flat = Flat(batch, backend)
+        flat = FlatTensors(batch, backend)
         for tensor, place in flat.views():
             put(place, tensor)
         flats.append(flat)
@@ -224,24 +198,8 @@ def averaged(
     return flats
 
 
-def all_finite(flats: Iterable[Flat]) -> bool:
-    """Whether all values are: the same answer on every rank, of averages."""
-    return all(is_finite(flat.flat) for flat in flats)
-
-
-def not_finite_on(values: Mapping[str, Tensor], backend: Backend) -> dict[int, str]:
-    """For each rank that has a value that is infinite or NaN, the first name that has one.
-
-    Blocks for one message of 8 bytes.
-    """
-    names = list(values)
-    mine = next((at for at, name in enumerate(names) if not is_finite(values[name])), len(names))
-    found = all_gather(torch.tensor([mine], dtype=torch.int64), backend).tolist()
-    return {rank: names[at] for rank, at in enumerate(found) if at < len(names)}
-
-
 # ------------------------------------------------------------------------------
-# Buffers at a meeting: those that a state dict has.
+# Buffers, at a sync: those that a state dict has.
 #
 # floating   the mean, as of parameters: statistics of batch norm
 # others     rank 0's: counters, masks
@@ -249,7 +207,7 @@ def not_finite_on(values: Mapping[str, Tensor], backend: Backend) -> dict[int, s
 # What a state dict leaves out is made anew from something else, and stays each rank's.
 
 
-def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of the state dict, by their first name."""
     found: dict[str, Tensor] = {}
     for prefix, each in module.named_modules():
@@ -259,34 +217,17 @@ def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def floating(module: nn.Module) -> dict[str, Tensor]:
-    """Those of which there is a mean."""
-    return {name: b for name, b in kept_buffers(module).items() if b.is_floating_point()}
-
-
-class Buffers:
-    """Of a module, made alike over the ranks of a backend."""
-
-    def __init__(self, module: nn.Module, backend: Backend) -> None:
-        self._module = module
-        self._backend = backend
-        self._averaging = AllReduceAveraging(backend)
-
-    @property
-    def bytes_sent(self) -> int:
-        """For means."""
-        return self._averaging.bytes_sent
-
-    @torch.no_grad()
-    def meet(self, label: str) -> None:
-        """Make them alike, in place; one all-reduce and one broadcast, of what there is."""
-        if self._backend.world_size == 1:
-            return
-        means, others = floating(self._module), kept_buffers(self._module)
-        for flat in averaged(
-            means.values(), self._averaging, self._backend, label=f"{label}, buffers"
-        ):
-            for buffer, mean in flat.views():
-                buffer.copy_(mean)
-        rest = [buffer for name, buffer in others.items() if name not in means]
-        broadcast_all_(rest, self._backend, 0, label=f"{label}, buffers of rank 0")
+@torch.no_grad()
+def sync_buffers_(
+    module: nn.Module, averaging: GradientAveraging, backend: Backend, label: str
+) -> None:
+    """Make them alike, in place; one all-reduce and one broadcast, of what there is."""
+    if backend.world_size == 1:
+        return
+    buffers = persistent_buffers(module).values()
+    means = [buffer for buffer in buffers if buffer.is_floating_point()]
+    others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+    for flat in averaged(means, averaging, backend, label=f"{label}, buffers"):
+        for buffer, mean in flat.views():
+            buffer.copy_(mean)
+    broadcast_all_(others, backend, 0, label=f"{label}, buffers of rank 0")
