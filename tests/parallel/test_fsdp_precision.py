@@ -24,7 +24,7 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, MixedPrecision, ShardingStrategy
-from phalanx.fsdp.unsharded import Whole
+from phalanx.fsdp.unsharded import UnshardedParameter
 
 WAYS = [
     (2, FULL_SHARD, COMMON),
@@ -211,7 +211,7 @@ def test_full_parameters_say_what_they_are():
         fsdp = FSDP(model, backend, mixed_precision=BF16)
         model[0].register_forward_hook(lambda m, *_: seen.append(m.weight))
         fsdp(noise(4, 6))
-        assert isinstance(seen[0], Whole)
+        assert isinstance(seen[0], UnshardedParameter)
         return repr(seen[0])
 
-    assert on_ranks(BATON, 2, mlp, body) == ["Whole(0.weight: [8, 6], freed)"] * 2
+    assert on_ranks(BATON, 2, mlp, body) == ["UnshardedParameter(0.weight: [8, 6], sharded)"] * 2
