@@ -53,7 +53,7 @@ def test_prefetched_parameters_are_used_by_the_next_forward_pass(strategy: Any, 
     on_ranks(where, RANKS, mlp, body)
 
 
-def test_a_prefetch_begins_to_gather_and_does_not_wait():
+def test_a_prefetch_begins_to_unshard_and_does_not_wait():
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend)
         watched = Watched(backend)

@@ -145,7 +145,7 @@ def test_what_is_in_which_dtype(cast: bool, ranks: int, strategy: Any, where: An
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, BF16, torch.float64])
-def test_gathers_move_the_computing_dtype_and_reductions_theirs(reduce_dtype: torch.dtype):
+def test_all_gathers_move_the_computing_dtype_and_reductions_theirs(reduce_dtype: torch.dtype):
     def body(model: nn.Module, backend: Backend) -> list[str]:
         precision = MixedPrecision(BF16, reduce_dtype=reduce_dtype)
         fsdp = FSDP(model, backend, mixed_precision=precision)

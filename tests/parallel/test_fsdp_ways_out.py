@@ -1,4 +1,4 @@
-"""Where what a unit computes goes: not only into its outputs, and not only once."""
+"""Where what a group computes goes: not only into its outputs, and not only once."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def penalty(model: nn.Module, x: Tensor) -> None:
 
 
 class InPlace(nn.Module):
-    """Outputs of units are changed, and cut."""
+    """Outputs of groups are changed, and cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_a_full_parameter_that_was_kept_cannot_be_used_when_its_group_is_sharded
 
 
 class Reads(nn.Module):
-    """Computes with a parameter of a unit that it does not call."""
+    """Computes with a parameter of a group that it does not call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class FSDP(ShardedModule):
     ) -> None:
         super().__init__(module, backend)
         if prefetch < 0:
-            raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
+            raise ValueError(f"prefetch is a number of parameter groups, or 0, not {prefetch}")
         if compression is not None:
             check_compressor(compression, "FSDP(compression=)")
             for parameter in module.parameters():
@@ -215,12 +215,10 @@ class FSDP(ShardedModule):
         `MisuseError` if what was prefetched before was not used.
         """
         if self.strategy.keeps_whole:
-            rank = self.backend.rank
-            raise UnsupportedOperationError(
-                f"rank {rank}: FSDP: prefetch_forward_params() with {self.strategy}, which keeps "
-                "full parameters: there is nothing to unshard",
-                rank=rank,
-                op="FSDP",
+            self._refuse(
+                f"prefetch_forward_params() with {self.strategy}, which keeps full parameters: "
+                "there is nothing to unshard",
+                UnsupportedOperationError,
             )
         if self.has_pending_prefetch():
             self._refuse(

@@ -13,13 +13,12 @@ from phalanx.collectives.request import in_place
 from phalanx.collectives.resolve import start
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError
-from phalanx.fsdp.flat_param import ShardGroups, StoragePool, trim_heap
+from phalanx.fsdp.flat_param import ShardGroups, ShardingPlan, StoragePool, trim_heap
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
 from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, cut
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
-from phalanx.fsdp.unsharded import ParameterSwap, registrations
+from phalanx.fsdp.unsharded import ParameterSwap, refuse, registrations
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.guards import check_same_model
 
@@ -55,20 +54,12 @@ def build(
     }
     check_same_model(model, backend, options, who="FSDP")
     shard_groups = ShardGroups.of(backend, strategy)
+    plan = ShardingPlan(strategy, precision, shard_groups, StoragePool())
     compression = CompressedReduction(compressor, shard_groups) if compressor is not None else None
-    pool = StoragePool()
     made: dict[str, ParameterGroup] = {}
     for name in _with_values(model, cuts, initialize, backend.rank):
-        made[name] = group = ParameterGroup(
-            name,
-            model.get_submodule(name),
-            cuts[name],
-            shard_groups,
-            pool,
-            strategy,
-            precision,
-            compression,
-        )
+        module = model.get_submodule(name)
+        made[name] = group = ParameterGroup(name, module, cuts[name], plan, compression)
         for flat in group.flats:
             full = flat.joined()
             if backend.world_size > 1:
@@ -197,12 +188,11 @@ def _initialize(
     """Give them values. What another module has initialized, and this one shares, keeps its own."""
     reset = getattr(module, "reset_parameters", None)
     if initialize is None and not callable(reset):
-        raise MisuseError(
-            f"rank {rank}: FSDP: {name or 'the model'} ({type(module).__name__}) has parameters or "
-            "buffers of its own on the meta device, and no reset_parameters() to give them values: "
-            "write one, or pass initialize=, a function of a module",
-            rank=rank,
-            op="FSDP",
+        refuse(
+            rank,
+            f"{name or 'the model'} ({type(module).__name__}) has parameters or buffers of its own "
+            "on the meta device, and no reset_parameters() to give them values: write one, or pass "
+            "initialize=, a function of a module",
         )
     own = module._parameters
     shared = {attribute: p for attribute, p in own.items() if p is not None and p in drawn}

@@ -92,6 +92,15 @@ def begin(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective
     )
 
 
+class ShardingPlan(NamedTuple):
+    """How one FSDP shards on this rank: what its flat parameters have in common."""
+
+    strategy: ShardingStrategy
+    precision: MixedPrecision | None
+    groups: ShardGroups
+    pool: StoragePool
+
+
 # Where parameters lie ---------------------------------------------------------------------------
 
 
@@ -219,25 +228,25 @@ class FlatParameter:
     views        the UnshardedParameter that modules see in the place of each
     common       whether the ranks of the shard group have the unsharded memory in common
     apart        whether the shard is not a part of that
+    current      whether the unsharded memory holds what the shards do
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         label: str,
-        groups: ShardGroups,
         state: UnshardState,
-        pool: StoragePool,
-        strategy: ShardingStrategy,
-        precision: MixedPrecision | None,
+        plan: ShardingPlan,
     ) -> None:
+        strategy, precision, groups, self._pool = plan
+        self.plan = plan
         self.label = label
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
         self.layout = FlatLayout([tuple(p.shape) for p in self.parameters], groups.shards_per_copy)
         self.shard_index = groups.shard_index
-        self._group, self._pool = groups.shards, pool
+        self._group = groups.shards
         converts = precision is not None and self.dtype.is_floating_point
         self.compute_dtype = precision.compute_dtype if precision and converts else self.dtype
         common = None
@@ -253,7 +262,7 @@ class FlatParameter:
             else self._own(self.unsharded)
         )
         self._keeps_shape = strategy.name == "no_shard"
-        self._current = False  # whether `unsharded` holds what the shards do
+        self.current = False
         self._pending: PendingCollective[Tensor] | None = None
         # As .data: what is written into it does not count as a change of what autograd saved.
         self._homes = self.split(self.unsharded.data)
@@ -329,13 +338,13 @@ class FlatParameter:
 
     def unshard(self) -> None:
         """Begin to fill the unsharded memory, if it is not there, or out of date."""
-        if self._current or self._pending is not None:
+        if self.current or self._pending is not None:
             return
         if self._releases:
             self._pool.attach(self.unsharded, self.layout.padded * self.unsharded.element_size())
             self._own(self.unsharded).copy_(self.shard)
         if self._group is None or self.common:
-            self._current = True
+            self.current = True
         else:
             self._pending = self._all_gather(self.unsharded, f"FSDP gathers {self.label}")
 
@@ -344,22 +353,18 @@ class FlatParameter:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
-            self._current = True
+            self.current = True
 
     def reshard(self) -> None:
         """Give the unsharded memory back, if it does not stay. Waits for an unshard under way."""
         self.wait_for_unshard()
         if self._releases:
             self._pool.detach(self.unsharded)
-            self._current = False
-
-    def outdate(self) -> None:
-        """Shards were written, so the unsharded memory is out of date."""
-        self._current = False
+            self.current = False
 
     def convert(self) -> None:
         """Write this rank's part of unsharded memory that stays. Nobody may be reading it."""
-        if self.apart and not self._releases and not self._current:
+        if self.apart and not self._releases and not self.current:
             self._own(self.unsharded).copy_(self.shard)
 
     def _all_gather(self, full: Tensor, label: str) -> PendingCollective[Tensor]:

@@ -34,8 +34,8 @@ from phalanx.compression.compressor import Mean, MeanShard, Part, Rounds, is_fin
 from phalanx.compression.memory import Bundle, owned_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, StoragePool, begin
-from phalanx.fsdp.strategy import MixedPrecision
+from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, begin
+from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.averaging import Exchange, bytes_of
 from phalanx.parallel.compressor_state import WHOLE, Cut
 
@@ -51,22 +51,15 @@ class FlatGradient:
     bytes_sent   by this rank so far, of what was not compressed, as rings and direct messages do
     """
 
-    def __init__(
-        self,
-        flat: FlatParameter,
-        groups: ShardGroups,
-        pool: StoragePool,
-        precision: MixedPrecision | None,
-        compression: CompressedReduction | None,
-    ) -> None:
+    def __init__(self, flat: FlatParameter, compression: CompressedReduction | None) -> None:
         self.flat = flat
         self.used: set[int] = set()
         self.bytes_sent = 0
-        self._groups = groups
-        self._pool = pool
+        _, precision, self._groups, self._pool = flat.plan
+        self._compressed = compression is not None
         self._scatters = compression if compression is not None and compression.scatters else None
         self._averages = compression if self._scatters is None else None
-        shards = groups.shards  # where memory is shared, others read it: it is the backend's
+        shards = self._groups.shards  # where memory is shared, others read it: it is the backend's
         read = shards is not None and shards.shares_memory and self._scatters is None
         self._pooled = shards is not None and not read and flat.device.type == "cpu"
         converts = precision is not None and flat.dtype.is_floating_point
@@ -95,12 +88,11 @@ class FlatGradient:
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            rank = self._groups.world.rank
-            raise UnsupportedOperationError(
-                f"rank {rank}: FSDP: the gradient of {self.flat.names[number]} is {grad.layout}; "
-                "only dense gradients are reduced (pass sparse=False)",
-                rank=rank,
-                op="FSDP",
+            refuse(
+                self._groups.world.rank,
+                f"the gradient of {self.flat.names[number]} is {grad.layout}; only dense "
+                "gradients are reduced (pass sparse=False)",
+                UnsupportedOperationError,
             )
         self._add(number, grad)
         self._missing.discard(number)
@@ -159,7 +151,7 @@ class FlatGradient:
         for number, view in enumerate(self.flat.views):
             if view.grad is not None:  # of earlier passes that were not reduced
                 self.accumulate(number)
-        if not self.flat.sync_requires_grad():
+        if not any(parameter.requires_grad for parameter in self.flat.parameters):
             return
         memory = self._memory if self._memory is not None else self._allocate()
         for number in self._missing:
@@ -231,7 +223,7 @@ class FlatGradient:
         """Whether a parameter had a gradient on this rank; or has a mean here: of what compression
         had left over of earlier ones.
         """
-        if number in self.used or (self._scatters is None and self._averages is None):
+        if number in self.used or not self._compressed:
             return number in self.used
         return any(bool(self.flat.split_shard(mean)[number].any()) for mean in self._means)
 

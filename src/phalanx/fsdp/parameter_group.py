@@ -13,6 +13,7 @@ What state its parameters are in is drawn in `unsharded.py`, what becomes of its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -20,9 +21,8 @@ import torch
 from torch import nn
 
 from phalanx.errors import MisuseError
-from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, StoragePool
+from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
-from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardState, registrations
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
 
 
+@dataclass(eq=False)
 class ForwardCall:
     """One forward pass of a group's module, for its backward pass.
 
@@ -45,31 +46,13 @@ class ForwardCall:
     inputs    how many of its inputs a backward pass has still to reach; -1: nobody knows
     """
 
-    __slots__ = (
-        "__weakref__",
-        "earlier",
-        "entered",
-        "epoch",
-        "group",
-        "inputs",
-        "outer",
-        "spent",
-    )
-
-    def __init__(
-        self,
-        group: ParameterGroup,
-        epoch: int,
-        earlier: Sequence[ParameterGroup],
-        outer: ForwardCall | None,
-    ) -> None:
-        self.group = group
-        self.epoch = epoch
-        self.earlier = earlier
-        self.outer = outer
-        self.entered: set[int] = set()
-        self.spent: set[int] = set()
-        self.inputs = -1
+    group: ParameterGroup
+    epoch: int
+    earlier: Sequence[ParameterGroup]
+    outer: ForwardCall | None
+    entered: set[int] = field(default_factory=set)
+    spent: set[int] = field(default_factory=set)
+    inputs: int = -1
 
 
 class ParameterGroup:
@@ -93,10 +76,7 @@ class ParameterGroup:
         name: str,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        groups: ShardGroups,
-        pool: StoragePool,
-        strategy: ShardingStrategy,
-        precision: MixedPrecision | None,
+        plan: ShardingPlan,
         compression: CompressedReduction | None,
     ) -> None:
         self.name = name
@@ -107,14 +87,10 @@ class ParameterGroup:
         for of, p in parameters.items():
             alike.setdefault((p.dtype, p.device, p.requires_grad), {})[of] = p
         self.flats = [
-            FlatParameter(
-                some, f"{self.title}, {number}", groups, self.state, pool, strategy, precision
-            )
+            FlatParameter(some, f"{self.title}, {number}", self.state, plan)
             for number, some in enumerate(alike.values())
         ]
-        self.gradients = [
-            FlatGradient(flat, groups, pool, precision, compression) for flat in self.flats
-        ]
+        self.gradients = [FlatGradient(flat, compression) for flat in self.flats]
         self.surrounds = False
         self.waiting: WeakSet[ForwardCall] = WeakSet()
         self.open_calls: set[ForwardCall] = set()
@@ -129,9 +105,10 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Begin to unshard the parameters, if that has not begun."""
-        self.state.after("unshard")
-        for flat in self.flats:
-            flat.unshard()
+        if self.state.now != "UNSHARDED":  # summoned, too: autograd may have saved views of them
+            self.state.after("unshard")
+            for flat in self.flats:
+                flat.unshard()
 
     def wait_for_unshard(self) -> None:
         """Wait until they are unsharded."""
@@ -141,9 +118,10 @@ class ParameterGroup:
 
     def reshard(self) -> None:
         """The unsharded parameters are not needed now."""
-        self.state.after("reshard")
-        for flat in self.flats:
-            flat.reshard()
+        if self.state.now != "SHARDED":
+            self.state.after("reshard")
+            for flat in self.flats:
+                flat.reshard()
 
     # A backward pass ------------------------------------------------------------------------
 

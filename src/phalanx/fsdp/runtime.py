@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from phalanx.errors import MisuseError
 from phalanx.fsdp.flat_param import ShardGroups
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, GradientReduction
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
-from phalanx.fsdp.unsharded import ParameterSwap
+from phalanx.fsdp.unsharded import ParameterSwap, refuse
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.reducer import inside_backward, keeps_graph
 
@@ -69,11 +68,12 @@ class FsdpRuntime:
         self.flats = [flat for group in groups for flat in group.flats]
         self.shard_groups = shard_groups
         self.swap = swap
-        self.write_epoch = WriteEpoch(groups, shard_groups.shards)
+        self.write_epoch = WriteEpoch(groups, shard_groups.shards or shard_groups.world)
         gradients = [group.gradients for group in groups]
         self.reduction = GradientReduction(gradients, shard_groups.world, compression)
         self.has_run = self.prefetched = self.in_backward = False
         self._prefetch = prefetch
+        self._rank = shard_groups.world.rank
         self._last_order: Sequence[ParameterGroup] = groups  # of the last forward pass, or a guess
         self._order: list[ParameterGroup] = []  # in the pass under way, or over
         self._stack: list[_UnderWay] = []  # groups' forward passes inside each other
@@ -199,9 +199,10 @@ class FsdpRuntime:
     def _enter(self, call: ForwardCall, output: int) -> None:
         """The gradient of an output of a group is there."""
         if output in call.spent:
-            self._refuse(
+            refuse(
+                self._rank,
                 f"a second backward pass through one forward pass of {call.group.title}: its graph "
-                "is gone. Pass retain_graph=True to the first one, or run forward again"
+                "is gone. Pass retain_graph=True to the first one, or run forward again",
             )
         self._pre_backward(call)
         call.entered.add(output)
@@ -210,9 +211,10 @@ class FsdpRuntime:
         """The backward pass of a group comes next."""
         group = call.group
         if call.epoch != self.write_epoch.number:
-            self._refuse(
+            refuse(
+                self._rank,
                 f"backward through {group.title}, whose parameters were written after its forward "
-                "pass (an optimizer's step, load_state_dict): run forward again"
+                "pass (an optimizer's step, load_state_dict): run forward again",
             )
         self._begin_backward()
         self._makes_graph = torch.is_grad_enabled()
@@ -227,8 +229,9 @@ class FsdpRuntime:
         # Groups before are over, though they may not have all gradients. So ranks on which a
         # parameter was not used keep the order of those on which it was.
         for other in self._reached:
-            apart = not (other is group or other.is_around(group) or group.is_around(other))
-            if apart and not (other.surrounds or other.waiting or other.finished):
+            if other.finished or other.surrounds or other.waiting or other is group:
+                continue
+            if not group.is_around(other):
                 self._post_backward(other)
         group.unshard()
         group.wait_for_unshard()
@@ -293,8 +296,8 @@ class FsdpRuntime:
             call.entered.clear()
         if self.reduction.synchronize:
             reached = sorted(self._reached, key=lambda group: group.surrounds)
-            owing = dict.fromkeys(group for group in (*reached, *self.groups) if group.owes)
-            self.reduction.finish([group.gradients for group in owing])
+            groups = dict.fromkeys((*reached, *self.groups))
+            self.reduction.finish([group.gradients for group in groups if group.owes])
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -306,7 +309,3 @@ class FsdpRuntime:
             group.end_backward()
             self._reshard(group)
         self._makes_graph = False
-
-    def _refuse(self, problem: str) -> NoReturn:
-        rank = self.shard_groups.world.rank
-        raise MisuseError(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import MisuseError, SizeMismatchError
+from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
 from phalanx.fsdp.runtime import FsdpRuntime
+from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.compressor_state import WHOLE, Cut, load_own, needed, own_state, without_own
 from phalanx.parallel.optimizer_hooks import release
 from phalanx.parallel.wrapper import Slice, Wrapper
@@ -54,12 +55,11 @@ class ShardedModule(Wrapper):
         parameters = list(self.parameters())
         sizes = [p.numel() for p in parameters]
         if flat.dim() != 1 or flat.numel() != sum(sizes):
-            raise SizeMismatchError(
-                f"rank {self.backend.rank}: FSDP: update_shards() takes a flat tensor of "
-                f"{sum(sizes)} elements, all shards of this rank, and was given {flat.numel()} "
-                f"({list(flat.shape)}); nothing was changed",
-                rank=self.backend.rank,
-                op="FSDP",
+            self._refuse(
+                f"update_shards() takes a flat tensor of {sum(sizes)} elements, all shards of "
+                f"this rank, and was given {flat.numel()} ({list(flat.shape)}); nothing was "
+                "changed",
+                SizeMismatchError,
             )
         with self._runtime.write_epoch.writing("update_shards()"):
             for parameter, values in zip(
@@ -171,12 +171,11 @@ class ShardedModule(Wrapper):
             if tuple(value.shape) == piece.shape:
                 result[name] = value.detach().reshape(-1)[piece.start : piece.stop].view(mine.shape)
             elif value.shape != mine.shape:
-                raise SizeMismatchError(
-                    f"rank {self.backend.rank}: FSDP: {name} is to be loaded from a tensor of "
-                    f"shape {list(value.shape)}; it takes the full one, {list(piece.shape)}, or "
-                    f"this rank's shard of it, {list(mine.shape)}",
-                    rank=self.backend.rank,
-                    op="FSDP",
+                self._refuse(
+                    f"{name} is to be loaded from a tensor of shape {list(value.shape)}; it takes "
+                    f"the full one, {list(piece.shape)}, or this rank's shard of it, "
+                    f"{list(mine.shape)}",
+                    SizeMismatchError,
                 )
         return result
 
@@ -237,6 +236,5 @@ class ShardedModule(Wrapper):
             release(parameter)
         return self.module
 
-    def _refuse(self, problem: str) -> NoReturn:
-        rank = self.backend.rank
-        raise MisuseError(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
+    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+        refuse(self.backend.rank, problem, kind)

@@ -2,56 +2,56 @@
 
 A parameter group is in one of four states. Forward and backward passes go around the first three:
 
-               unshard                 wait
-     SHARDED ----------> UNSHARDING ----------> UNSHARDED
-      |   ^                  |                      |
-      |   +----- reshard ----+------- reshard ------+
-      |   |
-      |   +----- restore ----+
-      |                      |            in the block of summon_full_params(): the parameters
-      +------ summon ---> SUMMONED        are copies, which are there until the block ends
+               unshard                wait
+      SHARDED ---------> UNSHARDING --------> UNSHARDED
+       | ^ ^                 |                    |
+       | | +---- reshard ----+------ reshard -----+
+       | |
+       | +------ restore ----+
+       |                     |        inside summon_full_params(): modules see copies,
+       +--- summon ----> SUMMONED     which are there whatever passes do
 
-     state         unshard       wait          reshard       summon        restore       use
-     SHARDED       UNSHARDING    -             SHARDED       SUMMONED      -             -
-     UNSHARDING    UNSHARDING    UNSHARDED     SHARDED       -             -             -
-     UNSHARDED     UNSHARDED     UNSHARDED     SHARDED       -             -             UNSHARDED
-     SUMMONED      SUMMONED      SUMMONED      SUMMONED      -             SHARDED       SUMMONED
+    state        unshard      wait        reshard   summon     restore   use
+    SHARDED      UNSHARDING   .           .         SUMMONED   .         MisuseError
+    UNSHARDING   .            UNSHARDED   SHARDED   .          .         MisuseError
+    UNSHARDED    .            .           SHARDED   .          .         allowed
+    SUMMONED     .            .           .         .          SHARDED   allowed
 
-`use` is a torch function that reads or writes an unsharded parameter; where the table has none it
-is a `MisuseError`. (The names of the states are those of torch's FSDP2.)
+`unshard` only begins, so that it can be done ahead of use. `use` is any torch function that reads
+or writes the values of a parameter of the group. A dot: the event changes nothing. (The names of
+SHARDED and UNSHARDED are those of torch's FSDP2.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import MisuseError
+from phalanx.errors import DistributedError, MisuseError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TRANSITIONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "SHARDED": {"unshard": "UNSHARDING", "reshard": "SHARDED", "summon": "SUMMONED"},
-    "UNSHARDING": {"unshard": "UNSHARDING", "wait": "UNSHARDED", "reshard": "SHARDED"},
-    "UNSHARDED": {
-        "unshard": "UNSHARDED",
-        "wait": "UNSHARDED",
-        "reshard": "SHARDED",
-        "use": "UNSHARDED",
-    },
-    "SUMMONED": {
-        "unshard": "SUMMONED",
-        "wait": "SUMMONED",
-        "reshard": "SUMMONED",
-        "restore": "SHARDED",
-        "use": "SUMMONED",
-    },
+
+def refuse(rank: int, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+    """Raise an error of FSDP, which names the rank."""
+    raise kind(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
+
+
+TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
+    ("SHARDED", "unshard"): "UNSHARDING",
+    ("UNSHARDING", "wait"): "UNSHARDED",
+    ("UNSHARDING", "reshard"): "SHARDED",
+    ("UNSHARDED", "reshard"): "SHARDED",
+    ("SHARDED", "summon"): "SUMMONED",
+    ("SUMMONED", "restore"): "SHARDED",
 }
-"""The table above: state, event, the state after it."""
+"""The arrows of the picture above: a state and an event, and the state after it."""
+
+USABLE: Final = frozenset({"UNSHARDED", "SUMMONED"})
 
 
 class UnshardState:
@@ -71,8 +71,8 @@ class UnshardState:
         self.on_backward: Callable[[], None] | None = None
 
     def after(self, event: str) -> None:
-        """Go to the next state. KeyError for an event that cannot be in this one."""
-        self.now = TRANSITIONS[self.now][event]
+        """Go along the arrow of this event, if there is one."""
+        self.now = TRANSITIONS.get((self.now, event), self.now)
 
 
 class UnshardedParameter(nn.Parameter):
@@ -110,7 +110,7 @@ class UnshardedParameter(nn.Parameter):
         if not _only_inspects(func):
             for unsharded in _unsharded_among((*args, *kwargs.values()) if kwargs else args):
                 used.add(unsharded.state)
-                if "use" not in TRANSITIONS[unsharded.state.now]:
+                if unsharded.state.now not in USABLE:
                     raise MisuseError(
                         f"FSDP: {unsharded.name_in_model} was used while its parameter group "
                         f"({unsharded.state.group}) was sharded. A group's full parameters are "
@@ -127,7 +127,7 @@ class UnshardedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         values: object = f"{list(self.shape)}, sharded"
-        if "use" in TRANSITIONS[self.state.now]:
+        if self.state.now in USABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 values = repr(self.detach())
         return f"UnshardedParameter({self.name_in_model}: {values})"
@@ -241,11 +241,10 @@ class ParameterSwap:
             if at.name in late:
                 self._refuse_replaced(at.name)
         if late:
-            raise MisuseError(
-                f"rank {self._rank}: FSDP: {', '.join(late)} came to the module after FSDP was "
-                "built, and would be on each rank by itself: build it when the module is complete",
-                rank=self._rank,
-                op="FSDP",
+            refuse(
+                self._rank,
+                f"{', '.join(late)} came to the module after FSDP was built, and would be on each "
+                "rank by itself: build it when the module is complete",
             )
 
     def _update_recurrent(self) -> None:
@@ -253,13 +252,11 @@ class ParameterSwap:
             names: Sequence[str] = module._flat_weights_names
             module._flat_weights = [getattr(module, name, None) for name in names]
 
-    def _refuse_replaced(self, name: str) -> None:
+    def _refuse_replaced(self, name: str) -> NoReturn:
         self.swap_out()
-        raise MisuseError(
-            f"rank {self._rank}: FSDP: the parameter {name} was replaced after FSDP was "
-            "built, or its .data was (as by .half() or .double()), so it is no shard any more: "
-            "change values with load_state_dict or summon_full_params, or build FSDP after the "
-            "change",
-            rank=self._rank,
-            op="FSDP",
+        refuse(
+            self._rank,
+            f"the parameter {name} was replaced after FSDP was built, or its .data was (as by "
+            ".half() or .double()), so it is no shard any more: change values with "
+            "load_state_dict or summon_full_params, or build FSDP after the change",
         )

@@ -30,7 +30,7 @@ class WriteEpoch:
     number   how many there were; what a forward pass has read is of one of them
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], shard_group: Backend | None) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], shard_group: Backend) -> None:
         self.number = 0
         self._groups = groups
         self._flats = [flat for group in groups for flat in group.flats]
@@ -63,7 +63,7 @@ class WriteEpoch:
         for group in self._groups:
             group.reshard()
         if self._in_place:
-            self._barrier(f"FSDP: before {what}, {self.number}")
+            self._shard_group.barrier(label=f"FSDP: before {what}, {self.number}")
         self._writer = what
 
     def end(self, what: str) -> None:
@@ -79,6 +79,7 @@ class WriteEpoch:
 
     def settle(self) -> None:
         """Before parameters are read: wait until what was written is there, on all ranks."""
+        barrier = self._shard_group.barrier
         if self._writer is not None:  # a step that failed, or one that computes a closure
             self._depth = 0
             self.end(self._writer)
@@ -86,17 +87,17 @@ class WriteEpoch:
             # Someone has written who did not say so, as `p.sub_(...)` does.
             self._next_epoch()
             if self._in_place:
-                self._barrier(f"FSDP: parameters were written, {self.number}")
+                barrier(label=f"FSDP: parameters were written, {self.number}")
         self._wait_for_writers()
         if not self._stale:
             return
         self._stale = False
         if self._copies:
-            self._barrier(f"FSDP: before shards are converted, {self.number}")
+            barrier(label=f"FSDP: before shards are converted, {self.number}")
         for flat in self._flats:
             flat.convert()
         if self._copies:
-            self._barrier(f"FSDP: after shards are converted, {self.number}")
+            barrier(label=f"FSDP: after shards are converted, {self.number}")
 
     def _next_epoch(self) -> None:
         self.number += 1
@@ -105,23 +106,16 @@ class WriteEpoch:
         for group in self._groups:
             group.reshard()
         for flat in self._flats:
-            flat.outdate()
+            flat.current = False
 
     def _wait_for_writers(self) -> None:
         if self._all_written is not None:
             written, self._all_written = self._all_written, None
-            assert self._shard_group is not None
             self._shard_group.wait(written)
 
     def _say_written(self, what: str) -> None:
-        assert self._shard_group is not None
-        self._all_written = self._shard_group.start_barrier(
-            label=f"FSDP: after {what}, {self.number}"
-        )
-
-    def _barrier(self, label: str) -> None:
-        assert self._shard_group is not None
-        self._shard_group.barrier(label=label)
+        label = f"FSDP: after {what}, {self.number}"
+        self._all_written = self._shard_group.start_barrier(label=label)
 
     def _count_versions(self) -> int:
         return sum(p._version for flat in self._flats for p in flat.parameters)
