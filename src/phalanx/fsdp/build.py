@@ -13,7 +13,7 @@ from phalanx.collectives.request import in_place
 from phalanx.collectives.resolve import start
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
-from phalanx.fsdp.flat_param import ShardGroups, ShardingPlan, StoragePool, trim_heap
+from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, ShardingPlan, StoragePool, trim_heap
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
 from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, cut
 from phalanx.fsdp.runtime import FsdpRuntime
@@ -61,11 +61,7 @@ def build(
         module = model.get_submodule(name)
         made[name] = group = ParameterGroup(name, module, cuts[name], plan, compression)
         for flat in group.flats:
-            full = flat.joined()
-            if backend.world_size > 1:
-                label = f"FSDP takes rank 0's values of {', '.join(flat.names)}"
-                start(in_place("broadcast", full, root=0), backend, label=label).wait()
-            flat.adopt(full)
+            _adopt_values(flat, backend)
     trim_heap()  # the values that the model was built with are gone
     broadcast_all_([*model.buffers()], backend, 0, label="FSDP's buffers")
     groups = [made[name] for name in cuts]
@@ -78,13 +74,22 @@ def build(
     return runtime, _hook(runtime, precision)
 
 
+def _adopt_values(flat: FlatParameter, backend: Backend) -> None:
+    """Give each rank its shard of rank 0's values. Moves the full values once."""
+    full = flat.joined()
+    if backend.world_size > 1:
+        label = f"FSDP takes rank 0's values of {', '.join(flat.names)}"
+        start(in_place("broadcast", full, root=0), backend, label=label).wait()
+    flat.adopt(full)
+
+
 # Hooks ------------------------------------------------------------------------------------------
 
 
 def _hook(runtime: FsdpRuntime, precision: MixedPrecision | None) -> Callable[[], None]:
-    """Tell the runtime of passes, until the function is called that this returns.
+    """Tell the runtime of passes; the function that is returned removes the hooks.
 
-    That function holds no model, so an FSDP whose last user drops it can be told by it.
+    It refers to no model, so that `weakref.finalize` can keep it without keeping the FSDP.
     """
     handles: list[Any] = []
     for group in runtime.groups:

@@ -105,7 +105,7 @@ class UnshardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, unless the group is not unsharded; let autograd tell of its results."""
+        """Run `func`, if the state allows it, and notice the backward pass through its results."""
         used: set[UnshardState] = set()
         if not _only_inspects(func):
             for unsharded in _unsharded_among((*args, *kwargs.values()) if kwargs else args):
