@@ -81,6 +81,22 @@ def test_a_step_after_a_prefetch_is_seen_by_the_forward_pass(where: Any):
     on_ranks(where, RANKS, mlp, body)
 
 
+@somewhere
+def test_a_write_that_was_not_announced_after_a_prefetch_is_seen_by_the_forward_pass(where: Any):
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        fsdp.prefetch_forward_params()
+        with torch.no_grad():
+            for parameter in fsdp.parameters():
+                parameter.mul_(2)
+        output = fsdp(noise(4, 6))
+        plain = mlp()
+        plain.load_state_dict(fsdp.full_state_dict())
+        torch.testing.assert_close(output, plain(noise(4, 6)))
+
+    on_ranks(where, RANKS, mlp, body)
+
+
 @pytest.mark.parametrize("strategy", KEEPS, ids=str)
 def test_strategies_that_keep_full_parameters_have_nothing_to_prefetch(strategy: Any):
     def body(model: nn.Module, backend: Backend) -> None:
