@@ -17,10 +17,10 @@ from phalanx import FSDP, Backend, ShardingStrategy, spawn
 from phalanx.tools.bench.peak import GIVES_BACK, Meter, gives_back, lacks_peaks
 
 LAYERS, WIDTH = 16, 1024
-UNIT = WIDTH * WIDTH * 4
-PARAMETERS = LAYERS * UNIT
+GROUP = WIDTH * WIDTH * 4
+PARAMETERS = LAYERS * GROUP
 RANKS = 2
-IN_FLIGHT = 4 * UNIT  # one that computes, its gradients, one that comes, one in a reduce-scatter
+IN_FLIGHT = 4 * GROUP  # one that computes, its gradients, one that comes, one in a reduce-scatter
 TENTH = 1.1
 STRATEGIES = {
     "tcp": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
@@ -81,7 +81,7 @@ def peaks() -> Iterator[Peaks]:
 
 
 @pytest.mark.parametrize("backend", ["tcp", "shm"])
-def test_full_shard_holds_its_part_of_everything_and_the_units_in_flight(
+def test_full_shard_holds_its_part_of_everything_and_the_groups_in_flight(
     peaks: Peaks, backend: str
 ) -> None:
     """Parameters, gradients, two moments of Adam. Common memory counts by halves."""

@@ -32,7 +32,7 @@ WAYS: list[Way] = [
     (SHARD_GRAD_OP, MESSAGES),
     (NO_SHARD, COMMON),
 ]
-"""Every strategy, and both ways to gather: what most promises are tried on."""
+"""Every strategy, and both ways to unshard: what most promises are tried on."""
 
 WITH_HYBRID: list[Way] = [*WAYS, (ShardingStrategy.hybrid(1), COMMON)]
 

@@ -198,3 +198,41 @@ def test_no_sync_ends_with_its_block_though_that_fails_and_may_be_nested():
         backward(model, rank, 0)
         backward(model, rank, 1)
     assert_close(joined(on_ranks(COMMON, RANKS, mlp, body)), mean_of([gradients(m) for m in plain]))
+
+
+class Sometimes(nn.Module):
+    """A layer that one rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.used else x + 0
+
+
+@way
+def test_after_sync_gradients_what_a_rank_has_not_used_counts_as_zeros_still(
+    strategy: Any, where: Any
+):
+    build = lambda: seeded(lambda: nn.Sequential(Sometimes(), Sometimes()))  # noqa: E731
+
+    def last(fsdp: nn.Module, model: Any, rank: int) -> None:
+        model[0].used = rank == 0
+        fsdp(noise(4, 6, seed=rank).requires_grad_()).pow(2).sum().backward()
+
+    def body(model: Any, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        with fsdp.no_sync():
+            backward(fsdp, backend.rank, 1)
+        fsdp.sync_gradients()
+        fsdp.zero_grad()
+        last(fsdp, model, backend.rank)
+        return gradient_pieces(fsdp)
+
+    plain = [build() for _ in range(RANKS)]
+    for rank, model in enumerate(plain):
+        last(model, model, rank)
+    found = joined(on_ranks(where, RANKS, build, body))
+    assert_close(found, mean_of([gradients(model) for model in plain]))

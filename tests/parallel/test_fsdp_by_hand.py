@@ -53,7 +53,7 @@ def test_prefetched_parameters_are_used_by_the_next_forward_pass(strategy: Any, 
     on_ranks(where, RANKS, mlp, body)
 
 
-def test_a_prefetch_begins_to_gather_and_does_not_wait():
+def test_a_prefetch_begins_to_unshard_and_does_not_wait():
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend)
         watched = Watched(backend)
@@ -73,6 +73,22 @@ def test_a_step_after_a_prefetch_is_seen_by_the_forward_pass(where: Any):
         fsdp(noise(4, 6)).pow(2).sum().backward()
         fsdp.prefetch_forward_params()
         torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+        output = fsdp(noise(4, 6))
+        plain = mlp()
+        plain.load_state_dict(fsdp.full_state_dict())
+        torch.testing.assert_close(output, plain(noise(4, 6)))
+
+    on_ranks(where, RANKS, mlp, body)
+
+
+@somewhere
+def test_a_write_that_was_not_announced_after_a_prefetch_is_seen_by_the_forward_pass(where: Any):
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        fsdp.prefetch_forward_params()
+        with torch.no_grad():
+            for parameter in fsdp.parameters():
+                parameter.mul_(2)
         output = fsdp(noise(4, 6))
         plain = mlp()
         plain.load_state_dict(fsdp.full_state_dict())

@@ -30,7 +30,7 @@ RANKS = 2
 
 
 class Block(nn.Module):
-    """`inside`: it computes its own layers again, which are no units."""
+    """`inside`: it computes its own layers again, which are no groups."""
 
     def __init__(self, inside: bool | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Inside(nn.Module):
-    """Checkpoints inside units."""
+    """Checkpoints inside groups."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Inside(nn.Module):
 
 
 class Around(nn.Module):
-    """A checkpoint around each unit."""
+    """A checkpoint around each group."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Around(nn.Module):
 
 
 class Several(Around):
-    """One checkpoint around several units, and one inside the other."""
+    """One checkpoint around several groups, and one inside the other."""
 
     def pair(self, x: Tensor) -> Tensor:
         return self.blocks[1](checkpoint(self.blocks[0], x, use_reentrant=self.reentrant))

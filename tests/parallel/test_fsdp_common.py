@@ -44,7 +44,7 @@ class Weights(nn.Module):
 
 def build(backend: Backend, **options: object) -> tuple[FSDP, torch.optim.Optimizer]:
     model = FSDP(Counter(), backend, **options)  # type: ignore[arg-type]
-    assert all(flat.common for flat in model._flats)
+    assert all(flat.common for flat in model._runtime.flats)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -184,9 +184,9 @@ def test_a_rank_that_does_not_step_is_named() -> None:
 def test_the_full_parameters_of_all_ranks_are_the_same_memory() -> None:
     def run(backend: Backend) -> list[float]:
         model, _ = build(backend)
-        flat = model._flats[0]
-        flat.full[backend.rank] = 1 + backend.rank
+        flat = model._runtime.flats[0]
+        flat.unsharded[backend.rank] = 1 + backend.rank
         backend.barrier()
-        return flat.full[:3].tolist()
+        return flat.unsharded[:3].tolist()
 
     assert simulate(run, 3) == [[1, 2, 3]] * 3

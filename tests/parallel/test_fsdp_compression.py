@@ -294,7 +294,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
 def bytes_of_gradients(
     ranks: int, strategy: Any, compression: Compressor | None, where: Cluster = BATON
 ) -> int:
-    """What rank 0 sends in a second backward pass, besides gathers: counted twice."""
+    """What rank 0 sends in a second backward pass, besides all-gathers: counted twice."""
 
     def body(model: nn.Module, backend: Backend) -> int:
         fsdp = FSDP(model, backend, strategy=strategy, compression=compression)
@@ -403,7 +403,7 @@ class Refusal(RuntimeError):
 
 @few
 def test_a_backward_pass_that_fails_leaves_what_was_left_over(name: str, ranks: int, strategy: Any):
-    """The same layer fails on all ranks, when some units are on their way."""
+    """The same layer fails on all ranks, when some groups are on their way."""
 
     def failing(fsdp: FSDP, backend: Backend) -> None:
         def refuse(*_: object) -> None:
@@ -421,18 +421,18 @@ def test_a_backward_pass_that_fails_leaves_what_was_left_over(name: str, ranks: 
         assert_same_bits([one, other])
 
 
-# Units and parameters that are not used --------------------------------------------------------
+# Groups and parameters that are not used -------------------------------------------------------
 
 
 @few
-@pytest.mark.parametrize("one_unit", [False, True])
+@pytest.mark.parametrize("one_group", [False, True])
 def test_what_was_left_over_of_unused_parameters_comes_later_or_is_kept(
-    one_unit: bool, name: str, ranks: int, strategy: Any
+    one_group: bool, name: str, ranks: int, strategy: Any
 ):
-    """In a unit that is used it comes on all ranks; in one that is not it waits."""
+    """In a group that is used it comes on all ranks; in one that is not it waits."""
 
     def body(model: nn.Module, backend: Backend) -> Any:
-        unit = (lambda module: module is model) if one_unit else None
+        unit = (lambda module: module is model) if one_group else None
         fsdp = FSDP(
             *(model, backend),
             strategy=strategy,

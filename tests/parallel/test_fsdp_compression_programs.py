@@ -1,4 +1,4 @@
-"""Random programs of passes, accumulation, units used twice or not, infinities and failures, which
+"""Random programs of passes, accumulation, groups used twice or not, infinities and failures, which
 other ranks and strategies go on with:
 
 gradients that came + what averages lack  ==  gradients that there were + what they lacked
@@ -58,7 +58,7 @@ class Phase:
     def __init__(self, draw: random.Random, seed: int, state: dict[str, Tensor]) -> None:
         self.strategy = draw.choice(STRATEGIES)
         self.ranks = draw.choice([2, 4] if self.strategy.name == "hybrid" else [1, 2, 3, 4])
-        self.one_unit = draw.random() < 0.5
+        self.one_group = draw.random() < 0.5
         self.acts = draw.choices(ACTS, k=3)
         self.culprit = draw.randrange(self.ranks)
         self.seed = seed
@@ -66,7 +66,7 @@ class Phase:
 
     def run(self, backend: Backend, make: Any) -> Any:
         model = seeded(Branches)
-        unit = (lambda module: module is model) if self.one_unit else None
+        unit = (lambda module: module is model) if self.one_group else None
         compression = ErrorFeedback(make())
         fsdp = FSDP(model, backend, strategy=self.strategy, unit=unit, compression=compression)
         fsdp.load_own_state(self.state)

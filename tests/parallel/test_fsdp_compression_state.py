@@ -145,7 +145,7 @@ def test_averages_lack_as_much_as_before(kind: str, before: Any, now: Any, tmp_p
         torch.testing.assert_close(loaded[name], value, rtol=2**-23, atol=1e-12)
 
 
-def test_units_may_be_others(tmp_path: Path):
+def test_groups_may_be_others(tmp_path: Path):
     """So what a rank has of each parameter with a hybrid strategy is another part."""
 
     def build(backend: Backend, unit: Any) -> FSDP:

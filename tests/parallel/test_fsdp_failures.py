@@ -25,10 +25,10 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, DesyncError, PeerLostError
-from phalanx.fsdp.flat_param import Flat
-from phalanx.fsdp.parameter_group import Call
-from phalanx.fsdp.runtime import Conductor
-from phalanx.fsdp.unsharded import Whole
+from phalanx.fsdp.flat_param import FlatParameter
+from phalanx.fsdp.parameter_group import ForwardCall
+from phalanx.fsdp.runtime import FsdpRuntime
+from phalanx.fsdp.unsharded import UnshardedParameter
 
 RANKS = 3
 WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, BATON)]
@@ -131,8 +131,8 @@ def test_a_batch_may_be_tried_again_while_its_error_is_being_handled(strategy: A
             pieces = assert_next_step_works(fsdp, backend)
             with torch.no_grad():
                 fsdp(noise(4, 6))
-            for unit in fsdp._units:
-                assert not unit.presence.now
+            for group in fsdp._runtime.groups:
+                assert group.state.now == "SHARDED"
         return pieces
 
     assert_close(joined(on_ranks(where, RANKS, build, body)), plain_gradients())
@@ -252,7 +252,7 @@ def test_a_rank_that_leaves_a_pass_out_is_told_that_it_is_out_of_step(strategy: 
 # What it leaves --------------------------------------------------------------------------------
 
 
-PARTS = (FSDP, Conductor, Flat, Call, Whole)
+PARTS = (FSDP, FsdpRuntime, FlatParameter, ForwardCall, UnshardedParameter)
 
 
 def parts_alive() -> set[int]:

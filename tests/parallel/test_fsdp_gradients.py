@@ -46,7 +46,7 @@ class MixedDtypes(nn.Module):
 
 
 class Shared(nn.Module):
-    """One weight in two modules of a unit, and another one in two units."""
+    """One weight in two modules of a group, and another one in two groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
 
 class OneLayer(nn.Linear):
-    """The model itself is the only unit."""
+    """The model itself is the only group."""
 
     def __init__(self) -> None:
         super().__init__(6, 3)
@@ -222,7 +222,7 @@ NESTED = {
 
 @pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
 @pytest.mark.parametrize("unit", NESTED.values(), ids=NESTED)
-def test_they_are_so_whatever_is_gathered_together(unit: Any, where: Any):
+def test_they_are_so_whatever_is_unsharded_together(unit: Any, where: Any):
     build = MODELS["Deep"]
 
     def body(model: nn.Module, backend: Backend) -> Any:

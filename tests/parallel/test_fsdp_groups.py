@@ -71,7 +71,7 @@ def test_hybrid_cuts_over_consecutive_ranks_and_copies_between_them():
     assert on_ranks(BATON, 6, build, body) == [first, second] * 3
 
 
-def test_hybrid_gathers_and_reduces_nothing_over_all_ranks_at_once():
+def test_hybrid_unshards_and_reduces_nothing_over_all_ranks_at_once():
     def body(model: nn.Module, backend: Backend) -> list[str]:
         fsdp = FSDP(model, backend, strategy=hybrid(2))
         watched = Watched(backend)

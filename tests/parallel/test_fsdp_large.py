@@ -1,4 +1,4 @@
-"""Units of more than a mebibyte: in shared memory gradients are folded from where they are."""
+"""Groups of more than a mebibyte: in shared memory gradients are reduced from where they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_NAME = {cluster.name: cluster for cluster in CLUSTERS}
 
 
 def layers() -> nn.Module:
-    """One unit of two layers, whose parameters lie across the borders of shards."""
+    """One group of two layers, whose parameters lie across the borders of shards."""
     both = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     assert sum(p.nbytes for p in both.parameters()) > LARGE
     return nn.Sequential(both)
@@ -30,7 +30,7 @@ def twice(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["shm", "sub of shm", "tcp"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["", "mixed precision"])
-def test_gradients_of_large_units_equal_those_of_the_plain_model(
+def test_gradients_of_large_groups_equal_those_of_the_plain_model(
     size: int, name: str, mixed: torch.dtype | None
 ) -> None:
     batch = noise(size * 2, WIDTH)

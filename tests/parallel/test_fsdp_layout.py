@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx import FSDP, ShardingStrategy
-from phalanx.fsdp.flat_param import Layout
+from phalanx.fsdp.flat_param import FlatLayout
 from phalanx.parallel.wrapper import Slice
 
 PICTURES = [
@@ -41,7 +41,7 @@ PICTURES = [
     ("shapes", "parts", "picture"), [row[1:] for row in PICTURES], ids=[row[0] for row in PICTURES]
 )
 def test_the_picture_of_a_layout(shapes: list[tuple[int, ...]], parts: int, picture: str):
-    assert Layout(shapes, parts).picture("wb"[: len(shapes)]) == picture
+    assert FlatLayout(shapes, parts).picture("wb"[: len(shapes)]) == picture
 
 
 SHAPES = st.lists(
@@ -51,7 +51,7 @@ SHAPES = st.lists(
 
 @given(SHAPES, st.integers(1, 9))
 def test_shards_tile_every_parameter_exactly_once(shapes: list[tuple[int, ...]], parts: int):
-    layout = Layout(shapes, parts)
+    layout = FlatLayout(shapes, parts)
     assert 0 <= layout.padded - layout.total < parts
     assert layout.shard * parts == layout.padded
     for number, shape in enumerate(shapes):
@@ -70,7 +70,7 @@ def test_shards_tile_every_parameter_exactly_once(shapes: list[tuple[int, ...]],
 
 @given(SHAPES, st.integers(1, 9))
 def test_the_picture_is_what_the_parts_say(shapes: list[tuple[int, ...]], parts: int):
-    layout = Layout(shapes, parts)
+    layout = FlatLayout(shapes, parts)
     letters = "abcdef"[: len(shapes)]
     shards = [["."] * layout.shard for _ in range(parts)]
     for number, letter in enumerate(letters):

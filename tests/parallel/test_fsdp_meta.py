@@ -1,4 +1,4 @@
-"""Models on the meta device get their values unit by unit, the same as when they are built."""
+"""Models on the meta device get their values group by group, the same as when they are built."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_rank_ever_holds_more_than_its_shards_and_a_unit():
+def test_no_rank_ever_holds_more_than_its_shards_and_a_group():
     layers, side, ranks = 8, 64, 4
-    unit = side * (side + 1) * 4
+    group = side * (side + 1) * 4
 
     def build() -> nn.Module:
         return on_meta(lambda: nn.Sequential(*(nn.Linear(side, side) for _ in range(layers))))
@@ -120,8 +120,8 @@ def test_no_rank_ever_holds_more_than_its_shards_and_a_unit():
     from fsdp_runs import MESSAGES
 
     for most in on_ranks(MESSAGES, ranks, build, body):
-        assert most <= layers * unit / ranks + 3 * unit  # the values, joined, on their way
-        assert most < layers * unit / 1.5
+        assert most <= layers * group / ranks + 3 * group  # the values, joined, on their way
+        assert most < layers * group / 1.5
 
 
 def test_a_module_that_cannot_give_values_is_named():

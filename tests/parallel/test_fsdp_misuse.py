@@ -173,9 +173,11 @@ def test_hybrid_needs_a_multiple_of_its_group(ranks: int, k: int):
             ShardingStrategy.hybrid(wrong)
 
 
-def test_prefetch_is_a_number_of_units():
+def test_prefetch_is_a_number_of_groups():
     def body(model: nn.Module, backend: Backend) -> None:
-        with pytest.raises(ValueError, match="prefetch is a number of units, or 0, not -1"):
+        with pytest.raises(
+            ValueError, match="prefetch is a number of parameter groups, or 0, not -1"
+        ):
             FSDP(model, backend, prefetch=-1)
 
     on_ranks(BATON, 1, mlp, body)
@@ -191,7 +193,7 @@ RULES: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_rule_that_makes_no_units_is_refused(rule: Any):
+def test_a_rule_that_makes_no_groups_is_refused(rule: Any):
     unit, kind, said = rule
 
     def body(model: nn.Module, backend: Backend) -> None:
@@ -276,7 +278,7 @@ def test_sparse_gradients_are_refused_by_name_and_training_may_go_on():
             assert "sparse=False" in str(error)
 
 
-def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_unit():
+def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_group():
     """Its hooks are never run, for `forward` is not called through the module."""
 
     class Calls(nn.Module):
@@ -289,7 +291,9 @@ def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_unit():
 
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend)
-        with pytest.raises(MisuseError, match=r"inner.trunk.weight was used while its unit"):
+        with pytest.raises(
+            MisuseError, match=r"inner.trunk.weight was used while its parameter group"
+        ):
             fsdp(x_of(0))
         fsdp.unwrap()
         FSDP(model, backend, unit=Calls)(x_of(0)).sum().backward()

@@ -211,7 +211,7 @@ def test_the_state_of_all_ranks_together_is_as_large_as_the_model_s():
     total = sum(p.numel() for p in mlp().parameters())
     found = on_ranks(BATON, RANKS, mlp, body)
     assert sum(found) == total
-    assert max(found) - min(found) <= 3  # units
+    assert max(found) - min(found) <= 3  # groups
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

@@ -24,7 +24,7 @@ from fsdp_runs import (
 from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, MixedPrecision, ShardingStrategy
-from phalanx.fsdp.unsharded import Whole
+from phalanx.fsdp.unsharded import UnshardedParameter
 
 WAYS = [
     (2, FULL_SHARD, COMMON),
@@ -145,7 +145,7 @@ def test_what_is_in_which_dtype(cast: bool, ranks: int, strategy: Any, where: An
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, BF16, torch.float64])
-def test_gathers_move_the_computing_dtype_and_reductions_theirs(reduce_dtype: torch.dtype):
+def test_all_gathers_move_the_computing_dtype_and_reductions_theirs(reduce_dtype: torch.dtype):
     def body(model: nn.Module, backend: Backend) -> list[str]:
         precision = MixedPrecision(BF16, reduce_dtype=reduce_dtype)
         fsdp = FSDP(model, backend, mixed_precision=precision)
@@ -211,7 +211,7 @@ def test_full_parameters_say_what_they_are():
         fsdp = FSDP(model, backend, mixed_precision=BF16)
         model[0].register_forward_hook(lambda m, *_: seen.append(m.weight))
         fsdp(noise(4, 6))
-        assert isinstance(seen[0], Whole)
+        assert isinstance(seen[0], UnshardedParameter)
         return repr(seen[0])
 
-    assert on_ranks(BATON, 2, mlp, body) == ["Whole(0.weight: [8, 6], freed)"] * 2
+    assert on_ranks(BATON, 2, mlp, body) == ["UnshardedParameter(0.weight: [8, 6], sharded)"] * 2

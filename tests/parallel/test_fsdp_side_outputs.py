@@ -1,4 +1,4 @@
-"""A unit may keep a loss of its own as an attribute: the backward pass comes in there first."""
+"""A group may keep a loss of its own as an attribute: the backward pass comes in there first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(model: nn.Module, inner: nn.Sequential, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["tcp", "shm"])
-def test_a_backward_pass_that_comes_in_by_an_attribute_finds_the_unit_there(name: str) -> None:
+def test_a_backward_pass_that_comes_in_by_an_attribute_finds_the_group_unsharded(name: str) -> None:
     expected, x = seeded(experts), noise(4, 6)
     models = [seeded(experts) for _ in range(2)]
     for _ in range(3):

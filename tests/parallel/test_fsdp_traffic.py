@@ -46,7 +46,7 @@ def test_a_step_moves_so_many_times_the_parameters(
         assert least <= sent <= least + FLAGS
 
 
-def test_in_half_precision_a_gather_moves_half() -> None:
+def test_in_half_precision_an_all_gather_moves_half() -> None:
     def run(backend: Backend) -> int:
         return bytes_of_a_step(backend, ShardingStrategy.FULL_SHARD, mixed_precision=torch.bfloat16)
 
@@ -73,10 +73,10 @@ def test_accumulation_without_sync_moves_no_gradients() -> None:
         return watched.bytes_sent
 
     for sent in over_tcp(run, 2):
-        assert sent == 2 * BYTES // 2  # two gathers
+        assert sent == 2 * BYTES // 2  # two all-gathers
 
 
-def test_where_memory_is_shared_a_gather_moves_nothing() -> None:
+def test_where_memory_is_shared_to_unshard_moves_nothing() -> None:
     def run(backend: Backend) -> int:
         return bytes_of_a_step(backend, ShardingStrategy.FULL_SHARD)
 
@@ -84,8 +84,8 @@ def test_where_memory_is_shared_a_gather_moves_nothing() -> None:
         assert sent <= BYTES // 2 + FLAGS  # the reduce-scatter
 
 
-def test_the_next_unit_is_on_its_way_while_one_computes() -> None:
-    """Forward 0 1 2, backward 2 1 0; each gather is started one unit ahead."""
+def test_the_next_group_is_on_its_way_while_one_computes() -> None:
+    """Forward 0 1 2, backward 2 1 0; each all-gather is started one group ahead."""
 
     def run(backend: Backend) -> list[str]:
         model = FSDP(layers(), backend)
@@ -93,9 +93,9 @@ def test_the_next_unit_is_on_its_way_while_one_computes() -> None:
         events: list[str] = []
         watched = Watched(backend)
         watched.events = events
-        for unit in range(LAYERS):
-            model.module[unit].register_forward_hook(
-                lambda *_, unit=unit: events.append(f"computed {unit}")
+        for group in range(LAYERS):
+            model.module[group].register_forward_hook(
+                lambda *_, group=group: events.append(f"computed {group}")
             )
         model(torch.ones(2, WIDTH)).sum().backward()
         return [
@@ -110,7 +110,7 @@ def test_the_next_unit_is_on_its_way_while_one_computes() -> None:
     assert events == [*forward, *backward]
 
 
-def test_without_prefetch_each_is_gathered_when_it_is_needed() -> None:
+def test_without_prefetch_each_is_unsharded_when_it_is_needed() -> None:
     def run(backend: Backend) -> list[str]:
         model = FSDP(layers(), backend, prefetch=0)
         watched = Watched(backend)

@@ -45,7 +45,7 @@ def step(model: nn.Module, rank: int, number: int, names: list[str]) -> None:
 @pytest.mark.checkered
 @way
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_inside_a_unit_they_count_as_zeros_and_stay_none_where_no_rank_used_them(
+def test_inside_a_group_they_count_as_zeros_and_stay_none_where_no_rank_used_them(
     plan: Plan, strategy: Any, where: Any
 ):
     def body(model: nn.Module, backend: Backend) -> list[Any]:
@@ -68,7 +68,7 @@ def test_inside_a_unit_they_count_as_zeros_and_stay_none_where_no_rank_used_them
 
 
 @way
-def test_a_unit_that_no_rank_uses_is_not_moved_by_the_optimizer(strategy: Any, where: Any):
+def test_a_group_that_no_rank_uses_is_not_moved_by_the_optimizer(strategy: Any, where: Any):
     def body(model: nn.Module, backend: Backend) -> bool:
         fsdp = FSDP(model, backend, strategy=strategy)
         optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1, weight_decay=0.5)
@@ -97,7 +97,7 @@ class Two(nn.Module):
 
 
 class Chain(nn.Module):
-    """A unit's output is the next one's input, the very same tensor."""
+    """A group's output is the next one's input, the very same tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
 
 class Towers(nn.Module):
-    """Units whose inputs need no gradients, so that no gradient tells where they end."""
+    """Groups whose inputs need no gradients, so that no gradient tells where they end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Repeats(nn.Module):
 @pytest.mark.checkered
 @way
 @pytest.mark.parametrize("kind", [Chain, Decoder, Towers, Repeats])
-def test_units_are_reduced_in_one_order_though_not_all_ranks_have_all_gradients(
+def test_groups_are_reduced_in_one_order_though_not_all_ranks_have_all_gradients(
     kind: Callable[[], nn.Module], strategy: Any, where: Any
 ):
     """A rank that lacks one could only tell at the end; the others do not wait until then."""
@@ -179,7 +179,7 @@ def test_units_are_reduced_in_one_order_though_not_all_ranks_have_all_gradients(
 
 
 @pytest.mark.parametrize(("strategy", "where"), [WAYS[1], WAYS[2]], ids=["messages", "baton"])
-def test_ranks_that_use_other_units_are_told_which(strategy: Any, where: Any):
+def test_ranks_that_use_other_groups_are_told_which(strategy: Any, where: Any):
     def body(model: nn.Module, backend: Backend) -> BaseException | None:
         fsdp = FSDP(model, backend, strategy=strategy)
         names = ["left"] if backend.rank else ["left", "right"]

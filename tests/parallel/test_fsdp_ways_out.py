@@ -1,4 +1,4 @@
-"""Where what a unit computes goes: not only into its outputs, and not only once."""
+"""Where what a group computes goes: not only into its outputs, and not only once."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def penalty(model: nn.Module, x: Tensor) -> None:
 
 
 class InPlace(nn.Module):
-    """Outputs of units are changed, and cut."""
+    """Outputs of groups are changed, and cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Leaks(nn.Module):
 
 
 @way
-def test_a_full_parameter_that_was_kept_cannot_be_used_when_its_unit_is_freed(
+def test_a_full_parameter_that_was_kept_cannot_be_used_when_its_group_is_sharded(
     strategy: Any, where: Any
 ):
     """The memory may be gone, or it may be there, and written by others."""
@@ -244,18 +244,18 @@ def test_a_full_parameter_that_was_kept_cannot_be_used_when_its_unit_is_freed(
             lambda: torch.nn.functional.linear(input=noise(4, 6), weight=weight),
         ):
             with pytest.raises(
-                MisuseError, match=r"layer.weight was used while its unit \(layer\)"
+                MisuseError, match=r"layer.weight was used while its parameter group \(layer\)"
             ):
                 use()
         assert weight.shape == (6, 6)
-        assert "layer.weight: [6, 6], freed" in repr(weight)
+        assert "layer.weight: [6, 6], sharded" in repr(weight)
         output.sum().backward()
 
     on_ranks(where, RANKS, lambda: seeded(Leaks), body)
 
 
 class Reads(nn.Module):
-    """Computes with a parameter of a unit that it does not call."""
+    """Computes with a parameter of a group that it does not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,9 @@ class Reads(nn.Module):
 
 
 @way
-def test_a_module_that_reads_another_unit_s_parameter_is_told_what_to_do(strategy: Any, where: Any):
+def test_a_module_that_reads_another_group_s_parameter_is_told_what_to_do(
+    strategy: Any, where: Any
+):
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend, strategy=strategy)
         with pytest.raises(MisuseError, match=r"one.weight .* put modules that share a parameter"):

@@ -1,9 +1,9 @@
-"""FSDP: every rank keeps a shard of the parameters, and has the whole of a unit while it computes.
+"""FSDP: every rank keeps a shard of the parameters, and unshards a group of them to compute.
 
     rank 0    | a a a . . .  b b . .  c c c . |         parameters() and optimizer state: shards
     rank 1    | . . . a a a  . . b b  . . . c |
-                 gather a -> compute a -> free a         forward
-                 gather a -> compute a -> free a, reduce gradients of a        backward
+                 unshard a -> compute a -> reshard a                           forward
+                 unshard a -> compute a -> reshard a, reduce gradients of a    backward
 
 (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
 """
@@ -25,7 +25,7 @@ from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.build import Initialize, build
-from phalanx.fsdp.state import Sharded
+from phalanx.fsdp.state import ShardedModule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of
 from phalanx.parallel.grad_scaler import clip_, norm_of
 from phalanx.parallel.optimizer_hooks import NOT_ELEMENTWISE, claim, log, owner_of
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from phalanx.fsdp.parameter_group import UnitRule
 
 
-class FSDP(Sharded):
+class FSDP(ShardedModule):
     """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
 
     module       the model; the same on every rank, in structure. Rank 0's values count. It may be
-                 on the meta device: then it is given values unit by unit (`reset_parameters` of
+                 on the meta device: then it is given values group by group (`reset_parameters` of
                  its modules), and no rank ever holds all of it
     backend      the ranks that train together
-    strategy     what is cut, and when full parameters are there: see `ShardingStrategy`
-    unit         what is gathered together: a class of modules, several, or a function of a module.
-                 By default every direct child that has parameters (of a list of modules, its
-                 members). What is in none of these is a unit, too, while the model computes
+    strategy     what is cut, and when parameters are unsharded: see `ShardingStrategy`
+    unit         the modules whose parameters form a group, which is unsharded together: a class of
+                 modules, several, or a function of a module. By default every direct child that has
+                 parameters (of a list of modules, its members). Parameters in none of these form a
+                 group, too, which is unsharded while the model computes
     mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
-    prefetch     how many units are gathered ahead, in forward and in backward
+    prefetch     how many groups are unsharded ahead, in forward and in backward
     initialize   for a model on the meta device: called with each module that has parameters or
                  buffers of its own there, in the place of its `reset_parameters`
     compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
@@ -58,25 +59,27 @@ class FSDP(Sharded):
     other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
     nothing; without it each backward pass adds to the shards' `.grad`.
 
-    A backward pass is noticed where it comes to an output of a unit, or to what was computed from
-    a full parameter in it (a loss kept as an attribute); not to what was computed from a view of
-    one (`x @ weight.t()`), if that leaves the unit by another way than its outputs. Which units a
-    pass uses has to be the same on all ranks, or `DesyncError` names them; inside a unit ranks may
+    A parameter group is sharded, unsharded while it computes, and sharded again; `unsharded.py`
+    draws its states. Who uses a full parameter while it is sharded gets a `MisuseError`. A backward
+    pass is noticed where it comes to an output of a group's module, or to what was computed from a
+    full parameter in it (a loss kept as an attribute); not to what was computed from a view of one
+    (`x @ weight.t()`), if that leaves the module by another way than its outputs. Which groups a
+    pass uses has to be the same on all ranks, or `DesyncError` names them; inside a group ranks may
     use other parameters, and what a rank did not use counts as zeros.
 
-    On one host with shared memory (`backend.common`) the full parameters exist once, and a gather
+    On one host with shared memory (`backend.common`) the full parameters exist once, and to unshard
     moves nothing: it waits until all ranks have written. Who writes parameters, other than through
     a torch optimizer or the methods of this class, does so inside `writing()`.
 
     Moves, per step and rank, with n bytes of parameters and p ranks: FULL_SHARD 3(p-1)/p n,
     SHARD_GRAD_OP 2(p-1)/p n, NO_SHARD an all-reduce of n. Keeps n/p of parameters, gradients and
-    optimizer state each, and the units in flight: one that computes, with its gradients, `prefetch`
-    that come, and the gradients of one in a reduce-scatter.
+    optimizer state each, and the groups in flight: one that computes, with its gradients,
+    `prefetch` that are being unsharded, and the gradients of one in a reduce-scatter.
 
     With `compression` gradients are reduced by a copy of that compressor, `.compression`: those of
-    a unit together. With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what
-    it is to have of it; with `hybrid` gradients are reduced as they are inside of a group, and
-    compressed between groups, where links are slow; with NO_SHARD as in DDP. What it remembers
+    a group together. With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what
+    it is to have of it; with `hybrid` gradients are reduced as they are inside of a shard group,
+    and compressed between these, where links are slow; with NO_SHARD as in DDP. What it remembers
     (what error feedback has left over) stays as it was if a pass fails, or if a mean is not finite
     on any rank. Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as
     many more while a backward pass runs: as much as a rank without FSDP has for gradients, so shard
@@ -105,7 +108,7 @@ class FSDP(Sharded):
     ) -> None:
         super().__init__(module, backend)
         if prefetch < 0:
-            raise ValueError(f"prefetch is a number of units, or 0, not {prefetch}")
+            raise ValueError(f"prefetch is a number of parameter groups, or 0, not {prefetch}")
         if compression is not None:
             check_compressor(compression, "FSDP(compression=)")
             for parameter in module.parameters():
@@ -118,38 +121,35 @@ class FSDP(Sharded):
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
-        self._take(
-            build(
-                module,
-                backend,
-                strategy=strategy,
-                rule=unit,
-                precision=self.mixed_precision,
-                prefetch=prefetch,
-                initialize=initialize,
-                compressor=self.compression,
-            )
+        self._runtime, self._remove_hooks = build(
+            module,
+            backend,
+            strategy=strategy,
+            rule=unit,
+            precision=self.mixed_precision,
+            prefetch=prefetch,
+            initialize=initialize,
+            compressor=self.compression,
         )
-        for flat in self._flats:
-            for parameter in flat.parameters:
-                claim(parameter, self)
-        weakref.finalize(self, self._detach)
+        for parameter in module.parameters():
+            claim(parameter, self)
+        weakref.finalize(self, self._remove_hooks)
 
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Blocks while units are gathered."""
+        """The module's forward. Blocks while groups are unsharded."""
         if self._summoned:
             self._refuse("forward inside summon_full_params(): leave it first")
         if self._unwrapped:
             self._refuse("forward after unwrap(): call the module itself, or wrap it again")
         if not self._checked:
-            self._sites.check_complete(self.module)
+            self._runtime.swap.check_complete(self.module)
             self._checked = True
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._conductor.abandon_forward()
+            self._runtime.abandon_forward()
             raise
 
     @contextmanager
@@ -159,7 +159,7 @@ class FSDP(Sharded):
         Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
         of this class drops them, and an optimizer's does not.
         """
-        reduction = self._conductor.reduction
+        reduction = self._runtime.reduction
         before, reduction.synchronize = reduction.synchronize, False
         try:
             yield
@@ -169,7 +169,7 @@ class FSDP(Sharded):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were accumulated under `no_sync`, too."""
         super().zero_grad(set_to_none)
-        self._conductor.reduction.drop_accumulated()
+        self._runtime.reduction.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.
@@ -177,17 +177,16 @@ class FSDP(Sharded):
         Blocks until they are; every rank has to call it. Does nothing where there are none: after
         an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
         """
-        if not self._conductor.forwards:
+        if not self._runtime.has_run:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
-        self._conductor.reduction.finish_accumulated()
+        self._runtime.reduction.finish_accumulated()
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent so far, as rings and direct messages send
         them. In shared memory ranks read them instead.
         """
-        compressed = self._compression.bytes_sent if self._compression is not None else 0
-        return compressed + sum(unit.bytes_sent for unit in self._units)
+        return self._runtime.reduction.bytes_sent
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -199,7 +198,7 @@ class FSDP(Sharded):
         Blocks for one message of 8 bytes; every rank calls it.
         """
         parameters = list(self.parameters())
-        total = norm_of(parameters, self._ranks.shards, float(norm_type))
+        total = norm_of(parameters, self._runtime.shard_groups.shards, float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"rank {self.backend.rank}: FSDP: the norm of the gradients is {total.item()}"
@@ -210,29 +209,27 @@ class FSDP(Sharded):
     # By hand --------------------------------------------------------------------------------
 
     def prefetch_forward_params(self) -> None:
-        """Begin to gather what the next forward pass begins with. Returns at once.
+        """Begin to unshard what the next forward pass begins with. Returns at once.
 
         Every rank calls it. `UnsupportedOperationError` with a strategy that keeps full parameters;
         `MisuseError` if what was prefetched before was not used.
         """
         if self.strategy.keeps_whole:
-            rank = self.backend.rank
-            raise UnsupportedOperationError(
-                f"rank {rank}: FSDP: prefetch_forward_params() with {self.strategy}, which keeps "
-                "full parameters: there is nothing to gather",
-                rank=rank,
-                op="FSDP",
+            self._refuse(
+                f"prefetch_forward_params() with {self.strategy}, which keeps full parameters: "
+                "there is nothing to unshard",
+                UnsupportedOperationError,
             )
         if self.has_pending_prefetch():
             self._refuse(
                 "prefetch_forward_params() twice in a row: the first one has not been used by a "
                 "forward pass yet"
             )
-        self._conductor.look_at_first()
+        self._runtime.prefetch_first()
 
     def has_pending_prefetch(self) -> bool:
         """Whether `prefetch_forward_params()` was called and no forward pass has come since."""
-        return self._conductor.looked_ahead
+        return self._runtime.prefetched
 
     def broadcast_updated_params(self) -> None:
         """Exchange the shards that an optimizer has written; else the next forward pass does.
@@ -241,7 +238,7 @@ class FSDP(Sharded):
         if nothing was written since.
         """
         if self.strategy.keeps_whole:
-            self._conductor.bring_up_to_date()
+            self._runtime.unshard_written()
 
     # What optimizers tell -------------------------------------------------------------------
 
@@ -257,8 +254,8 @@ class FSDP(Sharded):
                 self.backend.rank,
                 kind,
             )
-        self._writing.begin("step")
+        self._runtime.write_epoch.begin("step")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
-        self._writing.end("step")
+        self._runtime.write_epoch.end("step")

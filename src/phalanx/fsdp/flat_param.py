@@ -1,22 +1,22 @@
-"""The parameters of a unit that have one dtype: flat memory, of which this rank keeps a shard.
+"""A flat parameter: the parameters of a group that have one dtype, of which this rank has a shard.
 
-    shard      this rank's part, always there; the optimizer's Parameters are views of it
-    full       all shards; the `Whole` parameters that modules compute with are views of it
+    shard        this rank's part, always there; the optimizer's Parameters are views of it
+    unsharded    all shards; the UnshardedParameters that modules compute with are views of it
 
-               full is                        to gather             to free
-    messages   there from gather to free      all-gather            give the memory back
-    kept       always there                   all-gather, if the    -
-               (the shard is a part of it)    shards were written
-    common     once for all ranks of a host   wait until all have   -
-               (the shard is a part of it)    written theirs
+               the memory of `unsharded` is     unshard               reshard
+    messages   there from unshard to reshard    all-gather            give the memory back
+    kept       always there                     all-gather, if the    -
+               (the shard is a part of it)      shards were written
+    common     once for all ranks of a host     wait until all have   -
+               (the shard is a part of it)      written theirs
 
-In mixed precision `full` has another dtype, so the shard is apart from it, and is converted.
+In mixed precision `unsharded` has another dtype, so the shard is apart from it, and is converted.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -28,253 +28,118 @@ from phalanx.collectives import PendingCollective
 from phalanx.collectives.request import Task
 from phalanx.collectives.resolve import start
 from phalanx.core.backend import Backend
-from phalanx.fsdp.strategy import ShardingStrategy
-from phalanx.fsdp.unsharded import Presence, Whole
+from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
+from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
+
+# Which ranks ------------------------------------------------------------------------------------
 
 
-class Flat:
-    """Parameters of one dtype and device of a unit, on this rank.
+class ShardGroups(NamedTuple):
+    """The groups of one rank, for 4 ranks and `hybrid(2)`:
 
-    parameters   this rank's, by name: views of the shard, given to the optimizer
-    wholes       what stands for each while the module computes
-    common       whether the ranks of the group have the full memory in common
+        shards      (0 1)    (2 3)      these have one copy together: all-gather, reduce-scatter
+        replicas    (0 2)    (1 3)      these hold the same shard: gradients are averaged
+
+    world             all ranks
+    shards            the shard group of this rank; None if it is alone in it
+    replicas          its replica group; None if it is alone in it
+    shards_per_copy   as many as ranks in the shard group
+    shard_index       which one this rank holds
     """
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        ranks: Ranks,
-        presence: Presence,
-        pool: Pool,
-        *,
-        keeps_whole: bool,
-        keeps_shape: bool,
-        compute_dtype: torch.dtype | None,
-    ) -> None:
-        first = next(iter(parameters.values()))
-        self.names = list(parameters)
-        self.parameters = list(parameters.values())
-        self.dtype, self.device = first.dtype, first.device
-        self.layout = Layout([tuple(p.shape) for p in self.parameters], ranks.size)
-        self._ranks = ranks
-        self._pool = pool
-        converted = compute_dtype is not None and self.dtype.is_floating_point
-        self.compute_dtype = compute_dtype if converted and compute_dtype else self.dtype
-        common = self._common_memory()
-        self.common = common is not None
-        self._frees = not (keeps_whole or self.common or ranks.size == 1)
-        self.full = common if common is not None else self._memory(self.compute_dtype)
-        self.apart = self._frees or self.compute_dtype is not self.dtype
-        self.shard = (
-            torch.empty(self.layout.shard, dtype=self.dtype, device=self.device)
-            if self.apart
-            else self._own(self.full)
-        )
-        self._keeps_shape = keeps_shape
-        self._current = False  # whether `full` holds what the shards do
-        self._pending: PendingCollective[Tensor] | None = None
-        # As .data: what is written into `full` does not count as a change of what autograd saved.
-        self._homes = self.views(self.full.data)
-        self.wholes = [
-            Whole(home, presence, name) for name, home in zip(self.names, self._homes, strict=True)
-        ]
-        if self._frees:
-            self.full.untyped_storage().resize_(0)
+    world: Backend
+    shards: Backend | None
+    replicas: Backend | None
+    shards_per_copy: int
+    shard_index: int
 
-    @property
-    def place(self) -> int:
-        """Which shard this rank holds."""
-        return self._ranks.place
-
-    def _common_memory(self) -> Tensor | None:
-        shards = self._ranks.shards
-        if shards is None or self.device.type != "cpu":
-            return None
-        return shards.common(self.layout.padded, self.compute_dtype)
-
-    def _memory(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.layout.padded, dtype=dtype, device=self.device)
-
-    def _own(self, full: Tensor) -> Tensor:
-        place, size = self._ranks.place, self.layout.shard
-        return full[place * size : (place + 1) * size]
-
-    # Places ---------------------------------------------------------------------------------
-
-    def views(self, full: Tensor) -> list[Tensor]:
-        """Each parameter in some full memory, in its own shape."""
-        return [
-            full[start : start + shape.numel()].view(shape)
-            for start, shape in zip(
-                self.layout.starts, map(torch.Size, self.layout.shapes), strict=False
-            )
-        ]
-
-    def parts(self, shard: Tensor) -> list[Tensor]:
-        """Each parameter's part of some memory like the shard, as the optimizer sees it."""
-        parts = []
-        for index, shape in enumerate(self.layout.shapes):
-            start, stop = self.layout.inside(index, self._ranks.place)
-            part = shard[start:stop]
-            parts.append(part.view(shape) if self._keeps_shape else part)
-        return parts
-
-    # The shard ------------------------------------------------------------------------------
-
-    def adopt(self, full: Tensor) -> None:
-        """Take this rank's shard from full values of its own, and show it to the optimizer.
-
-        `full` is padded, in the dtype of the shards. The Parameters are the same objects as before.
-        """
-        self.shard.copy_(self._own(full))
-        self._current = False
-        for parameter, part in zip(self.parameters, self.parts(self.shard), strict=True):
-            parameter.data = part
-
-    def joined(self) -> Tensor:
-        """The values that the Parameters have before they are cut: flat, padded, a copy."""
-        joined = self._memory(self.dtype)
-        for view, parameter in zip(self.views(joined), self.parameters, strict=True):
-            view.copy_(parameter.detach())
-        joined[self.layout.total :].zero_()
-        return joined
-
-    def take(self, full: Tensor) -> None:
-        """Overwrite this rank's shard with its part of full values."""
-        self.shard.copy_(self._own(full))
-
-    def lend(self, full: Tensor) -> None:
-        """Let modules see these values, and `take_back` what stands for parameters later."""
-        for whole, view in zip(self.wholes, self.views(full), strict=True):
-            whole.data = view
-
-    def take_back(self) -> None:
-        """Let modules see the full memory of this again."""
-        for whole, home in zip(self.wholes, self._homes, strict=True):
-            whole.data = home
-
-    def all_shards(self) -> Tensor:
-        """All ranks' shards, in the dtype that they have: a copy, or memory not to be written.
-
-        A collective of the group. With common memory, a rank waits for the others before.
-        """
-        if self._ranks.shards is None or (self.common and not self.apart):
-            return self.shard if self.apart else self.full
-        full = self._memory(self.dtype)
-        self._own(full).copy_(self.shard)
-        self._gather_into(full, "FSDP gathers shards").wait()
-        return full
-
-    # The full memory ------------------------------------------------------------------------
-
-    def convert(self) -> None:
-        """Write this rank's part of full memory that stays. Nobody may be reading it."""
-        if self.apart and not self._frees and not self._current:
-            self._own(self.full).copy_(self.shard)
-
-    def begin_gather(self, label: str) -> None:
-        """Let the others' shards come, if they have to."""
-        if self._current or self._pending is not None:
-            return
-        if self._frees:
-            self._pool.fill_in(self.full, self.layout.padded * self.full.element_size())
-            self._own(self.full).copy_(self.shard)
-        if self._ranks.shards is None or self.common:
-            self._current = True
+    @classmethod
+    def of(cls, backend: Backend, strategy: ShardingStrategy) -> ShardGroups:
+        """This rank's groups. Every rank calls this. `InvalidWorldSizeError` if none fit."""
+        world = backend.world_size
+        count = strategy.ranks_per_copy(world)
+        copy, index = divmod(backend.rank, count)
+        shards = replicas = None
+        if count == world:
+            shards = backend if world > 1 else None
+        elif count == 1:
+            replicas = backend
         else:
-            self._pending = self._gather_into(self.full, label)
-
-    def finish_gather(self) -> None:
-        """Wait until they are there."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
-            self._current = True
-
-    def free(self) -> None:
-        """Full parameters are not needed now."""
-        if self._frees:
-            self.finish_gather()
-            self._release()
-
-    def written(self) -> None:
-        """Shards were, so full memory is out of date."""
-        self.free()
-        self._current = False
-
-    def _gather_into(self, full: Tensor, label: str) -> PendingCollective[Tensor]:
-        shards = self._ranks.shards
-        assert shards is not None
-        task: Task[Tensor] = Task(
-            "all_gather", tuple(full.shape), full.dtype, self._own(full), full, lambda: full
-        )
-        return begin(task, shards, label)
-
-    def _release(self) -> None:
-        self._pool.take_out(self.full)
-        self._current = False
-
-    # Which need gradients -------------------------------------------------------------------
-
-    def trainable(self) -> list[int]:
-        """The numbers of parameters that require gradients now; what stands for them does, too."""
-        numbers = []
-        for number, (parameter, whole) in enumerate(zip(self.parameters, self.wholes, strict=True)):
-            if parameter.requires_grad is not whole.requires_grad:
-                whole.requires_grad_(parameter.requires_grad)
-            if parameter.requires_grad:
-                numbers.append(number)
-        return numbers
-
-    def __repr__(self) -> str:
-        return f"Flat({', '.join(self.names)}: {self.layout.total} x {self.dtype})"
+            shards = backend.subgroup(range(copy * count, (copy + 1) * count))
+            replicas = backend.subgroup(range(index, world, count))
+        return cls(backend, shards, replicas, count, index)
 
 
-# ------------------------------------------------------------------------------
-# Where parameters lie in the flat memory of a unit, and which shard has what of them.
-#
-#     w: 5 elements, b: 2, over 3 ranks
-#
-#     | w w w | w w b | b . . |       . is padding
-#       rank 0  rank 1  rank 2
-#
-# Parameters follow each other without gaps; the whole is padded to a multiple of the number of
-# ranks. So a shard has a contiguous part of each parameter, or nothing of it.
+_MOVED = ("all_gather", "reduce_scatter")
 
 
-class Layout:
-    """The places of parameters of these shapes, cut into `parts` shards.
+def begin(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
+    """Start a collective of FSDP; it goes on while this rank computes, if that helps.
 
-    starts   where each begins; and where the last one ends
-    shard    elements of a shard
-    padded   elements of all shards
+    By messages every rank sends each part once to each other one, which is the least there is, in
+    bytes and in memory; not so where several ranks are on each of several hosts, or a library has
+    collectives of its own, which know better.
+    """
+    hosts = len(set(backend.topology))
+    plain = backend.native is None and hosts in (1, backend.world_size)
+    least = plain and not backend.shares_memory and task.collective in _MOVED
+    return start(
+        task,
+        backend,
+        algorithm="direct" if least else "auto",
+        background=backend.spares_a_processor,
+        label=label,
+    )
+
+
+class ShardingPlan(NamedTuple):
+    """How one FSDP shards on this rank: what its flat parameters have in common."""
+
+    strategy: ShardingStrategy
+    precision: MixedPrecision | None
+    groups: ShardGroups
+    pool: StoragePool
+
+
+# Where parameters lie ---------------------------------------------------------------------------
+
+
+class FlatLayout:
+    """The places of parameters of some shapes in flat memory, which is cut into shards.
+
+        w: 5 elements, b: 2, over 3 ranks
+
+        | w w w | w w b | b . . |       . is padding
+          rank 0  rank 1  rank 2
+
+    Parameters follow each other without gaps; the end is padded to a multiple of the number of
+    shards. So a shard has a contiguous part of each parameter, or nothing of it.
+
+    starts    where each begins; and where the last one ends
+    total     elements of all parameters
+    shard     elements of a shard
+    padded    elements of all shards
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], parts: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], shards: int) -> None:
         self.shapes = tuple(shapes)
         self.starts = [0, *accumulate(prod(shape) for shape in shapes)]
-        self.shard = -(-self.starts[-1] // parts)
-        self.padded = self.shard * parts
+        self.total = self.starts[-1]
+        self.shard = -(-self.total // shards)
+        self.padded = self.shard * shards
 
-    @property
-    def total(self) -> int:
-        """Elements of all parameters."""
-        return self.starts[-1]
-
-    def part(self, index: int, place: int) -> tuple[int, int]:
-        """The elements start:stop of a parameter that lie in shard `place`."""
-        begin, end = self.starts[index], self.starts[index + 1]
-        first, last = place * self.shard, (place + 1) * self.shard
+    def part(self, number: int, index: int) -> tuple[int, int]:
+        """The elements start:stop of parameter `number` that lie in shard `index`."""
+        begin, end = self.starts[number], self.starts[number + 1]
+        first, last = index * self.shard, (index + 1) * self.shard
         start = min(max(begin, first), end) - begin
         return start, max(start, min(end, last) - begin)
 
-    def inside(self, index: int, place: int) -> tuple[int, int]:
+    def inside(self, number: int, index: int) -> tuple[int, int]:
         """Where these lie in that shard."""
-        start, stop = self.part(index, place)
-        if start == stop:
-            return 0, 0
-        offset = self.starts[index] - place * self.shard
-        return offset + start, offset + stop
+        start, stop = self.part(number, index)
+        offset = self.starts[number] - index * self.shard
+        return (offset + start, offset + stop) if start < stop else (0, 0)
 
     def picture(self, letters: Sequence[str]) -> str:
         """As above, with a letter for each parameter."""
@@ -285,29 +150,22 @@ class Layout:
         return "".join(f"| {' '.join(cells[i : i + self.shard])} " for i in shards) + "|"
 
 
-# ------------------------------------------------------------------------------
-# Memory for units in flight, used again and again.
-#
-# Given back to the C library each time, blocks as large as units would leave holes in its heap that
-# nothing else fits into, and a process would hold twice what it needs; or the system would have to
-# clear their pages anew, which takes longer than to gather them.
-#
-#     units    0       1       2       3
-#              |       |                          full parameters: taken, and put in their place
-#     pool     [.....] [.....]                    as many as were in flight at a time
+# Memory -----------------------------------------------------------------------------------------
 
-SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
+_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
 
 
-def trim() -> None:
-    """Give back to the system what the C library has kept of freed memory, if it can (glibc)."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
+class StoragePool:
+    """Memory for groups in flight, of one model on one rank, used again and again.
 
+        groups   0       1       2       3
+                 |       |                       unsharded parameters: taken, and put back here
+        pool     [.....] [.....]                 as many as were in flight at a time
 
-class Pool:
-    """Of one model on one rank, for the processor's memory."""
+    Given back to the C library each time, blocks as large as these would leave holes in its heap
+    that nothing else fits into, and a process would hold twice what it needs; or the system would
+    clear their pages anew, which takes longer than an all-gather.
+    """
 
     def __init__(self) -> None:
         self._idle: list[torch.UntypedStorage] = []
@@ -333,20 +191,18 @@ class Pool:
         tensor.set_(self.take(count * dtype.itemsize), 0, (count,), (1,))
         return tensor
 
-    # Tensors that stay ----------------------------------------------------------------------
-
-    def fill_in(self, tensor: Tensor, size: int) -> None:
-        """Put memory behind a tensor that has none. What refers to its storage has it, too."""
+    def attach(self, tensor: Tensor, size: int) -> None:
+        """Put memory behind a tensor that has none, and all that shares its storage."""
         storage = tensor.untyped_storage()
-        if SWAPS and tensor.is_cpu:
+        if _SWAPS and tensor.is_cpu:
             storage._swap_data_ptr_(self.take(size))  # type: ignore[attr-defined]
         else:
             storage.resize_(size)
 
-    def take_out(self, tensor: Tensor) -> None:
-        """Take it away."""
+    def detach(self, tensor: Tensor) -> None:
+        """Take it away again."""
         storage = tensor.untyped_storage()
-        if SWAPS and tensor.is_cpu and storage.nbytes():
+        if _SWAPS and tensor.is_cpu and storage.nbytes():
             holder = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
             holder._swap_data_ptr_(storage)  # type: ignore[attr-defined]
             self.give_back(holder)
@@ -354,66 +210,181 @@ class Pool:
             storage.resize_(0)
 
 
-# ------------------------------------------------------------------------------
-# How FSDP starts a collective.
-
-_MOVED = ("all_gather", "reduce_scatter")
-
-
-def begin(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
-    """Start it; it moves on while this rank computes, if that helps.
-
-    By messages every rank sends each part once to each other one, which is the least there is, in
-    bytes and in memory; not so where several ranks are on each of several hosts, or a library has
-    collectives of its own, which know better.
-    """
-    hosts = len(set(backend.topology))
-    plain = backend.native is None and hosts in (1, backend.world_size)
-    least = plain and not backend.shares_memory and task.collective in _MOVED
-    return start(
-        task,
-        backend,
-        algorithm="direct" if least else "auto",
-        background=backend.spares_a_processor,
-        label=label,
-    )
+def trim_heap() -> None:
+    """Give back to the system what the C library has kept of freed memory, if it can (glibc)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
-# ------------------------------------------------------------------------------
-# Which ranks share one copy of the parameters, and which hold the same shard.
+# The flat parameter -----------------------------------------------------------------------------
 
 
-class Ranks(NamedTuple):
-    """The groups of one rank, for 4 ranks and `hybrid(2)`:
+class FlatParameter:
+    """Parameters of one dtype and device of a group, on this rank.
 
-        shards      (0 1)    (2 3)      among these shards are cut: gather, reduce-scatter
-        replicas    (0 2)    (1 3)      these hold the same shard: gradients are averaged
-
-    world      all ranks
-    shards     the group of this rank over which shards are cut; None if it is alone in it
-    replicas   the ranks that hold the same shard; None if it alone does
-    size       how many shards a copy has
-    place      which one this rank holds
+    label        the group's name and its number in that: the same on all ranks, for messages
+    parameters   this rank's, by `names`: views of the shard, given to the optimizer
+    views        the UnshardedParameter that modules see in the place of each
+    common       whether the ranks of the shard group have the unsharded memory in common
+    apart        whether the shard is not a part of that
+    current      whether the unsharded memory holds what the shards do
     """
 
-    world: Backend
-    shards: Backend | None
-    replicas: Backend | None
-    size: int
-    place: int
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        label: str,
+        state: UnshardState,
+        plan: ShardingPlan,
+    ) -> None:
+        strategy, precision, groups, self._pool = plan
+        self.plan = plan
+        self.label = label
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
+        self.layout = FlatLayout([tuple(p.shape) for p in self.parameters], groups.shards_per_copy)
+        self.shard_index = groups.shard_index
+        self._group = groups.shards
+        converts = precision is not None and self.dtype.is_floating_point
+        self.compute_dtype = precision.compute_dtype if precision and converts else self.dtype
+        common = None
+        if self._group is not None and self.device.type == "cpu":
+            common = self._group.common(self.layout.padded, self.compute_dtype)
+        self.common = common is not None
+        self._releases = not (strategy.keeps_whole or self.common or groups.shards_per_copy == 1)
+        self.apart = self._releases or self.compute_dtype is not self.dtype
+        self.unsharded = common if common is not None else self._empty(self.compute_dtype)
+        self.shard = (
+            torch.empty(self.layout.shard, dtype=self.dtype, device=self.device)
+            if self.apart
+            else self._own(self.unsharded)
+        )
+        self._keeps_shape = strategy.name == "no_shard"
+        self.current = False
+        self._pending: PendingCollective[Tensor] | None = None
+        # As .data: what is written into it does not count as a change of what autograd saved.
+        self._homes = self.split(self.unsharded.data)
+        self.views = [
+            UnshardedParameter(home, state, name)
+            for name, home in zip(self.names, self._homes, strict=True)
+        ]
+        if self._releases:
+            self.unsharded.untyped_storage().resize_(0)
 
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.layout.padded, dtype=dtype, device=self.device)
 
-def ranks_of(backend: Backend, strategy: ShardingStrategy) -> Ranks:
-    """This rank's groups. Every rank of `backend` calls this; `InvalidWorldSizeError` may come."""
-    world = backend.world_size
-    size = strategy.ranks_per_copy(world)
-    copy, place = divmod(backend.rank, size)
-    shards = replicas = None
-    if size == world:
-        shards = backend if world > 1 else None
-    elif size == 1:
-        replicas = backend
-    else:
-        shards = backend.subgroup(range(copy * size, (copy + 1) * size))
-        replicas = backend.subgroup(range(place, world, size))
-    return Ranks(backend, shards, replicas, size, place)
+    def _own(self, full: Tensor) -> Tensor:
+        """This rank's shard of full values."""
+        size = self.layout.shard
+        return full[self.shard_index * size : (self.shard_index + 1) * size]
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        """Each parameter, in its own shape, as a view of full values."""
+        places = zip(self.layout.starts, self.layout.shapes, strict=False)
+        return [full[start : start + prod(shape)].view(shape) for start, shape in places]
+
+    def split_shard(self, shard: Tensor) -> list[Tensor]:
+        """Each parameter's part of memory like the shard, in the shape that the optimizer sees."""
+        parts = []
+        for number, shape in enumerate(self.layout.shapes):
+            start, stop = self.layout.inside(number, self.shard_index)
+            part = shard[start:stop]
+            parts.append(part.view(shape) if self._keeps_shape else part)
+        return parts
+
+    def sync_requires_grad(self) -> int:
+        """Let unsharded parameters require gradients if their shards do; how many do."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.requires_grad is not view.requires_grad:
+                view.requires_grad_(parameter.requires_grad)
+        return sum(parameter.requires_grad for parameter in self.parameters)
+
+    # Values of shards -----------------------------------------------------------------------
+
+    def joined(self) -> Tensor:
+        """The values that the Parameters have before they are cut: flat, padded, a copy."""
+        joined = self._empty(self.dtype)
+        for part, parameter in zip(self.split(joined), self.parameters, strict=True):
+            part.copy_(parameter.detach())
+        joined[self.layout.total :].zero_()
+        return joined
+
+    def adopt(self, full: Tensor) -> None:
+        """Make the Parameters views of the shard, with this rank's part of full values."""
+        self.write(full)
+        for parameter, part in zip(self.parameters, self.split_shard(self.shard), strict=True):
+            parameter.data = part
+
+    def write(self, full: Tensor) -> None:
+        """Overwrite this rank's shard with its part of full values, which are padded."""
+        self.shard.copy_(self._own(full))
+
+    def all_shards(self) -> Tensor:
+        """All ranks' shards, in their own dtype: a copy, or memory not to be written.
+
+        A collective of the shard group. With common memory, a rank waits for the others before.
+        """
+        if self._group is None or (self.common and not self.apart):
+            return self.shard if self.apart else self.unsharded
+        full = self._empty(self.dtype)
+        self._own(full).copy_(self.shard)
+        self._all_gather(full, "FSDP gathers shards").wait()
+        return full
+
+    # Unshard and reshard --------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin to fill the unsharded memory, if it is not there, or out of date."""
+        if self.current or self._pending is not None:
+            return
+        if self._releases:
+            self._pool.attach(self.unsharded, self.layout.padded * self.unsharded.element_size())
+            self._own(self.unsharded).copy_(self.shard)
+        if self._group is None or self.common:
+            self.current = True
+        else:
+            self._pending = self._all_gather(self.unsharded, f"FSDP gathers {self.label}")
+
+    def wait_for_unshard(self) -> None:
+        """Wait until it is filled."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+            self.current = True
+
+    def reshard(self) -> None:
+        """Give the unsharded memory back, if it does not stay. Waits for an unshard under way."""
+        self.wait_for_unshard()
+        if self._releases:
+            self._pool.detach(self.unsharded)
+            self.current = False
+
+    def convert(self) -> None:
+        """Write this rank's part of unsharded memory that stays. Nobody may be reading it."""
+        if self.apart and not self._releases and not self.current:
+            self._own(self.unsharded).copy_(self.shard)
+
+    def _all_gather(self, full: Tensor, label: str) -> PendingCollective[Tensor]:
+        assert self._group is not None
+        task: Task[Tensor] = Task(
+            "all_gather", tuple(full.shape), full.dtype, self._own(full), full, lambda: full
+        )
+        return begin(task, self._group, label)
+
+    # Summoned parameters --------------------------------------------------------------------
+
+    def show(self, full: Tensor) -> None:
+        """Let modules see these values, until `show_own`."""
+        for view, values in zip(self.views, self.split(full), strict=True):
+            view.data = values
+
+    def show_own(self) -> None:
+        """Let modules see the unsharded memory of this again."""
+        for view, home in zip(self.views, self._homes, strict=True):
+            view.data = home
+
+    def __repr__(self) -> str:
+        return f"FlatParameter({', '.join(self.names)}: {self.layout.total} x {self.dtype})"

@@ -1,27 +1,34 @@
-"""Gradients of full parameters become gradients of shards.
+"""Gradients of unsharded parameters become gradients of shards.
 
-    autograd gives one of a whole parameter    put      copied to flat memory, and dropped
-    all of the flat memory's are in            reduce   reduce-scatter: the mean of this rank's part
-    ... between replicas                                all-reduce of that part
-                                                        (one of the two by a compressor, perhaps)
-    the end of the backward pass               give     parameters' .grad
+    autograd gives a parameter's gradient    accumulate   copied to flat memory, and dropped
+    all of the flat memory's are there       reduce       reduce-scatter: the mean of this shard
+    ... between replicas                                  all-reduce of that shard
+                                                          (one of the two by a compressor, perhaps)
+    the end of the backward pass             finalize     the parameters' .grad
 
-So no full gradient lives longer than until its unit is complete. Under `no_sync` autograd's own
+So no full gradient lives longer than until its group is reduced. Under `no_sync` autograd's own
 stay, and are added up there.
+
+    backward    ... | compute 1 | reduce 1 .......... | wait
+                                  compute 0 ......... | reduce 0 ....
+                                                                 the end: wait, agree on what was
+                                                                 used, and finalize
+
+Full gradients take memory until they are reduced, so no more than one group's are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.collectives import ReduceOp
 from phalanx.collectives.request import Task, in_place, memory_for
+from phalanx.collectives.resolve import start
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     AllReduceMean,
@@ -34,79 +41,80 @@ from phalanx.compression.compressor import (
 from phalanx.compression.state import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.fsdp.flat_param import Flat, Pool, Ranks, begin
-from phalanx.parallel.averaging import PendingAverage, RequestExecutor, bytes_of
+from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, begin
+from phalanx.fsdp.unsharded import refuse
+from phalanx.parallel.averaging import RequestExecutor, bytes_of
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
 
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
+Wait = Callable[[], object]  # blocks until what has begun is done
 
-class Gradients:
-    """Of one flat's parameters, in one backward pass.
+
+class FlatGradient:
+    """Gradients of one flat parameter, in one backward pass.
 
     used         the numbers of parameters that have had a gradient on this rank
     bytes_sent   by this rank so far, of what was not compressed, as rings and direct messages do
     """
 
-    def __init__(
-        self,
-        flat: Flat,
-        ranks: Ranks,
-        pool: Pool,
-        reduce_dtype: torch.dtype | None,
-        compression: Compression | None = None,
-    ) -> None:
+    def __init__(self, flat: FlatParameter, compression: CompressedReduction | None) -> None:
+        self.flat = flat
         self.used: set[int] = set()
         self.bytes_sent = 0
-        self._flat = flat
-        self._ranks = ranks
-        self._pool = pool
-        self._compression = compression
-        self._scatters_compressed = compression is not None and compression.scatters
-        shards = ranks.shards  # where memory is shared, others read it: it is the backend's
-        read = shards is not None and shards.shares_memory and not self._scatters_compressed
+        _, precision, self._groups, self._pool = flat.plan
+        self._compressed = compression is not None
+        self._scatters = compression if compression is not None and compression.scatters else None
+        self._averages = compression if self._scatters is None else None
+        shards = self._groups.shards  # where memory is shared, others read it: it is the backend's
+        read = shards is not None and shards.shares_memory and self._scatters is None
         self._pooled = shards is not None and not read and flat.device.type == "cpu"
-        self._dtype = reduce_dtype or flat.compute_dtype
-        large = flat.layout.padded * self._dtype.itemsize >= LARGE
-        self._leaves_own = read and large
-        self._elsewhere: dict[int, Tensor] = {}
+        converts = precision is not None and flat.dtype.is_floating_point
+        self._dtype = precision.reduce_dtype if precision and converts else flat.compute_dtype
+        self._leaves_own = read and flat.layout.padded * self._dtype.itemsize >= LARGE
+        self._clear()
+        self._scattering: tuple[Wait, Tensor, Tensor] | None = None
+        self._averaging: list[Wait] = []
+
+    def _clear(self) -> None:
         self._memory: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._scattering: tuple[Awaited, Tensor, Tensor] | None = None
-        self._averaging: list[Awaited] = []
+        self._elsewhere: dict[int, Tensor] = {}
         self._means: list[Tensor] = []
+        self.used = set()
 
-    def put(self, number: int) -> None:
+    # What autograd gives --------------------------------------------------------------------
+
+    def accumulate(self, number: int) -> None:
         """Take in autograd's gradient of a parameter, which is gone then."""
         if self._memory is None:
-            self._begin()
-        whole = self._flat.wholes[number]
-        grad, whole.grad = whole.grad, None
+            self._allocate()
+        view = self.flat.views[number]
+        grad, view.grad = view.grad, None
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            rank = self._ranks.world.rank
-            raise UnsupportedOperationError(
-                f"rank {rank}: FSDP: the gradient of {self._flat.names[number]} is {grad.layout}; "
-                "only dense gradients are reduced (pass sparse=False)",
-                rank=rank,
-                op="FSDP",
+            refuse(
+                self._groups.world.rank,
+                f"the gradient of {self.flat.names[number]} is {grad.layout}; only dense "
+                "gradients are reduced (pass sparse=False)",
+                UnsupportedOperationError,
             )
-        self._take_in(number, grad)
+        self._add(number, grad)
         self._missing.discard(number)
         self.used.add(number)
 
-    def _take_in(self, number: int, grad: Tensor) -> None:
+    def _add(self, number: int, grad: Tensor) -> None:
         view = self._views[number]
         kept = self._elsewhere.pop(number, None)
-        start, stop = self._flat.layout.part(number, self._ranks.place)
+        start, stop = self.flat.layout.part(number, self._groups.shard_index)
         if number not in self._missing:  # a second time, before the others' first
             if kept is not None:
                 view.view(-1)[start:stop].copy_(kept)
             view.add_(grad)
         elif self._leaves_own and grad.dtype is self._dtype and grad.is_contiguous():
-            # Nobody else reads this rank's own part: it is folded from where it is.
+            # Nobody else reads this rank's own part: it is reduced from where it is.
             values, place = grad.view(-1), view.view(-1)
             place[:start].copy_(values[:start])
             place[stop:].copy_(values[stop:])
@@ -115,244 +123,336 @@ class Gradients:
         else:
             view.copy_(grad)
 
-    def put_rest(self) -> None:
-        """Take in what autograd has left of earlier passes that were not reduced."""
-        for number, whole in enumerate(self._flat.wholes):
-            if whole.grad is not None:
-                self.put(number)
-
     @property
-    def begun(self) -> bool:
-        """Whether some are in that are not reduced."""
-        return self._memory is not None
+    def owes(self) -> bool:
+        """Whether there are gradients that are not reduced."""
+        return self._memory is not None or any(view.grad is not None for view in self.flat.views)
 
-    def _begin(self) -> None:
-        flat = self._flat
-        group = self._ranks.shards or self._ranks.replicas or self._ranks.world
+    def drop_accumulated(self) -> None:
+        """Forget what autograd has added up."""
+        for view in self.flat.views:
+            view.grad = None
+
+    def _allocate(self) -> Tensor:
+        flat, groups = self.flat, self._groups
         count = flat.layout.padded
-        self._memory = (
+        self._memory = memory = (
             self._pool.empty(count, self._dtype)
             if self._pooled
-            else memory_for(group, (count,), self._dtype, flat.device)
+            else memory_for(
+                groups.shards or groups.replicas or groups.world,
+                (count,),
+                self._dtype,
+                flat.device,
+            )
         )
-        self._memory[flat.layout.total :].zero_()
-        self._views = flat.views(self._memory)
+        memory[flat.layout.total :].zero_()
+        self._views = flat.split(memory)
         self._missing = set(range(len(self._views)))
+        return memory
 
-    def reduce(self, label: str) -> None:
+    # The mean over the ranks ----------------------------------------------------------------
+
+    def reduce(self) -> None:
         """Begin to average with the other ranks; parameters without a gradient count as zeros."""
-        if self._memory is None:
-            self._begin()
+        for number, view in enumerate(self.flat.views):
+            if view.grad is not None:  # of earlier passes that were not reduced
+                self.accumulate(number)
+        if not any(parameter.requires_grad for parameter in self.flat.parameters):
+            return
+        memory = self._memory if self._memory is not None else self._allocate()
         for number in self._missing:
             self._views[number].zero_()
-        memory, self._memory, self._views = self._memory, None, []
-        assert memory is not None
-        shards, replicas = self._ranks.shards, self._ranks.replicas
+        self._memory, self._views = None, []
+        shards, replicas = self._groups.shards, self._groups.replicas
         if shards is None:
-            self._means.append(memory)
-            self._average(memory, label)
+            self._average(memory)
             return
-        shape = (self._flat.layout.shard,)
-        into = memory_for(replicas or shards, shape, self._dtype, self._flat.device)
-        self._scattering = self._scatter(shards, memory, into, label), into, memory
+        shape = (self.flat.layout.shard,)
+        into = memory_for(replicas or shards, shape, self._dtype, self.flat.device)
+        self._scattering = self._scatter(shards, memory, into), into, memory
         if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
-            self.finish_scattering(label)
+            self.finish_scattering()
 
-    def _scatter(self, shards: Backend, memory: Tensor, into: Tensor, label: str) -> Awaited:
-        if self._compression is not None and self._scatters_compressed:
-            return self._compression.scatter(self._flat, memory, into, label)
+    def _scatter(self, shards: Backend, memory: Tensor, into: Tensor) -> Wait:
+        label = f"FSDP reduces {self.flat.label}"
+        if self._scatters is not None:
+            return self._scatters.scatter(self.flat, memory, into, label)
         self.bytes_sent += bytes_of(ReduceScatterMean(memory), shards.world_size)
+        # What was not copied: where in this rank's shard it belongs, and its values.
+        inside, index = self.flat.layout.inside, self._groups.shard_index
+        elsewhere = tuple(
+            (inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())
+        )
+        self._elsewhere = {}
         task: Task[Tensor] = Task(
             *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
             op=ReduceOp.MEAN,
             consumes=True,
-            elsewhere=self._take_elsewhere(),
+            elsewhere=elsewhere,
         )
-        return begin(task, shards, label)
+        return begin(task, shards, label).wait
 
-    def _take_elsewhere(self) -> tuple[tuple[int, Tensor], ...]:
-        """What was not copied: where in this rank's shard it belongs, and its values."""
-        elsewhere, self._elsewhere = self._elsewhere, {}
-        inside, place = self._flat.layout.inside, self._ranks.place
-        return tuple((inside(n, place)[0], elsewhere[n]) for n in sorted(elsewhere))
-
-    def finish_scattering(self, label: str) -> None:
+    def finish_scattering(self) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
         if self._scattering is not None:
-            (pending, into, memory), self._scattering = self._scattering, None
-            pending.wait()
+            (wait, into, memory), self._scattering = self._scattering, None
+            wait()
             if self._pooled:
                 self._pool.give_back(memory.untyped_storage())
-            self._means.append(into)
-            self._average(into, label)
+            self._average(into)
 
-    def _average(self, mean: Tensor, label: str) -> None:
-        replicas = self._ranks.replicas
-        if self._compression is not None and not self._scatters_compressed:
+    def _average(self, mean: Tensor) -> None:
+        """Average with the replicas, if there are any."""
+        self._means.append(mean)
+        replicas, label = self._groups.replicas, f"FSDP averages {self.flat.label}"
+        if self._averages is not None:
             self._finish_averaging()  # what that leaves over is for this one, if it is the second
-            self._averaging.append(self._compression.average(self._flat, mean, label))
+            self._averaging.append(self._averages.average(self.flat, mean, label))
         elif replicas is not None:
             self.bytes_sent += bytes_of(AllReduceMean(mean), replicas.world_size)
             task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
-            self._averaging.append(begin(task, replicas, label))
+            self._averaging.append(begin(task, replicas, label).wait)
 
-    def finish(self, label: str) -> None:
-        """Wait until this rank has all that it is to have."""
-        self.finish_scattering(label)
+    def finish(self) -> None:
+        """Wait until this rank has all of its means."""
+        self.finish_scattering()
         self._finish_averaging()
 
     def _finish_averaging(self) -> None:
         averaging, self._averaging = self._averaging, []
-        for pending in averaging:
-            pending.wait()
+        for wait in averaging:
+            wait()
 
-    def came(self, number: int) -> bool:
+    # What parameters get --------------------------------------------------------------------
+
+    def has_mean(self, number: int) -> bool:
         """Whether a parameter had a gradient on this rank; or has a mean here: of what compression
         had left over of earlier ones.
         """
-        if number in self.used or self._compression is None:
+        if number in self.used or not self._compressed:
             return number in self.used
-        return any(bool(self._flat.parts(mean)[number].any()) for mean in self._means)
+        return any(bool(self.flat.split_shard(mean)[number].any()) for mean in self._means)
 
     @property
     def finite(self) -> bool:
         """Whether all means are."""
         return all(is_finite(mean) for mean in self._means)
 
-    def give(self, used: set[int]) -> None:
-        """Add the means to the parameters' gradients, but for those that no rank has used."""
-        flat, means = self._flat, self._means
+    def finalize(self, used: Sequence[bool]) -> None:
+        """Add the means to the gradients of the parameters that some rank has used."""
+        flat, means = self.flat, self._means
         self._means, self.used = [], set()
         for mean in means:
-            parts = flat.parts(mean.to(flat.dtype))
-            for number, (parameter, part) in enumerate(zip(flat.parameters, parts, strict=True)):
-                if number not in used or not parameter.requires_grad:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = part
-                else:
-                    parameter.grad.add_(part)
+            parts = flat.split_shard(mean.to(flat.dtype))
+            for parameter, part, any_rank in zip(flat.parameters, parts, used, strict=True):
+                if any_rank and parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = part
+                    else:
+                        parameter.grad.add_(part)
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Drop everything: the pass has failed. What is under way is waited for."""
-        for whole in self._flat.wholes:
-            whole.grad = None
-        self._memory, self._views, self._means, self.used = None, [], [], set()
-        self._elsewhere = {}
+        self.drop_accumulated()
+        self._clear()
         scattering, self._scattering = self._scattering, None
         if scattering is not None:
-            scattering[0].wait()
+            scattering[0]()
         self._finish_averaging()
 
 
-# ------------------------------------------------------------------------------
-# Gradients that a compressor averages: which of the two steps of a reduction goes compressed.
-#
-#                      reduce-scatter: full gradients       all-reduce: shards, between replicas
-#     FULL_SHARD,      compressed, over all ranks           -
-#     SHARD_GRAD_OP
-#     hybrid(k)        as it is, over k ranks               compressed
-#     NO_SHARD         -                                    compressed, over all ranks
-#
-# With `hybrid` the links between groups are the slow ones, and what crosses them is compressed;
-# what goes over the fast ones is added up exactly before. So a rank has a shard's residual only.
+class GradientReduction:
+    """The reduction of all gradients of one FSDP on one rank, one group after the other.
 
+    synchronize   whether backward passes reduce; if not, full gradients add up on this rank
+    accumulated   whether there may be gradients, on some rank, that were not reduced
 
-class Awaited(Protocol):
-    """What can be waited for."""
+    What a compressor remembers counts when all means of a pass are finite, on all ranks.
+    """
 
-    def wait(self) -> object:
-        """Block until it is done."""
+    def __init__(
+        self,
+        gradients: Sequence[Sequence[FlatGradient]],
+        backend: Backend,
+        compression: CompressedReduction | None,
+    ) -> None:
+        self.synchronize = True
+        self.accumulated = False
+        self.compression = compression
+        self._groups = gradients
+        self._all = [gradient for group in gradients for gradient in group]
+        self._backend = backend
+        self._under_way: Sequence[FlatGradient] = ()
 
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank so far, as rings and direct messages send them."""
+        compressed = self.compression.bytes_sent if self.compression is not None else 0
+        return compressed + sum(gradient.bytes_sent for gradient in self._all)
 
-class _UnderWay:
-    """An average that has begun."""
-
-    def __init__(self, exchange: RequestExecutor, under: PendingAverage | None) -> None:
-        self._exchange, self._under = exchange, under
+    def begin(self, group: Sequence[FlatGradient]) -> None:
+        """Reduce the gradients of a group, when those of the one before are on this rank."""
+        for gradient in self._under_way:
+            gradient.finish_scattering()
+        for gradient in group:
+            gradient.reduce()
+        self._under_way = group
 
     @torch.no_grad()
-    def wait(self) -> None:
-        self._exchange.finish([self._under])
+    def finish(self, groups: Iterable[Sequence[FlatGradient]]) -> None:
+        """Reduce what is left, of these groups; then means of all become the gradients."""
+        compressor = self.compression.compressor if self.compression is not None else None
+        try:
+            for group in groups:
+                self.begin(group)
+            for gradient in self._all:
+                gradient.finish()
+            self._under_way = ()
+            used, finite = self._agree()
+        except BaseException:
+            if compressor is not None:
+                compressor.rollback()
+            raise
+        if compressor is not None:
+            (compressor.commit if finite else compressor.rollback)()
+        first = 0
+        for gradient in self._all:
+            last = first + len(gradient.flat.parameters)
+            gradient.finalize(used[first:last])
+            first = last
+        self.accumulated = False
+
+    def _agree(self) -> tuple[list[bool], bool]:
+        """Which parameters have a mean on any rank, and, with a compressor, whether all means of
+        all ranks are finite. One small message.
+        """
+        mine = [g.has_mean(number) for g in self._all for number in range(len(g.flat.parameters))]
+        if self.compression is not None:
+            mine.append(not all(gradient.finite for gradient in self._all))
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        if len(flags):
+            task = in_place("all_reduce", flags, op=ReduceOp.MAX)
+            start(task, self._backend, label="which parameters were used").wait()
+        any_rank = [bool(flag) for flag in flags.tolist()]
+        infinite = self.compression is not None and any_rank.pop()
+        return any_rank, not infinite
+
+    def finish_accumulated(self) -> None:
+        """Reduce what was accumulated and not reduced since, if anything."""
+        if self.accumulated:
+            self.finish(self._groups)
+
+    def drop_accumulated(self) -> None:
+        """Forget what was accumulated and not reduced."""
+        self.accumulated = False
+        for gradient in self._all:
+            gradient.drop_accumulated()
+
+    def abandon(self) -> None:
+        """The pass has failed: nothing of it counts."""
+        self._under_way = ()
+        for gradient in self._all:
+            gradient.abandon()
+        if self.compression is not None:
+            self.compression.compressor.rollback()
 
 
-class Compression:
-    """Of one FSDP on one rank.
+# Compression ------------------------------------------------------------------------------------
+
+
+class CompressedReduction:
+    """One of the two steps of a reduction by a compressor, for one FSDP on one rank.
+
+                         reduce-scatter: full gradients       all-reduce: shards, between replicas
+        FULL_SHARD,      compressed, over all ranks           -
+        SHARD_GRAD_OP
+        hybrid(k)        as it is, over k ranks               compressed
+        NO_SHARD         -                                    compressed, over all ranks
+
+    With `hybrid` the links between shard groups are the slow ones, and what crosses them is
+    compressed; what goes over the fast ones is added up exactly before. So a rank has a shard's
+    residual only.
 
     compressor   knows each gradient by its parameter's name; with `hybrid`, whose ranks have parts
                  of it only, by elements and name (`slice_key`)
-    group        the ranks that average compressed gradients
-    scatters     whether these are full gradients, of which each rank gets its shard
+    scatters     whether it is the reduce-scatter, of which each rank gets its shard
     """
 
-    def __init__(self, compressor: Compressor, ranks: Ranks) -> None:
+    def __init__(self, compressor: Compressor, groups: ShardGroups) -> None:
         self.compressor = compressor
-        self.scatters = ranks.shards is not None and ranks.replicas is None
-        self.group: Backend = ranks.replicas or ranks.shards or ranks.world
-        self._shards = ranks.size
-        self._member = Member(self.group.rank, self.group.world_size)
-        self._exchange = RequestExecutor(self.group)
+        self.scatters = groups.shards is not None and groups.replicas is None
+        self._shards = groups.shards_per_copy
+        backend = groups.replicas or groups.shards or groups.world
+        self._part = Member(backend.rank, backend.world_size)
+        self._exchange = RequestExecutor(backend)
 
     @property
     def bytes_sent(self) -> int:
         """By this rank so far, as rings and direct messages send them."""
         return self._exchange.bytes_sent
 
-    def cut(self, flats: Iterable[Flat]) -> GradientSharding:
+    def cut(self, flats: Iterable[FlatParameter]) -> GradientSharding:
         """What of gradients its compressor knows on this rank."""
         if self.scatters or self._shards == 1:
             return UNSHARDED
-        pieces = (key for flat in flats for key, _ in _parts(flat))
-        return GradientSharding(self._shards, frozenset(pieces))
+        return GradientSharding(
+            self._shards, frozenset(key for flat in flats for key in self._pieces(flat))
+        )
 
     @torch.no_grad()
-    def scatter(self, flat: Flat, full: Tensor, into: Tensor, label: str) -> Awaited:
+    def scatter(self, flat: FlatParameter, full: Tensor, into: Tensor, label: str) -> Wait:
         """Begin to put this rank's shard of the mean of full gradients, padded, into `into`.
 
         `full` is overwritten.
         """
-        bucket = GradientBucket(
-            full, flat.names, [torch.Size(shape) for shape in flat.layout.shapes]
-        )
-        return _UnderWay(self._exchange, self._exchange.begin(self._shard(bucket, into), label))
+        bundle = GradientBucket(full, flat.names, [*map(torch.Size, flat.layout.shapes)])
 
-    def _shard(self, bucket: GradientBucket, into: Tensor) -> Rounds:
-        yield from self.compressor.average_shard_(bucket, self._member)
-        into.copy_(bucket.shards(self._member.parts)[self._member.number])
+        def rounds() -> Rounds:
+            yield from self.compressor.average_shard_(bundle, self._part)
+            into.copy_(bundle.shards(self._part.parts)[self._part.number])
+
+        return self._begin(rounds(), label)
 
     @torch.no_grad()
-    def average(self, flat: Flat, shard: Tensor, label: str) -> Awaited:
+    def average(self, flat: FlatParameter, shard: Tensor, label: str) -> Wait:
         """Begin to overwrite a shard of gradients with the mean over the ranks that have it."""
-        pieces = dict(_whole(flat) if self._shards == 1 else _parts(flat))
+        pieces = self._pieces(flat)
         size = sum(map(prod, pieces.values()))
-        bucket = GradientBucket(shard[:size], list(pieces), [*map(torch.Size, pieces.values())])
-        average = self.compressor.average_(bucket, self._member)
-        return _UnderWay(self._exchange, self._exchange.begin(average, label))
+        bundle = GradientBucket(shard[:size], list(pieces), [*map(torch.Size, pieces.values())])
+        return self._begin(self.compressor.average_(bundle, self._part), label)
 
+    def _begin(self, rounds: Rounds, label: str) -> Wait:
+        under_way = [self._exchange.begin(rounds, label)]
 
-def _whole(flat: Flat) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from zip(flat.names, flat.layout.shapes, strict=True)
+        @torch.no_grad()
+        def wait() -> None:
+            self._exchange.finish(under_way)
 
+        return wait
 
-def _parts(flat: Flat) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What this rank's shard has of each parameter, and its shape.
+    def _pieces(self, flat: FlatParameter) -> dict[str, tuple[int, ...]]:
+        """What this rank's shard has of each parameter, and its shape.
 
-    Of a matrix the rows that are whole are one again, for compressors that look for that:
+        Of a matrix the rows that are whole are one again, for compressors that look for that:
 
-        . . x x     x x         2 of its first row
-        x x x x     x x x x     2 rows
-        x x x x     x x x x
-        x . . .     x           1 of its last one
-    """
-    for number, (name, shape) in enumerate(_whole(flat)):
-        start, stop = flat.layout.part(number, flat.place)
-        row = prod(shape[1:])
-        first, last = (-(-start // row) * row, stop // row * row) if row else (0, 0)
-        cuts = (start, first, last, stop) if first < last else (start, stop)
-        for low, high in pairwise(cuts):
-            if low < high:
-                rows = (low, high) == (first, last) and len(shape) > 0
-                yield (
-                    slice_key(name, low, high),
-                    ((high - low) // row, *shape[1:]) if rows else (high - low,),
-                )
+            . . x x     x x         2 of its first row
+            x x x x     x x x x     2 rows
+            x x x x     x x x x
+            x . . .     x           1 of its last one
+        """
+        whole = dict(zip(flat.names, flat.layout.shapes, strict=True))
+        if self._shards == 1:
+            return whole
+        pieces: dict[str, tuple[int, ...]] = {}
+        for number, (name, shape) in enumerate(whole.items()):
+            start, stop = flat.layout.part(number, flat.shard_index)
+            row = prod(shape[1:])
+            first, last = (-(-start // row) * row, stop // row * row) if row else (0, 0)
+            cuts = (start, first, last, stop) if first < last else (start, stop)
+            for low, high in pairwise(cuts):
+                if low < high:
+                    rows = (low, high) == (first, last) and len(shape) > 0
+                    size = ((high - low) // row, *shape[1:]) if rows else (high - low,)
+                    pieces[slice_key(name, low, high)] = size
+        return pieces

@@ -1,8 +1,8 @@
-"""A module in shards: which part of what this rank has, and full values in and out."""
+"""A sharded module: which part of it this rank has, and full values in and out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NoReturn
@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import MisuseError, SizeMismatchError
-from phalanx.fsdp.build import Built
-from phalanx.fsdp.flat_param import Flat
+from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
+from phalanx.fsdp.runtime import FsdpRuntime
+from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.compressor_state import (
     UNSHARDED,
     GradientSharding,
@@ -25,23 +25,22 @@ from phalanx.parallel.optimizer_hooks import release
 from phalanx.parallel.wrapper import Slice, Wrapper
 
 
-class Sharded(Wrapper):
+class ShardedModule(Wrapper):
     """What can be said and done about the parameters of a module that was cut."""
 
-    def _take(self, built: Built) -> None:
-        """From now on the module is cut."""
-        self._ranks, self._units, self._flats = built.ranks, built.units, built.flats
-        self._writing, self._conductor, self._sites = built.writing, built.conductor, built.sites
-        self._compression, self._detach = built.compression, built.hooks
-        self._summoned = self._unwrapped = False
+    _runtime: FsdpRuntime
+    _remove_hooks: Callable[[], None]
+    _unwrapped = False
 
     def slices(self) -> dict[str, Slice]:
         """For each parameter, by name, what part of it this rank's `Parameter` holds."""
         return {
-            name: Slice(shape, *flat.layout.part(number, flat.place))
-            for flat in self._flats
+            name: Slice(shape, *flat.layout.part(number, flat.shard_index))
+            for flat in self._runtime.flats
             for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
         }
+
+    # Writing parameters ---------------------------------------------------------------------
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -50,7 +49,7 @@ class Sharded(Wrapper):
         Every rank enters it, and waits until none reads parameters that it shares with others. An
         optimizer's step and the methods of this class do so by themselves.
         """
-        with self._writing.phase("writing()"):
+        with self._runtime.write_epoch.writing("writing()"):
             yield
 
     @torch.no_grad()
@@ -61,20 +60,19 @@ class Sharded(Wrapper):
         nothing is changed then.
         """
         parameters = list(self.parameters())
-        wanted = sum(p.numel() for p in parameters)
-        if flat.dim() != 1 or flat.numel() != wanted:
-            error = SizeMismatchError(
-                f"rank {self.backend.rank}: FSDP: update_shards() takes a flat tensor of {wanted} "
-                f"elements, all shards of this rank, and was given {flat.numel()} "
-                f"({list(flat.shape)}); nothing was changed",
-                rank=self.backend.rank,
-                op="FSDP",
+        sizes = [p.numel() for p in parameters]
+        if flat.dim() != 1 or flat.numel() != sum(sizes):
+            self._refuse(
+                f"update_shards() takes a flat tensor of {sum(sizes)} elements, all shards of "
+                f"this rank, and was given {flat.numel()} ({list(flat.shape)}); nothing was "
+                "changed",
+                SizeMismatchError,
             )
-            raise error
-        with self._writing.phase("update_shards()"):
-            pieces = torch.split(flat.detach(), [p.numel() for p in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.copy_(piece.view(parameter.shape))
+        with self._runtime.write_epoch.writing("update_shards()"):
+            for parameter, values in zip(
+                parameters, torch.split(flat.detach(), sizes), strict=True
+            ):
+                parameter.copy_(values.view(parameter.shape))
 
     # State ----------------------------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Sharded(Wrapper):
         """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`; of
         `<replicas>x<shards>` ranks with a hybrid strategy.
         """
-        compression = self._compression
+        compression = self._runtime.reduction.compression
         if compression is None:
             return {}
         return own_state(compression.compressor, self.backend, self._cut)
@@ -112,12 +110,14 @@ class Sharded(Wrapper):
         what is missing. Nothing is sent. `SizeMismatchError` if it is of another model.
         """
         sizes = {name: prod(slice_.shape) for name, slice_ in self.slices().items()}
-        compressor = self._compression.compressor if self._compression is not None else None
+        compression = self._runtime.reduction.compression
+        compressor = compression.compressor if compression is not None else None
         load_own(compressor, state, self.backend, sizes_of=sizes, sharding=self._cut)
 
     @property
     def _cut(self) -> GradientSharding:
-        return self._compression.cut(self._flats) if self._compression is not None else UNSHARDED
+        compression = self._runtime.reduction.compression
+        return compression.cut(self._runtime.flats) if compression is not None else UNSHARDED
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -125,9 +125,25 @@ class Sharded(Wrapper):
 
         Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
         """
-        self._writing.settle()
+        self._runtime.write_epoch.settle()
         wanted = not rank0_only or self.backend.rank == 0
-        return full_state(self.module, self._flats, wanted=wanted)
+        full = {p: value.clone() for p, value in self._full_values() if wanted}
+        local = self.module.state_dict(keep_vars=True) if wanted else {}
+        for name, value in local.items():
+            if isinstance(value, nn.Parameter) and value in full:
+                local[name] = full[value]
+            elif isinstance(value, Tensor):
+                local[name] = value.detach().clone()
+        return dict(local)
+
+    def _full_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter's full value, in the dtype of the shards, one flat parameter at a time.
+
+        Memory that may be the model's own: it is not to be written, and to be copied to be kept.
+        Every rank of the shard group takes all of them.
+        """
+        for flat in self._runtime.flats:
+            yield from zip(flat.parameters, flat.split(flat.all_shards()), strict=True)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -140,11 +156,37 @@ class Sharded(Wrapper):
         state_dict, own = without_own(state_dict)
         if assign:
             self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
-        local = shards_of(state_dict, self.module, self._flats, self.backend.rank)
-        with self._writing.phase("load_state_dict()"):
+        local = self._only_shards(state_dict)
+        with self._runtime.write_epoch.writing("load_state_dict()"):
             result = self.module.load_state_dict(local, strict=strict)
         self.load_own_state(own)
         return result
+
+    def _only_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state whose tensors are full or shards already, as a state of shards."""
+        pieces = self.slices()
+        held = {parameter: pieces.get(name) for name, parameter in self.named_parameters()}
+        own = self.module.state_dict(keep_vars=True)
+        result = dict(state)
+        for name, value in state.items():
+            mine = own.get(name)
+            if not isinstance(mine, nn.Parameter) or not isinstance(value, Tensor):
+                continue
+            piece = held.get(mine)
+            if piece is None:
+                continue
+            if tuple(value.shape) == piece.shape:
+                result[name] = value.detach().reshape(-1)[piece.start : piece.stop].view(mine.shape)
+            elif value.shape != mine.shape:
+                self._refuse(
+                    f"{name} is to be loaded from a tensor of shape {list(value.shape)}; it takes "
+                    f"the full one, {list(piece.shape)}, or this rank's shard of it, "
+                    f"{list(mine.shape)}",
+                    SizeMismatchError,
+                )
+        return result
+
+    # Full parameters ------------------------------------------------------------------------
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
@@ -156,23 +198,31 @@ class Sharded(Wrapper):
         """
         if self._summoned:
             self._refuse("summon_full_params() inside itself")
-        self._writing.settle()
-        self._conductor.free()
-        copies = [flat.all_shards().clone() for flat in self._flats]
-        self._summoned = True
+        runtime = self._runtime
+        runtime.write_epoch.settle()
+        runtime.reshard_all()
+        copies = [flat.all_shards().clone() for flat in runtime.flats]
+        runtime.swap.swap_in()
+        for group in runtime.groups:
+            group.state.after("summon")
         try:
-            with self._sites.shown(self._units):
-                for flat, copy in zip(self._flats, copies, strict=True):
-                    flat.lend(copy)
-                yield
+            for flat, copy in zip(runtime.flats, copies, strict=True):
+                flat.show(copy)
+            yield
         finally:
-            self._summoned = False
-            for flat in self._flats:
-                flat.take_back()
+            for group in runtime.groups:
+                group.state.after("restore")
+            runtime.swap.swap_out()
+            for flat in runtime.flats:
+                flat.show_own()
         if writeback:
-            with self._writing.phase("summon_full_params()"), torch.no_grad():
-                for flat, copy in zip(self._flats, copies, strict=True):
-                    flat.take(copy)
+            with runtime.write_epoch.writing("summon_full_params()"), torch.no_grad():
+                for flat, copy in zip(runtime.flats, copies, strict=True):
+                    flat.write(copy)
+
+    @property
+    def _summoned(self) -> bool:
+        return self._runtime.groups[0].state.now == "SUMMONED"
 
     @torch.no_grad()
     def unwrap(self) -> nn.Module:
@@ -180,11 +230,12 @@ class Sharded(Wrapper):
 
         Every rank calls it; this FSDP is of no use afterwards.
         """
-        self._writing.settle()
-        values = {p: value.clone() for p, value in full_values(self._flats)}
-        if self._ranks.shards is not None:
-            self._ranks.shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
-        self._detach()
+        self._runtime.write_epoch.settle()
+        values = {p: value.clone() for p, value in self._full_values()}
+        shards = self._runtime.shard_groups.shards
+        if shards is not None:
+            shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
+        self._remove_hooks()
         self._unwrapped = True
         for parameter, value in values.items():
             parameter.grad = None
@@ -192,73 +243,5 @@ class Sharded(Wrapper):
             release(parameter)
         return self.module
 
-    def _refuse(self, problem: str) -> NoReturn:
-        rank = self.backend.rank
-        raise MisuseError(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
-
-
-# ------------------------------------------------------------------------------
-# Full values of all parameters, and shards out of full values.
-
-
-def full_values(flats: Sequence[Flat]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter's full value, in the dtype of the shards, one flat after the other.
-
-    Memory that may be the model's own: it is not to be written, and to be copied to be kept. Every
-    rank of the group takes all of them.
-    """
-    for flat in flats:
-        yield from zip(flat.parameters, flat.views(flat.all_shards()), strict=True)
-
-
-def full_state(module: nn.Module, flats: Sequence[Flat], *, wanted: bool) -> dict[str, Any]:
-    """The state of the plain module; empty, if it is not wanted here. A collective of the group."""
-    values = {}
-    for parameter, value in full_values(flats):
-        if wanted:
-            values[parameter] = value.clone()
-    if not wanted:
-        return {}
-    local = module.state_dict(keep_vars=True)
-    return {
-        name: values[value]
-        if isinstance(value, nn.Parameter) and value in values
-        else value.detach().clone()
-        if isinstance(value, Tensor)
-        else value
-        for name, value in local.items()
-    }
-
-
-def shards_of(
-    state: Mapping[str, Any], module: nn.Module, flats: Sequence[Flat], rank: int
-) -> dict[str, Any]:
-    """A state whose tensors are full or shards already, as a state of shards.
-
-    Raises `SizeMismatchError`, which names the first tensor that is neither; nothing is changed.
-    """
-    where = {
-        parameter: (flat, number)
-        for flat in flats
-        for number, parameter in enumerate(flat.parameters)
-    }
-    own = module.state_dict(keep_vars=True)
-    result = dict(state)
-    for name, value in state.items():
-        mine = own.get(name)
-        if not isinstance(mine, nn.Parameter) or mine not in where or not isinstance(value, Tensor):
-            continue
-        flat, number = where[mine]
-        shape = flat.layout.shapes[number]
-        if tuple(value.shape) == shape:
-            start, stop = flat.layout.part(number, flat.place)
-            result[name] = value.detach().reshape(-1)[start:stop].view(mine.shape)
-        elif value.shape != mine.shape:
-            raise SizeMismatchError(
-                f"rank {rank}: FSDP: {name} is to be loaded from a tensor of shape "
-                f"{list(value.shape)}; it takes the full one, {list(shape)}, or this rank's shard "
-                f"of it, {list(mine.shape)}",
-                rank=rank,
-                op="FSDP",
-            )
-    return result
+    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+        refuse(self.backend.rank, problem, kind)

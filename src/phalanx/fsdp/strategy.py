@@ -1,14 +1,13 @@
-"""Strategies: what of a model each rank keeps, and when. Rows of one table.
+"""Strategies: over which ranks parameters are cut, and how long they stay unsharded.
 
-                    shards are cut over    full parameters            as in
-    FULL_SHARD      all ranks              while a unit needs them    ZeRO-3
-    hybrid(k)       k consecutive ranks    while a unit needs them    ZeRO-3, and replicas
-    SHARD_GRAD_OP   all ranks              always                     ZeRO-2
-    NO_SHARD        one rank               always                     data parallel
+                    shards are cut over    parameters are unsharded     as in
+    FULL_SHARD      all ranks              while their group computes   ZeRO-3
+    hybrid(k)       k consecutive ranks    while their group computes   ZeRO-3, with replicas
+    SHARD_GRAD_OP   all ranks              always                       ZeRO-2
+    NO_SHARD        one rank               always                       data parallel
 
-Gradients and optimizer state are cut like the shards. Between the groups of a strategy that cuts
-over fewer than all ranks, gradients are averaged (Rajbhandari et al. 2020, "ZeRO"; Zhao et al.
-2023, "PyTorch FSDP").
+Gradients and optimizer state are cut like the parameters. Ranks that hold the same shard average
+its gradients (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP").
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from phalanx.errors import InvalidWorldSizeError
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """A row: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, or `hybrid(intra_node_size=k)`.
+    """A row of the table: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, `hybrid(intra_node_size=k)`.
 
     name          as it is written on a command line
     group_size    over how many consecutive ranks shards are cut; None: over all
-    keeps_whole   whether full parameters stay between the uses of a unit
+    keeps_whole   whether parameters stay unsharded between the uses of their group
     """
 
     name: str
@@ -50,7 +49,9 @@ class ShardingStrategy:
         return ShardingStrategy("hybrid", intra_node_size, keeps_whole=False)
 
     def ranks_per_copy(self, world_size: int) -> int:
-        """Over how many of so many ranks shards are cut; `InvalidWorldSizeError` if none fits."""
+        """Over how many ranks shards are cut; `InvalidWorldSizeError` if `world_size` is no
+        multiple of it.
+        """
         size = self.group_size if self.group_size is not None else world_size
         if world_size % size:
             raise InvalidWorldSizeError(
@@ -72,16 +73,14 @@ ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("shard_grad_op", None, keeps_w
 ShardingStrategy.NO_SHARD = ShardingStrategy("no_shard", 1, keeps_whole=True)
 
 
-# ------------------------------------------------------------------------------
-# Mixed precision: one dtype to compute in, one to add gradients in, float32 in the shards.
+# Mixed precision --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In what dtypes a model computes and reduces, whose shards and optimizer state are wider.
+    """The dtypes in which a model computes and reduces; shards and optimizer state are wider.
 
-    compute_dtype   of the full parameters that a forward and a backward pass use, and so of what
-                    a gather moves
+    compute_dtype   of the unsharded parameters, and so of what an all-gather moves
     reduce_dtype    in which gradients are added over the ranks, and moved
     cast_inputs     whether floating-point inputs of the model are converted to `compute_dtype`
 
@@ -97,16 +96,14 @@ class MixedPrecision:
         """The inputs of the model, converted if that was asked for."""
         if not self.cast_inputs:
             return inputs
-        return pytree.tree_map(self._cast, inputs)
+        return pytree.tree_map_only(Tensor, self._cast, inputs)
 
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self.compute_dtype)
-        return value
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.compute_dtype) if value.is_floating_point() else value
 
 
 def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
-    """What was asked for; a dtype is that to compute in."""
+    """`mixed_precision=`, where a dtype stands for the one to compute in."""
     if given is None or isinstance(given, MixedPrecision):
         return given
     if isinstance(given, torch.dtype) and given.is_floating_point:

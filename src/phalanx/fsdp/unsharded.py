@@ -1,55 +1,101 @@
-"""What a module computes with: full parameters, in memory that is there only at times."""
+"""Unsharded parameters: what modules compute with, and when they may.
+
+A parameter group is in one of four states. Forward and backward passes go around the first three:
+
+               unshard                wait
+      SHARDED ---------> UNSHARDING --------> UNSHARDED
+       | ^ ^                 |                    |
+       | | +---- reshard ----+------ reshard -----+
+       | |
+       | +------ restore ----+
+       |                     |        inside summon_full_params(): modules see copies,
+       +--- summon ----> SUMMONED     which are there whatever passes do
+
+    state        unshard      wait        reshard   summon     restore   use
+    SHARDED      UNSHARDING   .           .         SUMMONED   .         MisuseError
+    UNSHARDING   .            UNSHARDED   SHARDED   .          .         MisuseError
+    UNSHARDED    .            .           SHARDED   .          .         allowed
+    SUMMONED     .            .           .         .          SHARDED   allowed
+
+`unshard` only begins, so that it can be done ahead of use. `use` is any torch function that reads
+or writes the values of a parameter of the group. A dot: the event changes nothing. (The names of
+SHARDED and UNSHARDED are those of torch's FSDP2.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import MisuseError
+from phalanx.errors import DistributedError, MisuseError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Presence:
-    """Whether the full parameters of a unit may be used now.
+def refuse(rank: int, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+    """Raise an error of FSDP, which names the rank."""
+    raise kind(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
 
-    reached   told when a backward pass comes to what was computed from them in the forward pass
-              under way
+
+TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
+    ("SHARDED", "unshard"): "UNSHARDING",
+    ("UNSHARDING", "wait"): "UNSHARDED",
+    ("UNSHARDING", "reshard"): "SHARDED",
+    ("UNSHARDED", "reshard"): "SHARDED",
+    ("SHARDED", "summon"): "SUMMONED",
+    ("SUMMONED", "restore"): "SHARDED",
+}
+"""The arrows of the picture above: a state and an event, and the state after it."""
+
+USABLE: Final = frozenset({"UNSHARDED", "SUMMONED"})
+
+
+class UnshardState:
+    """The state of one parameter group, shared by its unsharded parameters.
+
+    group         its name, for messages
+    now           one of the four states
+    on_backward   called when a backward pass comes to what the forward pass under way has computed
+                  from the group's parameters
     """
 
-    __slots__ = ("now", "reached", "unit")
+    __slots__ = ("group", "now", "on_backward")
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-        self.now = False
-        self.reached: Callable[[], None] | None = None
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.now = "SHARDED"
+        self.on_backward: Callable[[], None] | None = None
+
+    def after(self, event: str) -> None:
+        """Go along the arrow of this event, if there is one."""
+        self.now = TRANSITIONS.get((self.now, event), self.now)
 
 
-class Whole(nn.Parameter):
-    """A full parameter of a unit, with the shape that the module expects.
+class UnshardedParameter(nn.Parameter):
+    """A parameter in the shape that its module expects, with memory while its group is unsharded.
 
-    Modules see it in the place of the shard while they compute. It stays the same object, so that
-    what autograd has saved of it is right again when the unit is gathered for its backward pass.
-    To use it while the unit is freed is a `MisuseError`, whether its memory is gone or, being
-    shared with other ranks, still there.
+    Modules see it in the place of the shard while they compute. It is the same object for the whole
+    run, so what autograd has saved of it is valid again when the group is unsharded for backward.
+    To use it in another state is a `MisuseError`, whether its memory is gone or, being shared with
+    other ranks, still there.
     """
 
-    presence: Presence
-    label: str
+    state: UnshardState
+    name_in_model: str
 
-    def __new__(cls, data: Tensor, presence: Presence, label: str) -> Self:
-        """A view of the unit's memory."""
-        whole = super().__new__(cls, data, requires_grad=False)
-        whole.presence = presence
-        whole.label = label
-        return whole
+    def __new__(cls, data: Tensor, state: UnshardState, name_in_model: str) -> Self:
+        """`data` is a view of the group's memory."""
+        unsharded = super().__new__(cls, data, requires_grad=False)
+        unsharded.state = state
+        unsharded.name_in_model = name_in_model
+        return unsharded
 
-    def __init__(self, data: Tensor, presence: Presence, label: str) -> None:
-        pass  # all is done: nn.Parameter has no __init__ that takes these
+    def __init__(self, data: Tensor, state: UnshardState, name_in_model: str) -> None:
+        pass  # __new__ has done all: nn.Parameter has no __init__ that takes these
 
     @classmethod
     def __torch_function__(
@@ -59,51 +105,50 @@ class Whole(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What torch does, and what it gives; but not with what is freed."""
-        used: set[Presence] = set()
-        if not _looks_only(func):
-            for whole in _among((*args, *kwargs.values()) if kwargs else args):
-                used.add(whole.presence)
-                if not whole.presence.now:
+        """Run `func`, if the state allows it, and notice the backward pass through its results."""
+        used: set[UnshardState] = set()
+        if not _only_inspects(func):
+            for unsharded in _unsharded_among((*args, *kwargs.values()) if kwargs else args):
+                used.add(unsharded.state)
+                if unsharded.state.now not in USABLE:
                     raise MisuseError(
-                        f"FSDP: {whole.label} was used while its unit ({whole.presence.unit}) was "
-                        "freed. A unit's full parameters are there during its own forward and "
-                        "backward pass only: put modules that share a parameter into one unit, "
-                        "read values with summon_full_params(), and clone what is to be kept"
+                        f"FSDP: {unsharded.name_in_model} was used while its parameter group "
+                        f"({unsharded.state.group}) was sharded. A group's full parameters are "
+                        "there during its own forward and backward pass only: put modules that "
+                        "share a parameter into one unit, read values with summon_full_params(), "
+                        "and clone what is to be kept"
                     )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            for presence in used:
-                _watch(result, presence)
+            for state in used:
+                if state.on_backward is not None:
+                    _call_before_backward(result, state.on_backward)
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        if self.presence.now:
+        values: object = f"{list(self.shape)}, sharded"
+        if self.state.now in USABLE:
             with torch._C.DisableTorchFunctionSubclass():
-                return f"Whole({self.label}: {self.detach()!r})"
-        return f"Whole({self.label}: {list(self.shape)}, freed)"
+                values = repr(self.detach())
+        return f"UnshardedParameter({self.name_in_model}: {values})"
 
 
-def _among(args: Iterable[Any]) -> Iterator[Whole]:
+def _unsharded_among(args: Iterable[Any]) -> Iterable[UnshardedParameter]:
     for value in args:
-        if isinstance(value, Whole):
+        if isinstance(value, UnshardedParameter):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, Whole))
+            yield from (item for item in value if isinstance(item, UnshardedParameter))
 
 
-def _watch(result: Any, presence: Presence) -> None:
-    """Tell of the backward pass before it comes to this result of a full parameter."""
-    told = presence.reached
-    if told is None:
-        return
+def _call_before_backward(result: Any, on_backward: Callable[[], None]) -> None:
     for value in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.grad_fn.register_prehook(lambda _: told())
+            value.grad_fn.register_prehook(lambda _: on_backward())
 
 
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_LOOKS = frozenset(
+_INSPECT = frozenset(
     {
         *("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "__len__"),
         *("is_floating_point", "is_complex", "get_device", "type", "requires_grad_"),
@@ -112,11 +157,106 @@ _LOOKS = frozenset(
 )
 
 
-def _looks_only(func: Any) -> bool:
-    """Whether it asks about a tensor, and not for its values."""
+def _only_inspects(func: Any) -> bool:
+    """Whether a torch function asks about a tensor, and not for its values."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         return True
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
-    return name in _LOOKS
+    return name in _INSPECT
+
+
+# The parameter swap -----------------------------------------------------------------------------
+
+
+class Registration(NamedTuple):
+    """A parameter in a module's `_parameters`, and its name in the model."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+
+
+def registrations(model: nn.Module) -> list[Registration]:
+    """All of a model. A parameter that modules share has several."""
+    return [
+        Registration(f"{prefix}.{attribute}".lstrip("."), module, attribute, parameter)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+class ParameterSwap:
+    """Lets the modules of one model see unsharded parameters, or shards again.
+
+    Python looks a parameter up in a module's `_parameters` only if no plain attribute has its name.
+    So an unsharded parameter that is set as a plain attribute hides the shard, which stays
+    registered: names, `parameters()` and optimizers never see anything but shards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        unsharded: Mapping[nn.Parameter, UnshardedParameter],
+        rank: int,
+    ) -> None:
+        self._rank = rank
+        self._swaps = [
+            (at, unsharded[at.parameter], at.parameter.data_ptr()) for at in registrations(model)
+        ]
+        # They keep a list of their parameters besides.
+        self._recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+
+    def swap_in(self) -> None:
+        """Let modules see unsharded parameters. `MisuseError` if a shard was replaced.
+
+        An unsharded parameter requires gradients if its shard does now.
+        """
+        for at, unsharded, address in self._swaps:
+            _, module, attribute, parameter = at
+            if (
+                module._parameters.get(attribute) is not parameter
+                or parameter.data_ptr() != address
+            ):
+                self._refuse_replaced(at.name)
+            if parameter.requires_grad is not unsharded.requires_grad:
+                unsharded.requires_grad_(parameter.requires_grad)
+            module.__dict__[attribute] = unsharded
+        self._update_recurrent()
+
+    def swap_out(self) -> None:
+        """Let modules see shards."""
+        for at, _, _ in self._swaps:
+            at.module.__dict__.pop(at.attribute, None)
+        self._update_recurrent()
+
+    def check_complete(self, model: nn.Module) -> None:
+        """Raise `MisuseError` for parameters that came after the model was cut."""
+        known = {at.parameter for at, _, _ in self._swaps}
+        late = [name for name, p in model.named_parameters() if p not in known]
+        for at, _, _ in self._swaps:
+            if at.name in late:
+                self._refuse_replaced(at.name)
+        if late:
+            refuse(
+                self._rank,
+                f"{', '.join(late)} came to the module after FSDP was built, and would be on each "
+                "rank by itself: build it when the module is complete",
+            )
+
+    def _update_recurrent(self) -> None:
+        for module in self._recurrent:
+            names: Sequence[str] = module._flat_weights_names
+            module._flat_weights = [getattr(module, name, None) for name in names]
+
+    def _refuse_replaced(self, name: str) -> NoReturn:
+        self.swap_out()
+        refuse(
+            self._rank,
+            f"the parameter {name} was replaced after FSDP was built, or its .data was (as by "
+            ".half() or .double()), so it is no shard any more: change values with "
+            "load_state_dict or summon_full_params, or build FSDP after the change",
+        )

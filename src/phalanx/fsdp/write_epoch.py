@@ -1,17 +1,17 @@
-"""When parameters are written: no rank reads them meanwhile, and none reads before all have.
+"""Write epochs: while parameters are written no rank reads them, and none reads before all have.
 
     rank 0   forward  backward ............ | step |            forward
     rank 1   forward  evaluate  backward    | step, slowly |    forward
                                             ^              ^
-                            meet: all read no more     meet: all have written
+                    barrier: all read no more      barrier: all have written
 
-Only where ranks have the memory in common. Each rank writes its own part; it comes to the first
-meeting when it begins to write, and so says that it reads no more, and goes on when all have come.
-It comes to the second one when it has written, but waits for the others only before it reads again.
-So every rank holds a lease on what it reads until it begins to write itself.
+Only where ranks have the memory in common. Each rank writes its own part. It enters the first
+barrier when it begins to write, which says that it reads no more, and waits there for the others.
+It enters the second one when it has written, but waits for the others only before it reads again.
+So what a rank reads does not change until it begins to write itself.
 
-Elsewhere nobody but its rank sees a shard, and to write is only to note that full parameters are
-out of date.
+Elsewhere nobody but its rank sees a shard, and to write is only to note that unsharded parameters
+are out of date.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from contextlib import contextmanager
 
 from phalanx.core.backend import Backend
 from phalanx.core.work import Operation
-from phalanx.fsdp.flat_param import Flat
+from phalanx.fsdp.parameter_group import ParameterGroup
 
 
-class Writing:
-    """The write phases of one rank.
+class WriteEpoch:
+    """Counts the write epochs of one rank, and keeps their readers and writers apart.
 
-    epoch   how many there were; what a forward pass has read is of one of them
+    number   how many there were; what a forward pass has read is of one of them
     """
 
-    def __init__(self, flats: Sequence[Flat], group: Backend | None) -> None:
-        self.epoch = 0
-        self._flats = flats
-        self._group = group
-        self._in_place = group is not None and any(f.common and not f.apart for f in flats)
-        self._converted = [f for f in flats if f.apart]
-        self._copies = group is not None and any(f.common for f in self._converted)
-        self._published: Operation | None = None
-        self._under_way: str | None = None
+    def __init__(self, groups: Sequence[ParameterGroup], shard_group: Backend) -> None:
+        self.number = 0
+        self._groups = groups
+        self._flats = [flat for group in groups for flat in group.flats]
+        self._shard_group = shard_group
+        self._in_place = any(flat.common and not flat.apart for flat in self._flats)
+        self._copies = any(flat.common and flat.apart for flat in self._flats)
+        self._all_written: Operation | None = None
+        self._writer: str | None = None  # what writes now
         self._depth = 0  # a step may call that of its base class, of which torch tells, too
-        self._versions = self._look()
+        self._versions = self._count_versions()
         self._stale = True
         if self._in_place:
             self._say_written("it was built")
 
     @contextmanager
-    def phase(self, what: str) -> Iterator[None]:
+    def writing(self, what: str) -> Iterator[None]:
         """Write in here. Every rank does so, and waits here until none reads."""
         self.begin(what)
         try:
@@ -57,14 +57,14 @@ class Writing:
     def begin(self, what: str) -> None:
         """This rank reads no more, and is about to write. Blocks until the others are, too."""
         self._depth += 1
-        if self._under_way is not None:
+        if self._writer is not None:
             return
-        self._wait()
-        for flat in self._flats:
-            flat.free()
+        self._wait_for_writers()
+        for group in self._groups:
+            group.reshard()
         if self._in_place:
-            self._meet(f"FSDP: before {what}, {self.epoch}")
-        self._under_way = what
+            self._shard_group.barrier(label=f"FSDP: before {what}, {self.number}")
+        self._writer = what
 
     def end(self, what: str) -> None:
         """This rank has written."""
@@ -72,55 +72,50 @@ class Writing:
         if self._depth > 0:
             return
         self._depth = 0
-        self._under_way = None
-        self._written()
+        self._writer = None
+        self._next_epoch()
         if self._in_place:
             self._say_written(what)
 
     def settle(self) -> None:
-        """Before full parameters are read: what was written is there, on all ranks."""
-        if self._under_way is not None:  # a step that failed, or one that computes a closure
+        """Before parameters are read: wait until what was written is there, on all ranks."""
+        barrier = self._shard_group.barrier
+        if self._writer is not None:  # a step that failed, or one that computes a closure
             self._depth = 0
-            self.end(self._under_way)
-        self._notice()
-        self._wait()
+            self.end(self._writer)
+        if self._count_versions() != self._versions:
+            # Someone has written who did not say so, as `p.sub_(...)` does.
+            self._next_epoch()
+            if self._in_place:
+                barrier(label=f"FSDP: parameters were written, {self.number}")
+        self._wait_for_writers()
         if not self._stale:
             return
         self._stale = False
         if self._copies:
-            self._meet(f"FSDP: before shards are converted, {self.epoch}")
-        for flat in self._converted:
+            barrier(label=f"FSDP: before shards are converted, {self.number}")
+        for flat in self._flats:
             flat.convert()
         if self._copies:
-            self._meet(f"FSDP: after shards are converted, {self.epoch}")
+            barrier(label=f"FSDP: after shards are converted, {self.number}")
 
-    def _notice(self) -> None:
-        """Parameters may have been written by someone who did not say so, as `p.sub_(...)` does."""
-        if self._look() != self._versions:
-            self._written()
-            if self._in_place:
-                self._meet(f"FSDP: parameters were written, {self.epoch}")
-
-    def _written(self) -> None:
-        self.epoch += 1
-        self._versions = self._look()
+    def _next_epoch(self) -> None:
+        self.number += 1
+        self._versions = self._count_versions()
         self._stale = True
+        for group in self._groups:
+            group.reshard()
         for flat in self._flats:
-            flat.written()
+            flat.current = False
 
-    def _wait(self) -> None:
-        if self._published is not None:
-            published, self._published = self._published, None
-            assert self._group is not None
-            self._group.wait(published)
+    def _wait_for_writers(self) -> None:
+        if self._all_written is not None:
+            written, self._all_written = self._all_written, None
+            self._shard_group.wait(written)
 
     def _say_written(self, what: str) -> None:
-        assert self._group is not None
-        self._published = self._group.start_barrier(label=f"FSDP: after {what}, {self.epoch}")
+        label = f"FSDP: after {what}, {self.number}"
+        self._all_written = self._shard_group.start_barrier(label=label)
 
-    def _meet(self, label: str) -> None:
-        assert self._group is not None
-        self._group.barrier(label=label)
-
-    def _look(self) -> int:
+    def _count_versions(self) -> int:
         return sum(p._version for flat in self._flats for p in flat.parameters)
