@@ -76,6 +76,8 @@ def spawn(
 def _start(ranks: Supervisor, call: bytes, world_size: int, backend: str, timeout: float) -> None:
     """Start all ranks, then send each what it needs: they start beside each other."""
     token, job = secrets.token_hex(32), secrets.token_hex(8)
+    preparation = get_preparation_data("")  # raises where spawn is called by an import
+    preparation["authkey"] = bytes(preparation["authkey"])
     environ = {**os.environ}
     environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(world_size)))
     with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
@@ -95,12 +97,7 @@ def _start(ranks: Supervisor, call: bytes, world_size: int, backend: str, timeou
             )
             started.append((process, (call, info, held, backend, timeout)))
     for rank, (process, arguments) in enumerate(started):
-        preparation = get_preparation_data(f"rank {rank}")
-        preparation["authkey"] = bytes(preparation["authkey"])
         assert process.stdin is not None
-        with (
-            suppress(BrokenPipeError),
-            process.stdin as stdin,
-        ):  # a rank that has died is seen later
-            pickle.dump(preparation, stdin)
+        with suppress(BrokenPipeError), process.stdin as stdin:  # if it has died, that is seen
+            pickle.dump(preparation | {"name": f"rank {rank}"}, stdin)
             pickle.dump(arguments, stdin)
