@@ -185,7 +185,7 @@ class _Launch:
             print_restart(exits, elsewhere, restart)
 
     def close(self, seconds: float) -> bool:
-        """Leave the job, which may take so long; return whether no thread of it is left."""
+        """Leave the job, for which there are so many seconds; return whether no thread is left."""
         if self._signals.received:
             name = signal.Signals(self._signals.received[0]).name
             summary = f"its launcher was stopped by {name}"
@@ -220,7 +220,7 @@ class _Launch:
         return NodeExit(node, True, summarise_failure(root), root.follows, root.shell_code)
 
     def _wait(self, ranks: Supervisor | None = None) -> None:
-        """Wait a moment for news; raise what has come from a signal or from the other nodes."""
+        """Wait a moment for news; raise `Interrupted` after a signal, or the error of the nodes."""
         news = [*self._signals.descriptors, *self._nodes.descriptors]
         if ranks is not None:
             ranks.wait(also=news)
@@ -230,7 +230,7 @@ class _Launch:
         self._nodes.check()
 
     def _give_up(self) -> bool:
-        """Return whether the reader of the output has not taken it in the time that is left."""
+        """Return whether the time is over in which the reader of the output may take the rest."""
         if not self._signals.received:
             return False
         if self._last_call is None:
@@ -244,12 +244,7 @@ class _Launch:
         for local_rank in range(job.ranks):
             rank = str(placement.first_rank + local_rank)
             own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
-            ranks.start(
-                int(rank),
-                RUN_SCRIPT,
-                words,
-                environ=shared | own,
-            )
+            ranks.start(int(rank), RUN_SCRIPT, words, environ=shared | own)
 
     def _shared_environment(self, placement: Placement) -> dict[str, str]:
         """Return what all ranks of this host find in their environment: as under `torchrun`."""
