@@ -92,7 +92,7 @@ def test_no_pickle_outside_of_spawn(path: Path) -> None:
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    started_by_spawn = {"spawn.py", "child.py", "children.py", "report.py"}
+    started_by_spawn = {"spawn.py", "worker.py", "report.py"}
     assert "pickle" not in names or path.name in started_by_spawn
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from phalanx.collectives.schedules import COLLECTIVES
-from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
 from phalanx.tools.bench.peers import PEERS
 from phalanx.tools.bench.request import (
     make_request,
@@ -14,6 +16,7 @@ from phalanx.tools.bench.request import (
     parse_sizes,
     show_size,
 )
+from phalanx.tools.bench.start import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,10 @@ def test_ranks_are_numbers_above_one() -> None:
     for text in ("1", "0", "two", "2,-3", "2.5"):
         with pytest.raises(InvalidWorldSizeError, match="--ranks"):
             parse_ranks(text)
+
+
+def test_no_room_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    request = make_request(["barrier"], backends="tcp", sizes="8")
+    with pytest.raises(BackendUnavailableError, match="set TMPDIR to a folder"):
+        next(run_ranks(request, 2))

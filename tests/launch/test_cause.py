@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RankStopped
-from phalanx.launch.report import describe_exit, follows_from_another
+from phalanx.launch.report import describe_exit_code, follows_from_another
 
 
 def raised(*, first: BaseException, then: Exception, how: str) -> BaseException:
@@ -56,4 +56,4 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
     ],
 )
 def test_exit_codes_in_words(code: int, words: str) -> None:
-    assert describe_exit(code) == words
+    assert describe_exit_code(code) == words

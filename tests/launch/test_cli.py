@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import phalanx.cli.commands as command
 from phalanx.cli.app import app
-from phalanx.launch.supervisor import Job
+from phalanx.launch.run import Job
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidWorldSizeError
 from phalanx.launch.environment import World
-from phalanx.launch.init import MeetingPoint, find_meeting_point, init
+from phalanx.launch.init import init
+from phalanx.launch.rendezvous import RendezvousInfo, rendezvous
 from phalanx.launch.spawn import spawn
 from phalanx.launch.store import hold_store
 
@@ -25,19 +26,18 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def world(no_launcher: None) -> Iterator[World]:
     """Rank 0 of two, with a launcher's store in this process."""
     store, port = hold_store("127.0.0.1", 0, timeout=10.0)
-    assert store is not None
     yield World(0, 2, 0, 2, "127.0.0.1", port, 0, True, "torchrun", "job")
     del store
 
 
-def meet(world: World) -> list[MeetingPoint]:
+def gather(world: World) -> list[RendezvousInfo]:
     worlds = [replace(world, rank=rank) for rank in range(world.world_size)]
     with ThreadPoolExecutor(len(worlds)) as threads:
-        points = list(threads.map(lambda each: find_meeting_point(each, timeout=10.0), worlds))
-    listener = points[0].listener
+        infos = list(threads.map(lambda each: rendezvous(each, timeout=10.0), worlds))
+    listener = infos[0].listener
     assert listener is not None
     listener.close()
-    return points
+    return infos
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -60,7 +60,7 @@ def test_spawn_refuses_what_cannot_be_before_it_starts_anything() -> None:
 
 
 def test_all_ranks_get_the_address_and_token_of_rank_0(world: World) -> None:
-    first, second = meet(world)
+    first, second = gather(world)
     assert first.master_addr == second.master_addr
     assert first.token == second.token
     assert len(first.token or "") == 64
@@ -72,30 +72,30 @@ def test_a_token_of_the_job_does_not_pass_through_the_store(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_TOKEN", "the secret of this job")
-    first, second = meet(world)
+    first, second = gather(world)
     assert first.token == "the secret of this job"
     assert second.token is None  # the backend takes it from the environment, too
 
 
 def test_ranks_that_meet_again_meet_elsewhere(world: World) -> None:
-    assert meet(world)[1].token != meet(world)[1].token
+    assert gather(world)[1].token != gather(world)[1].token
 
 
 def test_a_restart_does_not_find_the_dead(world: World) -> None:
-    meet(world)
+    gather(world)
     late = replace(world, rank=1, restart_count=1)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 waited .* for rank 0") as caught:
-        find_meeting_point(late, timeout=0.05)
+        rendezvous(late, timeout=0.05)
     assert caught.value.peer == 0
 
 
 def test_a_store_that_is_gone_is_named(no_launcher: None) -> None:
     gone = World(1, 2, 1, 2, "127.0.0.1", 1, 0, True, "torchrun")
     with pytest.raises(BackendUnavailableError, match=r"store at 127\.0\.0\.1:1 "):
-        find_meeting_point(gone, timeout=0.05)
+        rendezvous(gone, timeout=0.05)
 
 
 def test_without_a_store_rank_0_is_at_the_master(no_launcher: None) -> None:
-    point = find_meeting_point(World(1, 2, 1, 2, "::1", 29500, 0, False, "mpirun"), timeout=1.0)
-    assert point.master_addr == "[::1]:29500"
-    assert point.token is None
+    info = rendezvous(World(1, 2, 1, 2, "::1", 29500, 0, False, "mpirun"), timeout=1.0)
+    assert info.master_addr == "[::1]:29500"
+    assert info.token is None

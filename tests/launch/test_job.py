@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.supervisor import Job
+from phalanx.launch.run import Job
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.errors import DesyncError, DistributedError, MisuseError, PeerLostError, RankStopped
-from phalanx.launch.report import RankTraceback, Report
+from phalanx.errors import DesyncError, DistributedError, MisuseError, PeerLostError
+from phalanx.launch.report import RankExit, RankReport, RankTraceback, root_cause
 
 
 class TwoArguments(Exception):
@@ -20,24 +20,24 @@ def reported(error: BaseException) -> BaseException:
     try:
         raise error
     except BaseException as caught:
-        return Report.of_error(2, caught).error()
+        return RankReport.of_error(2, caught).error()
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", {"a": [1.5, (2,)]}])
 def test_a_result_comes_back(value: Any) -> None:
-    assert Report.of_result(1, value).result() == value
+    assert RankReport.of_result(1, value).result() == value
 
 
 def test_a_tensor_comes_by_value() -> None:
     tensor = torch.arange(4)
-    report = Report.of_result(1, tensor)
+    report = RankReport.of_result(1, tensor)
     tensor.zero_()
     assert report.result().tolist() == [0, 1, 2, 3]
 
 
 def test_a_result_that_cannot_be_pickled_is_a_clear_error() -> None:
-    report = Report.of_result(1, lambda: 0)
-    assert report.kind == "error"
+    report = RankReport.of_result(1, lambda: 0)
+    assert report.failed
     with pytest.raises(MisuseError, match="rank 1 returned a function, which cannot be pickled"):
         raise report.error()
 
@@ -71,19 +71,28 @@ def test_a_rank_that_leaves_is_a_lost_peer() -> None:
 
 
 def test_a_death_names_rank_and_signal() -> None:
-    error = Report.of_death(1, -9).error()
+    error = RankExit(1, -9, None, 0.0).error()
     assert isinstance(error, PeerLostError)
     assert error.peer == 1
     assert "rank 1" in str(error)
     assert "SIGKILL" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended without a result: exit code 0"),
+        (1, 'needs `if __name__ == "__main__":` around the call'),
+        (-9, "the kernel does when memory runs out"),
+        (143, "after a SIGTERM, sent from outside"),
+    ],
+)
+def test_a_death_says_what_may_have_led_to_it(code: int, words: str) -> None:
+    assert words in str(RankExit(1, code, None, 0.0).error())
+
+
 def test_root_cause_is_the_first_that_does_not_follow() -> None:
-    lost = Report(0, "error", follows=True, when=1.0)
-    late = Report(1, "error", follows=False, when=3.0)
-    root = Report(2, "death", follows=False, when=2.0)
-    assert min([lost, late, root], key=lambda report: report.order) is root
-
-
-def test_a_stopped_rank_says_so() -> None:
-    assert Report.of_error(0, RankStopped()).kind == "stopped"
+    lost = RankExit(0, None, RankReport(0, True, follows=True), 1.0)
+    late = RankExit(1, None, RankReport(1, True), 3.0)
+    root = RankExit(2, -9, None, 2.0)
+    assert root_cause([lost, late, root]) is root

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from launchers import PHALANX, environ_without_launcher, hear_signals
 
-from phalanx.launch.supervisor import Attempt, describe, root_cause
-from phalanx.launch.worker import BOOT
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 MEET = """
@@ -131,26 +128,28 @@ def test_the_first_failure_is_told_last_and_the_others_are_stopped(
     assert (code, lines) == (1, [])
 
 
-def test_every_way_to_fail_leaves_its_story(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_every_way_to_fail_leaves_its_report(tmp_path: Path, environ: dict[str, str]) -> None:
     ways = [
         ("import sys\nsys.exit(3)", 3, "rank 0 failed (exit code 3): sys.exit(3) from "),
+        (
+            "import sys\nsys.exit('words')",
+            1,
+            "rank 0 failed (exit code 1): sys.exit('words') from ",
+        ),
         ("def f(:", 1, "SyntaxError: "),
         ("import os\nos._exit(7)", 7, "rank 0 failed: exit code 7"),
-        ("import os\nos.kill(os.getpid(), 9)", -9, "rank 0 was killed by signal 9 (SIGKILL)"),
+        ("import os\nos.kill(os.getpid(), 9)", 137, "rank 0 was killed by signal 9 (SIGKILL)"),
+        ("import os\nos.closerange(3, 99)\n1 / 0", 1, "rank 0 failed: exit code 1; "),
     ]
     started = []
     for number, (text, _, _) in enumerate(ways):
         folder = tmp_path / str(number)
         folder.mkdir()
-        words = [sys.executable, "-c", BOOT, "script", write(folder, text)]
-        story = str(folder / "error.json")
-        started.append((start(words, {**environ, "TORCHELASTIC_ERROR_FILE": story}), story))
-    for (worker, story), (_, code, last) in zip(started, ways, strict=True):
-        assert finish(worker) == ([code], [], "")
-        attempt = Attempt({0: story})
-        attempt.close()
-        told = describe(root_cause(attempt.endings({0: code})))
-        assert told.splitlines()[-1].startswith(last)
+        started.append(start([*PHALANX, "run", write(folder, text)], environ))
+    for launcher, (_, code, last) in zip(started, ways, strict=True):
+        codes, lines, errors = finish(launcher)
+        assert (codes, lines) == ([code], [])
+        assert errors.splitlines()[-1].startswith(last)
 
 
 def test_ranks_meet_and_meet_again_after_one_was_killed(
@@ -172,15 +171,61 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path, environ: dict[str, 
     assert code == 0
 
 
-def test_two_nodes_meet(tmp_path: Path, environ: dict[str, str]) -> None:
+def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
+    """Two nodes of one rank each; the first to start is not the one with the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         master = f"127.0.0.1:{free.getsockname()[1]}"
+    common = [*PHALANX, "run", "--nnodes", "2", "--master", master, *options]
+    return [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
+
+
+def test_two_nodes_meet_and_meet_again_after_a_rank_was_killed(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
     script = write(tmp_path, MEET)
-    common = [*PHALANX, "run", "--nnodes", "2", "--master", master]
-    nodes = [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
+    nodes = start_nodes(script, {**environ, "DIE_AT": "0"}, "--max-restarts", "1")
     codes, lines, errors = finish(*nodes)
-    assert (codes, errors) == ([0, 0], "")
-    assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
+    assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
+    why = "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)"
+    assert errors.splitlines() == [why, f"the first failure was on another node, 1: {why}"]
+
+
+def test_a_failure_on_one_node_stops_the_others_and_is_told_there(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    script = write(
+        tmp_path,
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise ValueError('on rank 1')\n"
+        "time.sleep(60)\n",
+    )
+    codes, lines, errors = finish(*start_nodes(script, environ))
+    assert (codes, lines) == ([1, 1], [])
+    assert errors.splitlines()[-2:] == [
+        "ValueError: on rank 1",
+        "the first failure was on another node, 1: rank 1 failed (exit code 1: ValueError: on "
+        "rank 1)",
+    ]
+
+
+def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str]) -> None:
+    script = write(
+        tmp_path,
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': print('ready', flush=True)\n"
+        "time.sleep(60)\n",
+    )
+    one, zero = start_nodes(script, environ, "--max-restarts", "1")
+    assert one.stdout is not None
+    assert one.stdout.readline() == "[rank 1] ready\n"
+    one.send_signal(signal.SIGTERM)
+    assert finish(one) == ([143], [], "stopped by SIGTERM\n")
+    assert finish(zero) == (
+        [1],
+        [],
+        "the first failure was on another node, 1: its launcher was stopped by SIGTERM\n",
+    )
 
 
 def test_ranks_clean_up_when_the_launcher_is_interrupted(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.launch.supervisor import Job, run
+from phalanx.launch.run import Job, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -110,7 +110,7 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
     if _BY_HAND.rank in environ or _BY_HAND.world_size in environ:
         return _BY_HAND
-    if is_step(environ):
+    if _is_step(environ):
         return _SLURM
     return next((known for known in (_OPEN_MPI, _PMI) if known.rank in environ), None)
 
@@ -150,8 +150,8 @@ def _master(
             raise MisuseError(f"{STORE_VARIABLE}={environ[STORE_VARIABLE]!r}: {error}") from None
     addr = environ.get("MASTER_ADDR", "")
     if not addr:
-        addr = first_node(environ) if launcher is _SLURM else ""
-    if not addr and (world_size == 1 or _all_local(environ, launcher, world_size)):
+        addr = _first_node(environ) if launcher is _SLURM else ""
+    if not addr and (world_size == 1 or environ.get(launcher.local_world_size) == str(world_size)):
         addr = "127.0.0.1"
     if launcher in (_OPEN_MPI, _PMI) and "MASTER_PORT" not in environ:
         return addr, 0, False  # the ranks can meet through MPI
@@ -168,17 +168,13 @@ def _master(
     return addr, port, environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _all_local(environ: Mapping[str, str], launcher: _Launcher, world_size: int) -> bool:
-    return environ.get(launcher.local_world_size, "") == str(world_size)
-
-
 def _local(
     environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int, addr: str
 ) -> tuple[int, int]:
     """Return the local rank and how many there are; unsaid, loopback means one host."""
     shared = world_size if is_loopback(addr) else 1
     if launcher is _SLURM:
-        shared = tasks_on_this_node(environ) or shared
+        shared = _tasks_on_this_node(environ) or shared
     size = _number(
         environ, launcher.local_world_size, InvalidWorldSizeError, default=shared, at_least=1
     )
@@ -208,7 +204,7 @@ _INTERACTIVE_STEP = 0xFFFFFFFA
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def is_step(environ: Mapping[str, str]) -> bool:
+def _is_step(environ: Mapping[str, str]) -> bool:
     """Return whether `srun` started this process, rather than a person in an allocation.
 
     The shell of an interactive allocation may carry SLURM_PROCID too; its job is named after
@@ -221,7 +217,7 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return numbered or environ.get("SLURM_JOB_NAME") not in _INTERACTIVE_NAMES
 
 
-def first_node(environ: Mapping[str, str]) -> str:
+def _first_node(environ: Mapping[str, str]) -> str:
     """Return the host of rank 0: the first of the step's nodes, or "" where none are named."""
     for name in _NODE_LISTS:
         if environ.get(name):
@@ -234,7 +230,7 @@ def first_node(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
     """Return how many ranks run on this host, from a list such as `4(x2),3`; None if unsaid."""
     text = next((environ[name] for name in _TASKS if environ.get(name)), "")
     counts: list[int] = []
@@ -264,15 +260,14 @@ def expand_hosts(text: str) -> list[str]:
     names = _NAME.findall(text)
     if not names or _NAME.sub("", text).strip(", "):
         raise ValueError(f"{text!r} is not a list of hosts such as node[003-005,9],gpu1")
-    return [host for name in names for host in _expand_name(name)]
-
-
-def _expand_name(name: str) -> list[str]:
-    choices = [
-        _expand_numbers(numbers) if plain == "" else [plain]
-        for numbers, plain in _PART.findall(name)
-    ]
-    return ["".join(parts) for parts in product(*choices)]
+    hosts: list[str] = []
+    for name in names:
+        choices = [
+            _expand_numbers(numbers) if plain == "" else [plain]
+            for numbers, plain in _PART.findall(name)
+        ]
+        hosts += ["".join(parts) for parts in product(*choices)]
+    return hosts
 
 
 def _expand_numbers(numbers: str) -> list[str]:

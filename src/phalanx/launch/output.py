@@ -1,23 +1,21 @@
-"""The output of many ranks on one stream: whole lines only, each behind its rank."""
+"""The output of many ranks on one stream: whole lines only, each behind its rank.
+
+    rank 3 --- pipe for stdout ---.
+    rank 4 --- pipe for stdout ---+--- one thread ---> "[rank 4] loss 3.1"
+
+The thread is not the supervisor's: when the reader of the launcher's own output pauses, the thread
+waits, and with it the ranks that print, while the supervisor goes on watching them.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import selectors
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, api
-
-from phalanx.errors import BackendUnavailableError
-from phalanx.launch.supervisor import Attempt, describe, root_cause, summarise
 
 LONGEST_LINE = 1 << 20
 """Bytes of a line that are kept until its end comes; a longer one is shown in pieces."""
@@ -62,98 +60,81 @@ class RankLines:
             self._write(data)
         except (OSError, ValueError):
             self._gone = True
-            self._forget_reader()
+            with suppress(OSError, ValueError):  # at its end Python would flush the stream again
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
     def _write(self, data: bytes) -> None:
         try:
             descriptor = self._stream.fileno()
         except OSError:  # in memory, say
-            self._write_above(data)
+            binary = getattr(self._stream, "buffer", None)
+            if binary is None:
+                self._stream.write(data.decode(errors="replace"))
+            else:
+                binary.write(data)
+            self._stream.flush()
             return
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
-            except BlockingIOError:  # somebody at the other end has made it so
+            except BlockingIOError:  # another program has made it non-blocking
                 select.select([], [descriptor], [])
 
-    def _write_above(self, data: bytes) -> None:
-        binary = getattr(self._stream, "buffer", None)
-        if binary is None:
-            self._stream.write(data.decode(errors="replace"))
-        else:
-            binary.write(data)
-        self._stream.flush()
-
-    def _forget_reader(self) -> None:
-        """Let what the stream still holds go nowhere: at its end Python would try once more."""
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-# ------------------------------------------------------------------------------
-# The ranks' standard output and errors on their way to the launcher's: one named pipe for each.
-#
-#     rank 3 --- stdout --->  folder/.../3/stdout  ---.
-#     rank 4 --- stdout --->  folder/.../4/stdout  ---+--- one thread ---> "[rank 4] loss 3.1"
-#
-# Torch's agent wants files, and follows them; a pipe has a name like a file, takes no room on the
-# disk however long the job runs, and says at once when there is something. A launcher whose own
-# output is not taken holds up the ranks, as any pipe does.
 
 _PIECE, _MOST = 1 << 16, 1 << 20
+_LOOK = 0.05
 
 
 class RankPipes:
-    """Reads the pipes of all ranks in a thread, until `close()`."""
+    """Shows what ranks write to their standard output and errors, until `close()`; in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._lines = RankLines(out), RankLines(err)
         self._selector = selectors.DefaultSelector()
         self._reader, self._writer = os.pipe()
         self._selector.register(self._reader, selectors.EVENT_READ)
-        self._closing = False
-        self._drained = threading.Event()
         self._thread = threading.Thread(target=self._read, name="rank output", daemon=True)
         self._thread.start()
 
-    def add(self, path: str, rank: int, lines: RankLines) -> None:
-        """Make a pipe at `path`, and pass what comes out of it to `lines`. `OSError`: cannot."""
-        os.mkfifo(path, 0o600)
-        # Open for writing, too: so it never ends, whoever opens and closes it at the other end.
-        pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        self._selector.register(pipe, selectors.EVENT_READ, (rank, lines))
+    def open(self, rank: int) -> tuple[int, int]:
+        """Return the ends of two new pipes for `rank` to write to: its output, and its errors.
 
-    def drain(self) -> None:
-        """Pass on all that has been written, and forget the pipes: their writers are gone."""
-        self._drained.clear()
-        os.write(self._writer, b"!")
-        self._drained.wait()
+        The caller closes them once the rank has them. `OSError` if there are no more descriptors.
+        """
+        writers: list[int] = []
+        try:
+            for lines in self._lines:
+                reader, writer = os.pipe()
+                writers.append(writer)
+                os.set_blocking(reader, False)
+                self._selector.register(reader, selectors.EVENT_READ, (rank, lines))
+        except OSError:
+            for writer in writers:
+                os.close(writer)
+            raise
+        return writers[0], writers[1]
 
-    def close(self) -> None:
-        """Drain the pipes, and read no more."""
-        self._closing = True
-        self.drain()
-        self._thread.join()
-        self._selector.close()
-        os.close(self._reader)
-        os.close(self._writer)
+    def close(self, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Pass on all that has been written, and close the pipes; return whether that is done.
+
+        It is not where `give_up()` is true before, while the reader of the output takes nothing.
+        """
+        if self._writer >= 0:
+            os.close(self._writer)  # which wakes the thread
+            self._writer = -1
+        while self._thread.is_alive() and not give_up():
+            self._thread.join(_LOOK)
+        return not self._thread.is_alive()
 
     def _read(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                if key.data is not None:
-                    self._take(key)
-                    continue
-                os.read(self._reader, 1)
-                self._take_the_rest()
-                # Read before the other thread goes on: it may close, or wait anew.
-                closing = self._closing
-                self._drained.set()
-                if closing:
-                    return
-                break  # the others of these keys are closed
+                if key.data is None:
+                    return self._take_the_rest()
+                self._take(key)
 
     def _take(self, key: selectors.SelectorKey) -> bool:
         """Pass on one piece of what is in a pipe; return whether there was one."""
@@ -162,8 +143,12 @@ class RankPipes:
         except BlockingIOError:
             return False
         rank, lines = key.data
-        lines.write(rank, data)
-        return True
+        if data:
+            lines.write(rank, data)
+        else:
+            self._selector.unregister(key.fd)
+            os.close(key.fd)
+        return bool(data)
 
     def _take_the_rest(self) -> None:
         pipes = [key for key in self._selector.get_map().values() if key.data is not None]
@@ -172,131 +157,8 @@ class RankPipes:
             for _ in range(_MOST // _PIECE):
                 if not self._take(key):
                     break
-            self._selector.unregister(key.fd)
-            os.close(key.fd)
-        for _, lines in {id(key.data[1]): key.data for key in pipes}.values():
+        for lines in self._lines:
             lines.finish()
-
-
-# ------------------------------------------------------------------------------
-# Where torch's agent puts what each rank prints, and what the launcher learns by it.
-
-_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
-
-_TORCHS_HANDLER = "_terminate_process_handler"
-_BOOT_TIME = 1.0
-
-
-class RankFolders(DefaultLogsSpecs):
-    """A folder a rank and attempt, under `folder`; all output is shown as it comes.
-
-    The agent asks for the folders once an attempt, right before it starts the ranks, and that is
-    how the launcher hears of a restart: it says which rank was the reason, and follows the new
-    processes. `check()` is asked first, and may raise.
-    """
-
-    def __init__(self, folder: str, max_restarts: int, check: Callable[[], None]) -> None:
-        super().__init__(log_dir=folder, redirects=Std.NONE, tee=Std.NONE)
-        self._max_restarts = max_restarts
-        self._check = check
-        self._out, self._err = RankLines(sys.stdout), RankLines(sys.stderr)
-        self._pipes = RankPipes()
-        self.attempt = Attempt({})
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of one attempt; `envs` maps local ranks to their environment."""
-        self._check()
-        restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        self.attempt.close()
-        self._pipes.drain()
-        if restart > 0:
-            self._announce(restart)
-        try:
-            destination = super().reify(envs)
-            for local, env in envs.items():
-                self._make_pipes(destination, local, int(env["RANK"]))
-        except OSError as error:
-            raise BackendUnavailableError(
-                f"there is no room in {self.root_log_dir} for the ranks' folders ({error}): set "
-                "TMPDIR to a folder of yours that is not full"
-            ) from error
-        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
-        self.attempt = Attempt(
-            {ranks[local]: path for local, path in destination.error_files.items()}
-        )
-        return destination
-
-    def settle(self) -> None:
-        """Wait until the ranks that are being started can hear a signal, `_BOOT_TIME` at most."""
-        self.attempt.settle(_BOOT_TIME)
-
-    def end(self, signum: int) -> None:
-        """Pass a signal on to the ranks; return when all have ended, killed after `GRACE`."""
-        self.attempt.end(signum)
-
-    def kill(self) -> None:
-        """Kill the ranks that are there now."""
-        self.attempt.kill()
-
-    def close(self) -> None:
-        """Show what is left of the ranks' output, and follow their processes no more."""
-        self.attempt.close()
-        self._pipes.close()
-
-    def _make_pipes(self, destination: LogsDest, local: int, rank: int) -> None:
-        folder = Path(destination.error_files[local]).parent
-        for name, paths, lines in (
-            ("stdout", destination.stdouts, self._out),
-            ("stderr", destination.stderrs, self._err),
-        ):
-            paths[local] = str(folder / name)
-            self._pipes.add(paths[local], rank, lines)
-
-    def _announce(self, restart: int) -> None:
-        endings = self.attempt.endings()
-        why = "a rank failed"
-        if endings:
-            root = root_cause(endings)
-            why = summarise(root)
-            if root.record is not None and root.record.traceback:
-                sys.stderr.write(f"{describe(root)}\n")
-        sys.stderr.write(f"{why}; restarting all ranks ({restart} of {self._max_restarts})\n")
-        sys.stderr.flush()
-
-
-@contextmanager
-def quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log from the user, who is told the same in a better way.
-
-    Not if LOGLEVEL is set: who sets it wants to read it.
-    """
-    if "LOGLEVEL" in os.environ:
-        yield
-        return
-    silent = logging.NullHandler()
-    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(silent)
-
-
-@contextmanager
-def keep_handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Keep the launcher's signal handler: the agent's raises in the middle of its own cleaning up.
-
-    A torch that can be asked to install none is (`signals_to_handle`); an older one is given the
-    launcher's in place of its own.
-    """
-    before = getattr(api, _TORCHS_HANDLER, None)
-    setattr(api, _TORCHS_HANDLER, handler)
-    try:
-        yield
-    finally:
-        setattr(api, _TORCHS_HANDLER, before)
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()

@@ -1,17 +1,15 @@
-"""The warden: a small process that cleans up after a launcher that was killed.
+"""The reaper: a small process that kills what a killed supervisor leaves behind.
 
-    launcher --- pipe: "+812\n" process 812 is there, "-812\n" it has ended --->  warden
+    supervisor --- pipe: "+812\n" process 812 runs, "-812\n" it has ended --->  reaper
         `- rank (process 812, a session of its own) - its data loader's workers, and so on
 
-A launcher that is killed closes the pipe, whatever killed it. Then the warden kills the processes
-that were there, with all of their sessions, removes the launcher's folder, and ends. Processes
-may also be in the folder: each file of the name `pid` holds the number of one.
+When the supervisor is killed, whatever killed it, the pipe closes. The reaper then kills the
+processes that ran, each with its whole session, removes the working folder if there is one, and
+ends. The kernel kills ranks with their parent, too (`die_with_parent`), but only those that
+have already asked for it, and not what they have started themselves.
 
-The kernel kills ranks with their parent, too (`stopping.die_with_parent`), but not before they
-have asked for it, and not what they have started themselves. The warden is in a session of its
-own, so that what ends the launcher's does not end the warden.
-
-This file is also the warden's program: it imports nothing but the standard library.
+The reaper leads a session of its own, so that what ends the supervisor's session spares it. This
+file is also the reaper's program (`python -I -S`): it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -21,25 +19,23 @@ import select
 import signal
 import sys
 from contextlib import suppress
-from types import TracebackType
 
-PID_FILE = "pid"
-"""Holds a process id and the end of the line, in a folder of its own under the launcher's."""
+GRACE = 2.0
+"""Seconds that a process told to stop has, before it is killed."""
 
 _POLL = 0.5
-"""Seconds between looks at the parent: a fork of the launcher may hold the pipe open, too."""
+"""Seconds between looks at the parent: a fork of it may hold the pipe open, too."""
 
 
-class Warden:
-    """This process's warden; `close()` ends it when this process has cleaned up by itself.
+class Reaper:
+    """This process's reaper, in a `with` statement, at whose end it ends without killing anything.
 
-    `folder`, if given, is removed after this process was killed, and the processes in it are
-    killed, too. Where no warden can be started (no such thing here, no memory) there is none, and
-    nothing else changes.
+    `folder`, if given, is removed after this process was killed. Where no reaper can be started (no
+    sessions on this system, no memory) there is none, and nothing else changes.
     """
 
     def __init__(self, folder: str = "") -> None:
-        import subprocess  # noqa: PLC0415 -- the warden itself needs none
+        import subprocess  # noqa: PLC0415 -- the reaper's own program needs none
 
         self._process: subprocess.Popen[bytes] | None = None
         if not hasattr(os, "killpg"):
@@ -55,15 +51,15 @@ class Warden:
             )
 
     def hold(self, pid: int) -> None:
-        """Have process `pid`, which leads a session or soon will, killed after this one."""
-        self._tell(f"+{pid}\n")
+        """Have process `pid`, which leads a session, killed if this process is."""
+        self._send(f"+{pid}\n")
 
     def release(self, pid: int) -> None:
         """Forget process `pid`: it has ended, and its number may become another's."""
-        self._tell(f"-{pid}\n")
+        self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """End the warden; what it still holds is left alone. Waits a moment for it."""
+        """End the reaper, and wait until it has ended."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -71,35 +67,55 @@ class Warden:
             assert process.stdin is not None
             process.stdin.close()
 
-    def __enter__(self) -> Warden:
+    def __enter__(self) -> Reaper:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, line: str) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
-            with suppress(OSError, ValueError):  # whoever has killed the warden has no warden
-                os.write(process.stdin.fileno(), line.encode())
+    def _send(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # somebody has killed the reaper
+                os.write(self._process.stdin.fileno(), line.encode())
 
 
 def end_session(pid: int) -> None:
     """Kill process `pid` and the processes of its session that are in its process group."""
-    if pid <= 1:  # to the system that means many others
+    if pid <= 1:  # 0, -1 and so on stand for many processes
         return
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
+def die_with_parent(parent: int) -> None:
+    """End this process, at once and whatever it does, when its `parent` (a process id) ends.
+
+    On Linux the kernel sees to it (when the thread ends that started this process, to be exact:
+    supervisors' threads stay until their ranks have ended); elsewhere a thread looks twice a
+    second. For what this process has started itself, and until this call, there is the `Reaper`.
+    """
+    if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415 -- the reaper's own program needs none
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            os._exit(1)
+    else:
+        import threading  # noqa: PLC0415
+        import time  # noqa: PLC0415
+
+        def look() -> None:
+            while os.getppid() == parent:
+                time.sleep(_POLL)
+            os._exit(1)
+
+        threading.Thread(target=look, name="parent watch", daemon=True).start()
+
+
 def _watch(parent: int) -> set[int]:
-    """Return the processes that are left when `parent`, at the other end of stdin, has ended."""
+    """Return the processes that still run when `parent`, at the other end of stdin, has ended."""
     held: set[int] = set()
     rest = b""
     while True:
@@ -107,31 +123,20 @@ def _watch(parent: int) -> set[int]:
         if not select.select([0], [], [], _POLL if alive else 0)[0]:
             if alive:
                 continue
-            break
-        data = os.read(0, 1 << 16)  # also of a parent that has ended: its last words
+            return held
+        data = os.read(0, 1 << 16)  # also what a parent that has ended wrote before
         if not data:
-            break
+            return held
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             (held.add if line[:1] == b"+" else held.discard)(int(line[1:]))
-    return held
-
-
-def _in_folder(folder: str) -> set[int]:
-    """Return the processes that have left their number in `folder`."""
-    found: set[int] = set()
-    for path, _, names in os.walk(folder):
-        if PID_FILE in names:
-            with suppress(OSError, ValueError), open(os.path.join(path, PID_FILE)) as file:
-                found.add(int(file.read()))
-    return found
 
 
 def _main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends when its parent has
     parent, folder = int(sys.argv[1]), sys.argv[2]
-    for pid in _watch(parent) | _in_folder(folder):
+    for pid in _watch(parent):
         end_session(pid)
     if folder:
         import shutil  # noqa: PLC0415

@@ -1,22 +1,43 @@
-"""What a spawned rank tells its parent: its result, or how it failed.
+"""How a rank ended, and what the user is told when one has failed.
 
-These are the only pickles of Phalanx: between a process and children that it started itself.
+A rank sends its supervisor a `RankReport`: what its function returned, or how it failed. With the
+exit code of the process it makes a `RankExit`. When rank 2 fails, ranks 0, 1 and 3 lose their peer
+and fail too; all exits of a run are put in this order, and the first is the root cause:
+
+    1. errors of a rank's own, and exits that nobody ordered, by time
+    2. lost peers, and whatever was raised while handling one; ranks told to stop; by time
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped
+
+INTERRUPTED, STOPPED = 130, 143
+"""Exit codes of a rank that SIGINT or SIGTERM has stopped, as a shell counts: 128 more."""
+
+_ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
+"""Exit codes of a rank that did as it was told."""
+
+_HINTS = {
+    -signal.SIGKILL: "; nobody here sent it: the kernel does when memory runs out",
+    -signal.SIGSEGV: "; a crash in compiled code: its output holds the stack",
+    -signal.SIGTERM: ", sent from outside, before it had begun",
+    STOPPED: " is what it ends with after a SIGTERM, sent from outside",
+    INTERRUPTED: " is what it ends with after a SIGINT, sent from outside",
+}
+
+
+_HEADER = 8
+"""Bytes of the length that goes before a report."""
 
 
 class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
@@ -32,27 +53,43 @@ class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one
 
 
 @dataclass(frozen=True)
-class Report:
-    """How one rank ended. Times are of the monotonic clock, which processes of a host share."""
+class RankReport:
+    """What a rank says about its own end: its result, or how it failed.
+
+    Reports, and what they carry, are the only pickles of Phalanx: between a process and children
+    that it started itself.
+    """
 
     rank: int
-    kind: Literal["result", "error", "death", "stopped"]
+    failed: bool
     payload: bytes = field(default=b"", repr=False)
-    """The pickled result or error."""
-    traceback: str = field(default="", repr=False)
+    """The pickled result, or the pickled error where somebody will raise it."""
     summary: str = ""
-    """The error in one line."""
+    """One line: the error, or the call that ended the rank."""
+    traceback: str = field(default="", repr=False)
+    """The whole traceback; "" where it says no more than the summary."""
     follows: bool = False
     """Whether another rank's failure led to this one."""
-    when: float = field(default_factory=time.monotonic)
+    time: float = field(default_factory=time.monotonic)
+    """By the monotonic clock, which the processes of a host share."""
 
-    @property
-    def order(self) -> tuple[bool, float]:
-        """The smallest is the root cause."""
-        return self.follows, self.when
+    def encode(self) -> bytes:
+        """Return the report as it goes over a stream: its length in bytes goes before it."""
+        data = pickle.dumps(self)
+        return len(data).to_bytes(_HEADER, "big") + data
+
+    @staticmethod
+    def decode(received: bytearray) -> RankReport | None:
+        """Return the report that has been received, or None while it is not whole."""
+        size = int.from_bytes(received[:_HEADER], "big")
+        if size == 0 or len(received) < _HEADER + size:
+            return None
+        with memoryview(received) as view:
+            report: RankReport = pickle.loads(view[_HEADER:])
+        return report
 
     def result(self) -> Any:
-        """Return the rank's result; `MisuseError` where this process cannot make it out."""
+        """Return the rank's result; `MisuseError` where this process cannot unpickle it."""
         try:
             return pickle.loads(self.payload)
         except Exception as error:
@@ -77,24 +114,24 @@ class Report:
         return error
 
     @classmethod
-    def of_result(cls, rank: int, value: object) -> Report:
+    def of_result(cls, rank: int, value: object) -> RankReport:
         """Return the report of a rank whose function returned `value`: tensors go by value."""
         try:
-            return cls(rank, "result", pickle.dumps(value))
+            return cls(rank, failed=False, payload=pickle.dumps(value))
         except Exception as error:
+            name = type(value).__name__
             misuse = MisuseError(
-                f"rank {rank} returned {_kind(value)}, which cannot be pickled "
-                f"({error_line(error)}): return tensors, numbers, text, or lists and dicts of them",
+                f"rank {rank} returned {'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}, which "
+                f"cannot be pickled ({error_line(error)}): return tensors, numbers, text, or lists "
+                "and dicts of them",
                 rank=rank,
             )
             misuse.__cause__ = error
             return cls.of_error(rank, misuse)
 
     @classmethod
-    def of_error(cls, rank: int, error: BaseException, *, hide: Collection[str] = ()) -> Report:
+    def of_error(cls, rank: int, error: BaseException, *, hide: Collection[str] = ()) -> RankReport:
         """Return the report of a rank that raised `error`; see `format_traceback` for `hide`."""
-        if isinstance(error, RankStopped):
-            return cls(rank, "stopped", follows=True)
         text, summary = format_traceback(error, hide=hide), error_line(error)
         follows = follows_from_another(error)
         if isinstance(error, SystemExit):
@@ -103,19 +140,7 @@ class Report:
                 "the function return",
                 peer=rank,
             )
-        return cls(rank, "error", _portable(rank, error), text, summary, follows)
-
-    @classmethod
-    def of_death(cls, rank: int, exitcode: int | None) -> Report:
-        """Return the report of a rank that ended without one of its own."""
-        how = "closed its pipe" if exitcode is None else describe_exit(exitcode)
-        hint = {
-            1: "; what it wrote to stderr says why (a module that calls spawn when it is "
-            'imported needs `if __name__ == "__main__":` around the call)',
-            -9: "; nobody here sent it: the kernel does when memory runs out",
-        }.get(exitcode or 0, "")
-        error = PeerLostError(f"rank {rank} ended without a result: {how}{hint}", peer=rank)
-        return cls(rank, "death", pickle.dumps(error))
+        return cls(rank, True, _portable(rank, error), summary, text, follows)
 
 
 def _portable(rank: int, error: BaseException) -> bytes:
@@ -133,21 +158,6 @@ def _portable(rank: int, error: BaseException) -> bytes:
     return payload
 
 
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-# ------------------------------------------------------------------------------
-# Telling the failure that came first from those that follow from it.
-#
-# When rank 2 fails, ranks 0, 1 and 3 lose their peer and fail too. All endings of a run are put in
-# this order, and the first is the root cause:
-#
-#     1. errors of a rank's own, and deaths that nobody ordered, by time
-#     2. lost peers, and whatever was raised while handling one; ranks told to stop; by time
-
-
 def follows_from_another(error: BaseException) -> bool:
     """Return whether another rank's failure led to `error`: a lost peer is in its chain."""
     seen: set[int] = set()
@@ -160,7 +170,69 @@ def follows_from_another(error: BaseException) -> bool:
     return False
 
 
-def describe_exit(code: int) -> str:
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended, as its supervisor knows it."""
+
+    rank: int
+    code: int | None
+    """Of its process, negative for a signal; None while it has reported and still runs."""
+    report: RankReport | None
+    time: float
+    told_to_stop: bool = False
+    """Whether the supervisor had sent it a signal."""
+    killed: bool = False
+    """Whether the supervisor has killed it."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank's failure, or a signal to the supervisor, led to this exit."""
+        if self.report is not None and self.report.failed:
+            return self.report.follows
+        return self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the supervisor has ended it, rather than a failure of its own."""
+        return self.report is None and (
+            self.killed or (self.told_to_stop and self.code in _ORDERED)
+        )
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The smallest is the root cause."""
+        return self.follows, self.time
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell counts it: 128 more than a signal's number, and never 0."""
+        code = self.code or 0
+        if self.report is not None:
+            return max(code, 1)
+        return code if code > 0 else 128 - code
+
+    def error(self) -> BaseException:
+        """Return the error of a rank that has failed, or the `PeerLostError` of one that died."""
+        if self.report is not None:
+            return self.report.error()
+        hint = _HINTS.get(self.code or 0, "")
+        if self.code == 1:
+            hint = (
+                "; what it wrote to stderr says why (a module that calls spawn when it is "
+                'imported needs `if __name__ == "__main__":` around the call)'
+            )
+        how = describe_exit_code(self.code or 0)
+        return PeerLostError(
+            f"rank {self.rank} ended without a result: {how}{hint}", peer=self.rank
+        )
+
+
+def root_cause(exits: Iterable[RankExit]) -> RankExit:
+    """Return the exit that the others follow from."""
+    return min(exits, key=lambda one: one.order)
+
+
+def describe_exit_code(code: int) -> str:
     """Return how a process ended in words: `exit code 3`, or `killed by signal 9 (SIGKILL)`."""
     if code >= 0:
         return f"exit code {code}"
@@ -170,54 +242,63 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-# ------------------------------------------------------------------------------
-# The file in which a failed rank of `phalanx run` leaves its story, for its launcher to tell.
-#
-# It is the error file of torch's elastic agent, in its format, with what `phalanx run` adds.
+def describe_failure(failed: RankExit) -> str:
+    """Return the failure report of one rank: a line, and its traceback if it left one."""
+    if failed.report is None:
+        hint = _HINTS.get(failed.code or 0, "; it left no traceback")
+        return f"{summarise_failure(failed)}{hint}"
+    how = describe_exit_code(max(failed.code or 0, 1))
+    if not failed.report.traceback:
+        return f"rank {failed.rank} failed ({how}): {failed.report.summary}"
+    text = failed.report.traceback.rstrip()
+    return f"rank {failed.rank} failed ({how}); its traceback:\n{text}"
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a rank says about its own failure."""
-
-    summary: str
-    """One line: the error, or the call that ended the rank."""
-    traceback: str
-    """The whole traceback as text; "" where it says no more than the summary."""
-    follows: bool
-    """Whether another rank's failure led to this one."""
-    time: float
-    """Seconds since the epoch."""
+def summarise_failure(failed: RankExit) -> str:
+    """Return how one rank failed in one line."""
+    code = failed.code or 0
+    if failed.report is not None:
+        how = describe_exit_code(max(code, 1))
+        return f"rank {failed.rank} failed ({how}: {failed.report.summary})"
+    return f"rank {failed.rank} {'was' if code < 0 else 'failed:'} {describe_exit_code(code)}"
 
 
-def write_record(path: str, *, summary: str, traceback: str, follows: bool) -> None:
-    """Write the story of this rank, whole or not at all."""
-    now = time.time()
-    story = {
-        "message": {
-            "message": summary,
-            "extraInfo": {"py_callstack": traceback or summary, "timestamp": str(int(now))},
-        },
-        "phalanx": {"traceback": traceback, "follows": follows, "time": now},
-    }
-    part = f"{path}.part"
-    Path(part).write_text(json.dumps(story), encoding="utf-8")
-    os.replace(part, path)
+def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
+    """Write the report of the first failure to stderr.
+
+    Ranks that ended with exit code 0 are named, too: they ended too soon for the others, if these
+    lost a peer or waited in vain. `elsewhere` says in one line what has failed on another node;
+    failures here follow from that.
+    """
+    failures = _failures(exits)
+    lines = [elsewhere] if elsewhere else []
+    if elsewhere and failures:
+        lines = [f"{elsewhere}; here, because of it:"]
+    if failures:
+        lines.append(describe_failure(root_cause(failures)))
+    left = sorted(one.rank for one in exits if one.code == 0 and one.report is None)
+    if left and not elsewhere:
+        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
+        lines.append(f"{who} ended with exit code 0")
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()
 
 
-def read_record(path: str) -> Record | None:
-    """Return the story in `path`, or None where no rank has left one that can be read."""
-    try:
-        story = json.loads(Path(path).read_text(encoding="utf-8"))
-        added = story["phalanx"]
-        return Record(
-            summary=str(story["message"]["message"]),
-            traceback=str(added["traceback"]),
-            follows=bool(added["follows"]),
-            time=float(added["time"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> None:
+    """Write to stderr why all ranks are started again."""
+    why = elsewhere
+    if not elsewhere:
+        root = root_cause(_failures(exits))
+        why = summarise_failure(root)
+        if root.report is not None and root.report.traceback:
+            sys.stderr.write(f"{describe_failure(root)}\n")
+    sys.stderr.write(f"{why}; {restart}\n")
+    sys.stderr.flush()
+
+
+def _failures(exits: Iterable[RankExit]) -> list[RankExit]:
+    """Return the failures, without ranks that were only stopped."""
+    return [one for one in exits if (one.code != 0 or one.report is not None) and not one.stopped]
 
 
 # ------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Protocol
 
 from phalanx.errors import BackendUnavailableError
+from phalanx.launch.reaper import die_with_parent
 from phalanx.wire.control import Endpoint, is_loopback
-
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "Store", "connect_store", "hold_store"]
 
 log = logging.getLogger("phalanx")
 
@@ -20,10 +20,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 
 
 class Store(Protocol):
-    """What ranks use of torch's store. Values are bytes; a count is one too."""
+    """What is used of torch's store. Values are bytes; a count is one too."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Set `key` for every rank."""
+        """Set `key` for every process."""
 
     def get(self, key: str, /) -> bytes:
         """Return the value of `key`."""
@@ -35,17 +35,13 @@ class Store(Protocol):
         """Return whether all `keys` are there."""
 
 
-def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store | None, int]:
-    """Return a store that this process holds at `host:port`, and its port (0: any free one).
+def listen_for_store(host: str, port: int) -> socket.socket:
+    """Return a socket that listens where a store of `host` belongs; port 0 is any free one.
 
-    A server that torch makes later in this process for the same port is this one, which listens
-    on the one interface of `host` instead of all. Where `host` is a name that means loopback on
-    this host alone, no other host could come by there: the store is None, and left to torch, which
-    listens on all interfaces; the log says so. `OSError` when the address is taken or another
-    host's.
+    That is the one interface of `host`. Where `host` is a name that means loopback on this host
+    alone, no other host could connect there: the socket listens on all interfaces, and the log says
+    so. `OSError` when the address is taken or another host's.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
-
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if is_loopback(own) and not is_loopback(host):
         log.warning(
@@ -54,9 +50,29 @@ def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store | None, i
             host,
             own,
         )
-        return None, port
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        own = ""
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    listener = socket.create_server((own, port), family=family, backlog=1024)
+    return socket.create_server((own, port), family=family, backlog=1024)
+
+
+def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store, int]:
+    """Return a store that this process holds at `host:port`, and its port.
+
+    See `listen_for_store` for the arguments and errors.
+    """
+    listener = listen_for_store(host, port)
+    port = listener.getsockname()[1]
+    return serve_store(listener, host, timeout=timeout), port
+
+
+def serve_store(listener: socket.socket, host: str, *, timeout: float) -> Store:
+    """Return a store that this process holds at `listener`, which is its from now on."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
+
     port = listener.getsockname()[1]
     store: Store = TCPStore(
         host,
@@ -64,10 +80,23 @@ def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store | None, i
         is_master=True,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
-        multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
-    return store, port
+    return store
+
+
+SERVE_STORE = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    "from phalanx.launch.store import serve_alone; serve_alone(*map(int, sys.argv[1:]))"
+)
+"""What Python runs as the process of a store; its arguments are those of `serve_alone`."""
+
+
+def serve_alone(parent: int, listener: int) -> None:
+    """Hold a store in this process, at the socket of this descriptor, as long as `parent` lives."""
+    die_with_parent(parent)
+    _store = serve_store(socket.socket(fileno=listener), "127.0.0.1", timeout=60.0)
+    threading.Event().wait()
 
 
 def connect_store(host: str, port: int, *, rank: int, deadline: float) -> Store:
@@ -75,32 +104,40 @@ def connect_store(host: str, port: int, *, rank: int, deadline: float) -> Store:
 
     `deadline` is a time of the monotonic clock. `BackendUnavailableError` when it has passed.
     """
+    try:
+        return try_to_connect(host, port, deadline)
+    except (OSError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"rank {rank} cannot reach the launcher's store at {Endpoint(host, port)} "
+            f"({error}): is the launcher running, and may this host connect to it?",
+            rank=rank,
+        ) from error
+
+
+def try_to_connect(host: str, port: int, deadline: float) -> Store:
+    """Return the store at `host:port`; raises why the last try failed when `deadline` has passed.
+
+    That is an `OSError`, or torch's `RuntimeError`.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
+
     pause = FIRST_PAUSE
     while True:
         left = max(deadline - time.monotonic(), pause)
         try:
             # A plain socket says soon and in words what the store's own client says at length.
             socket.create_connection((host, port), left).close()
-            return _client(host, port, max(left, 1.0))
-        except (OSError, RuntimeError) as error:
+            store: Store = TCPStore(
+                host,
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=max(left, 1.0)),
+                wait_for_workers=False,
+            )
+        except (OSError, RuntimeError):
             if time.monotonic() + pause > deadline:
-                raise BackendUnavailableError(
-                    f"rank {rank} cannot reach the launcher's store at {Endpoint(host, port)} "
-                    f"({error}): is the launcher running, and may this host connect to it?",
-                    rank=rank,
-                ) from error
+                raise
+        else:
+            return store
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _client(host: str, port: int, timeout: float) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
-
-    store: Store = TCPStore(
-        host,
-        port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
-    return store

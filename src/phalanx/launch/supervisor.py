@@ -1,514 +1,282 @@
-"""`phalanx run`: a script on many ranks, on torch's elastic launcher.
+"""The supervisor: it starts a process for each rank of this host, watches them, and ends them.
 
-    phalanx run -n 2 train.py --lr 3
-      `- torch's elastic agent: starts, watches and restarts the ranks of this host
-           |- rank 0: worker.main() -> train.py --lr 3        "[rank 0] loss 3.1"
-           `- rank 1: worker.main() -> train.py --lr 3        "[rank 1] loss 3.2"
+    supervisor --- pipe ------------> reaper (reaper.py), for when the supervisor is killed
+       |- rank 0, a session of its own
+       |     |--- channel ----------> how it has failed, or what its function returned
+       |     `--- stdout, stderr ---> output.py, under `phalanx run`
+       `- rank 1 ...
 
-What a rank prints comes through pipes (`folders.py`). A launcher that is killed has a warden, and
-its ranks die with it; one that is told to end stops them first (`signals.py`).
+`phalanx run` (run.py) starts scripts in this way, and `phalanx.spawn` (spawn.py) functions:
 
-On one host everything stays on it: the store that the ranks meet at listens on loopback, and the
-job's token is fresh. On several, node 0 holds the store at --master, and rank 0 shares a token
-there; PHALANX_TOKEN or PHALANX_TOKEN_FILE, set on every host, keeps it out of the network.
+    running --- reports a result -----> done --------.
+       |------- ends, exit code 0 ----> done         |
+       |------- reports an error -----> failed ------+--- ends, or is killed --> ended
+       |------- ends otherwise -------> failed       |
+       `------- told to stop -----------------------'
+
+A rank that has failed is known at once, by its report or by its end; other ranks are stopped then.
+Who has lost a peer may be heard before the peer itself: that waits `GRACE` seconds for another
+failure, which it may follow from.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib.machinery
 import os
-import secrets
 import signal
+import socket
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from typing import Literal
 
-from phalanx.errors import (
-    BackendUnavailableError,
-    InvalidRankError,
-    InvalidWorldSizeError,
-    MisuseError,
-)
-from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
-from phalanx.launch.reaper import PID_FILE, Warden, end_session
-from phalanx.launch.report import Record, describe_exit, read_record
-from phalanx.launch.scratch import GRACE, scratch_folder
-from phalanx.launch.signals import Signals
-from phalanx.launch.store import Store, hold_store
-from phalanx.launch.worker import BOOT, INTERRUPTED, LAUNCHER_VARIABLE, STOPPED
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.errors import BackendUnavailableError
+from phalanx.launch.reaper import GRACE, Reaper, end_session
+from phalanx.launch.report import RankExit, RankReport
 
-if TYPE_CHECKING:
-    from phalanx.launch.output import RankFolders
-_JOIN_TIMEOUT = 300
-"""Seconds that the nodes of a job wait for each other."""
+_POLL = 0.1
+"""Seconds between looks at exit codes: what a rank has started may hold its channel open."""
 
-_WHY_NOT = MappingProxyType(
-    {
-        errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
-        "end it, or give --master another port, on every node",
-        errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
-        "that --master names",
-        errno.EACCES: "ports below 1024 are the system's: give --master another port, on every "
-        "node",
-    }
-)
+_END_POLL = 0.01
+"""The same when a rank has closed its channel, and ends."""
+
+_KILL_TIME = 1.0
+"""Seconds that the system has to end a process that was killed."""
+
+_PIECE = 1 << 20
 
 
-def run(job: Job) -> int:
-    """Run `job` to its end; return the exit code: 0, or that of the rank that failed first.
+class RankProcess:
+    """One rank's process, the channel for its report, and what is known of its end."""
 
-    Each line that a rank prints appears here behind "[rank 3] ". When a rank fails the others are
-    stopped, and the story of the first that failed comes last, on stderr. A failure of the
-    launch itself is a `BackendUnavailableError`. A signal that ends a program (SIGINT, SIGTERM,
-    SIGHUP, SIGQUIT) goes to the ranks, which have `GRACE` seconds; the exit code is 128 more.
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], channel: socket.socket, reaper: Reaper
+    ) -> None:
+        self.rank = rank
+        self.process = process
+        self.channel: socket.socket | None = channel
+        self.report: RankReport | None = None
+        self.code: int | None = None
+        self.ended: float | None = None
+        self.told_to_stop = False
+        self.killed = False
+        self._reaper = reaper
+        self._received = bytearray()
+
+    def read(self) -> None:
+        """Take what has come of the report."""
+        while self.channel is not None:
+            try:
+                data = self.channel.recv(_PIECE)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it died before it had begun
+                data = b""
+            self._received += data
+            try:
+                self.report = RankReport.decode(self._received)
+            except Exception:  # the script has written something else there
+                data = b""
+            if self.report is not None or not data:  # or it died in the middle of its report
+                self.close()
+
+    def close(self) -> None:
+        """Read no more."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+            self._received = bytearray()
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; if so, see to what it leaves behind."""
+        if self.ended is not None:
+            return True
+        if hasattr(os, "waitid"):  # the process keeps its number until its session has ended
+            with suppress(ChildProcessError):  # this program has waited for it elsewhere
+                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                status = os.waitid(os.P_PID, self.process.pid, flags)
+                if status is None:
+                    return False
+                if status.si_code != os.CLD_EXITED or status.si_status != 0:
+                    end_session(self.process.pid)  # its data loader's workers, say
+        elif self.process.poll() is None:
+            return False
+        self.code = self.process.wait()
+        self.ended = time.monotonic()
+        self._reaper.release(self.process.pid)
+        self.read()
+        self.close()
+        return True
+
+    def exit(self) -> RankExit | None:
+        """Return how the rank has ended or will, once that is known."""
+        if self.report is not None:
+            when = self.report.time
+        elif self.ended is not None:
+            when = self.ended
+        else:
+            return None
+        return RankExit(self.rank, self.code, self.report, when, self.told_to_stop, self.killed)
+
+
+class Supervisor:
+    """The ranks of this host, in a `with` statement, at whose end all have ended.
+
+    `open_output(rank)` returns where a rank writes its output and its errors; None: where this
+    process does. With `results` each rank owes a report of its result; without, exit code 0 is
+    enough.
     """
-    with Signals() as signals:
+
+    def __init__(
+        self,
+        reaper: Reaper,
+        open_output: Callable[[int], tuple[int, int]] | None = None,
+        *,
+        results: bool = False,
+    ) -> None:
+        self._reaper = reaper
+        self._open_output = open_output
+        self._results = results
+        self._ranks: list[RankProcess] = []
+        self._suspected: float | None = None
+
+    def start(
+        self,
+        rank: int,
+        program: str,
+        words: Sequence[str] = (),
+        *,
+        environ: Mapping[str, str],
+        options: Sequence[str] = (),
+        inherit: Sequence[int] = (),
+        stdin: int | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a rank: `python options -c program PARENT CHANNEL words`.
+
+        PARENT is this process's id, and CHANNEL the descriptor by which the rank reports. The rank
+        begins when it has read a byte from there: the reaper knows it then. It starts with SIGINT
+        blocked, so that Ctrl-C says nothing while the interpreter starts. The descriptors in
+        `inherit` stay open. `BackendUnavailableError` when the system starts no more processes.
+        """
+        theirs: list[int] = []
         try:
-            signals.arm()
-            job.check()
-            with ExitStack() as stack:
-                folder = stack.enter_context(scratch_folder())
-                stack.enter_context(Warden(folder))
-                _held, address = _hold_store(job)  # the store lives as long as this name
-                stack.enter_context(_variables(_worker_environment(job, address)))
-                return _launch(job, address, folder, signals)
-        except BaseException:
-            if signals.received is None:
+            outputs = self._open_output(rank) if self._open_output is not None else (None, None)
+            theirs += [output for output in outputs if output is not None]
+            ours, channel = socket.socketpair()
+            theirs.append(channel.detach())
+            ours.setblocking(False)
+            place = str(os.getpid()), str(theirs[-1])
+            with _sigint_blocked():
+                try:
+                    process = subprocess.Popen(
+                        [sys.executable, *options, "-c", program, *place, *words],
+                        env=environ,
+                        stdin=stdin,
+                        stdout=outputs[0],
+                        stderr=outputs[1],
+                        pass_fds=(theirs[-1], *inherit),
+                        start_new_session=True,
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+                self._ranks.append(RankProcess(rank, process, ours, self._reaper))
+        except OSError as error:
+            if error.errno is None:  # not the system's: a signal handler of the program's own
                 raise
-            return signals.say(signals.received)  # whatever was raised follows from it
+            raise BackendUnavailableError(
+                f"the process of rank {rank} cannot be started ({error}): start fewer ranks, or "
+                "raise the limits of processes and open files (ulimit -u, ulimit -n)",
+                rank=rank,
+            ) from error
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        self._reaper.hold(process.pid)
+        with suppress(ConnectionError):  # it has ended already
+            ours.send(b"!")
+        return process
 
+    def wait(self, timeout: float = _POLL, also: Sequence[int] = ()) -> None:
+        """Wait a moment, until a rank has news or one of the descriptors `also` is readable."""
+        channels = [rank.channel for rank in self._ranks if rank.channel is not None]
+        if any(rank.channel is None and rank.ended is None for rank in self._ranks):
+            timeout = min(timeout, _END_POLL)
+        connection.wait([*channels, *also], timeout)
+        for rank in self._ranks:
+            rank.read()
+            rank.has_ended()
 
-def _launch(job: Job, address: str, folder: str, signals: Signals) -> int:
-    # Torch is imported here and below, not above: it takes seconds, and --help needs none of it.
-    from torch.distributed import DistError  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
-    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
+    def state(self) -> Literal["running", "done", "failed"]:
+        """Return "failed" when the failure that others follow from is known, "done" at the end."""
+        failures = self.failures()
+        if any(not failure.follows for failure in failures):
+            return "failed"
+        if failures and self._suspected is None:
+            self._suspected = time.monotonic()
+        all_known = len(self.exits()) == len(self._ranks)
+        if failures and (all_known or time.monotonic() > (self._suspected or 0.0) + GRACE):
+            return "failed"
+        return "done" if all_known else "running"
 
-    from phalanx.launch.output import RankFolders, keep_handlers, quiet_agent  # noqa: PLC0415
+    def exits(self) -> list[RankExit]:
+        """Return how the ranks have ended, or will, of which that is known; in rank order."""
+        known = [rank.exit() for rank in self._ranks]
+        return [one for one in known if one is not None]
 
-    signals.check()
-    folders = RankFolders(folder, job.max_restarts, signals.check)
-    signals.settle = folders.settle
-    signals.tell = folders.end
-    signals.force = folders.kill
-    signals.error = partial(_as_torch_does, SignalException)
-    kind = "module" if job.module else "script"
-    # The agent takes $ for the start of a name of its own.
-    words = [word.replace("$", "$$") for word in ("-c", BOOT, kind, job.target, *job.args)]
-    failures: dict[int, int] = {}
-    try:
-        with quiet_agent(), keep_handlers(signals.handle):
-            elastic_launch(_config(job, address, folders), sys.executable)(*words)
-    except ChildFailedError as error:
-        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except SignalException as error:
-        signals.received = signals.received or int(error.sigval)
-    except (DistError, RendezvousError) as error:
-        raise BackendUnavailableError(
-            f"node {job.node_rank} of {job.nodes} did not meet the others at {job.master}: are "
-            f"all of them started with the same --master, and may they connect to it? ({error})"
-        ) from error
-    finally:
-        signals.disarm()
-        folders.close()
-    if signals.received is not None:
-        return signals.say(signals.received)
-    if not failures:
-        return 0
-    attempt = folders.attempt
-    return tell_failure(attempt.endings(failures), nodes=job.nodes, left=attempt.left(failures))
+    def failures(self) -> list[RankExit]:
+        """Return those of the `exits` that are failures."""
+        return [
+            one
+            for one in self.exits()
+            if (one.report.failed if one.report is not None else one.code != 0 or self._results)
+        ]
 
+    def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End every rank; return when all have ended.
 
-def _as_torch_does(kind: Any, signum: int) -> BaseException:
-    """Return what torch's agent takes for a signal: it ends what there still is."""
-    error: BaseException = kind(f"signal {signum}", signal.Signals(signum))
-    return error
+        A rank that has not reported is sent `signum`, and it alone: what it has started ends with
+        it. Those that are left after `GRACE` seconds, or when `hurry()` is true, are killed.
+        """
+        deadline = time.monotonic() + GRACE
+        try:
+            for rank in self._ranks:
+                if rank.report is None and not rank.has_ended():
+                    rank.told_to_stop = True
+                    os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
+            while self._alive() and time.monotonic() < deadline and not hurry():
+                self.wait()
+        finally:
+            self.kill()
 
+    def kill(self) -> None:
+        """Kill the ranks that still run, with what they have started."""
+        for rank in self._alive():
+            rank.killed = True
+            end_session(rank.process.pid)
+        deadline = time.monotonic() + _KILL_TIME
+        while self._alive() and time.monotonic() < deadline:
+            self.wait(_END_POLL)
+        for rank in self._ranks:
+            rank.close()
 
-def _config(job: Job, address: str, folders: RankFolders) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
+    def _alive(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks if not rank.has_ended()]
 
-    one_host = job.nodes == 1
-    config = LaunchConfig(
-        min_nodes=job.nodes,
-        max_nodes=job.nodes,
-        nproc_per_node=job.ranks,
-        run_id=secrets.token_hex(8) if one_host else "phalanx",
-        role="rank",
-        rdzv_backend="c10d" if one_host else "static",
-        rdzv_endpoint=address,
-        rdzv_configs={"timeout": _JOIN_TIMEOUT, "rank": job.node_rank},
-        max_restarts=job.max_restarts,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1" if one_host else None,
-        logs_specs=folders,
-    )
-    if hasattr(config, "signals_to_handle"):
-        config.signals_to_handle = ""
-    return config
+    def __enter__(self) -> Supervisor:
+        return self
 
-
-def _hold_store(job: Job) -> tuple[Store | None, str]:
-    """Return the store at which the ranks meet, if this launcher holds it, and its address."""
-    if job.node_rank > 0:
-        return None, job.master
-    host, port = parse_address(job.master) if job.nodes > 1 else ("127.0.0.1", 0)
-    try:
-        store, port = hold_store(host, port, timeout=_JOIN_TIMEOUT)
-    except OSError as error:
-        why = _WHY_NOT.get(error.errno or 0, f"{error}: give --master a name and a port of node 0")
-        raise BackendUnavailableError(
-            f"node 0 cannot listen at {Endpoint(host, port)}: {why}"
-        ) from error
-    return store, str(Endpoint(host, port))
-
-
-def _worker_environment(job: Job, address: str) -> dict[str, str | None]:
-    """Return what the ranks find in their environment besides the agent's; None: unset."""
-    added: dict[str, str | None] = {
-        "PYTHONUNBUFFERED": "1",
-        # Else the ranks of a restart find the addresses of dead ones in torch's store.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(job.ranks))),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-        STORE_VARIABLE: None,
-    }
-    if job.nodes == 1:
-        added[STORE_VARIABLE] = address
-        from phalanx.transport.tcp.admission import find_token  # noqa: PLC0415 -- torch comes with it
-
-        if not find_token():  # else the ranks inherit where to find it
-            added["PHALANX_TOKEN"] = secrets.token_hex(32)
-    return added
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 @contextmanager
-def _variables(values: dict[str, str | None]) -> Iterator[None]:
-    """Set the variables of this process, which its ranks inherit, for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    _assign(values)
+def _sigint_blocked() -> Iterator[None]:
+    """Let SIGINT wait, in this thread and the processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        _assign(before)
-
-
-def _assign(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-# ------------------------------------------------------------------------------
-# One start of all ranks of this host by `phalanx run`: who ended when, and how.
-#
-# Torch's agent gives the others 30 seconds once a rank has failed, and knows the second in which
-# it looked. So each process is waited for here too, without taking its exit code from the agent:
-#
-#     a rank fails ---> the agent sends the others SIGTERM ---> here, GRACE later, SIGKILL
-#          `---> here, at once, SIGKILL for what it has started itself
-#
-# The process ids come from the ranks, which write them down, for the warden too; when a process has
-# ended its file is removed, before its number may become another's.
-
-_POLL = 0.05
-_ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
-"""Exit codes of a rank that did as it was told."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one rank ended."""
-
-    rank: int
-    exitcode: int
-    record: Record | None
-    time: float
-    follows: bool
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """The smallest is the root cause."""
-        return self.follows, self.time
-
-
-@dataclass
-class _Process:
-    rank: int
-    error_file: str
-    pid: int | None = None
-    exitcode: int | None = None
-    ended: float | None = None
-    killed: bool = False
-
-
-class Attempt:
-    """Follows the ranks of one attempt, in threads, until `close()`.
-
-    `error_files` maps each rank to its record; where its process puts it, once it runs, there is
-    its process id too.
-    """
-
-    def __init__(self, error_files: dict[int, str]) -> None:
-        self._processes = {rank: _Process(rank, path) for rank, path in error_files.items()}
-        self._closed = threading.Event()
-        if hasattr(os, "waitid"):
-            for process in self._processes.values():
-                name = f"rank {process.rank}"
-                threading.Thread(
-                    target=self._follow, args=(process,), name=name, daemon=True
-                ).start()
-
-    def close(self) -> None:
-        """Follow no more: nothing is killed from now on."""
-        self._closed.set()
-
-    def settle(self, seconds: float) -> None:
-        """Wait until every rank is able to hear a signal, `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        while any(process.pid is None for process in self._processes.values()):
-            if time.monotonic() > deadline or self._closed.wait(_POLL / 2):
-                return
-
-    def end(self, signum: int) -> None:
-        """Pass a signal on to the ranks; return when all have ended, killed after `GRACE`.
-
-        To them alone: what they have started ends with them.
-        """
-        for pid in self._alive():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-        deadline = time.monotonic() + GRACE
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(_POLL / 5)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill the ranks that are still there, and what they have started, now."""
-        for pid, process in self._alive().items():
-            # Its thread may not have got round to say that it ended by itself.
-            process.killed = not _has_ended(pid)
-            end_session(pid)  # the agent gave each a session of its own
-
-    def endings(self, exitcodes: dict[int, int] | None = None) -> list[Ending]:
-        """Return how the ranks failed that have, from what is known here and `exitcodes`."""
-        known = {p.rank: p.exitcode for p in self._processes.values() if p.exitcode is not None}
-        known.update(exitcodes or {})
-        return [
-            self._ending(self._processes[rank], code)
-            for rank, code in known.items()
-            if code != 0 and rank in self._processes
-        ]
-
-    def left(self, failures: Collection[int]) -> list[int]:
-        """Return the ranks that have ended with exit code 0, which nobody orders.
-
-        Of one that ended too soon to be followed, only the agent knows the code: `failures` are the
-        ranks for which it is another one.
-        """
-        return sorted(
-            rank
-            for rank, p in self._processes.items()
-            if p.exitcode == 0
-            or (p.exitcode is None and p.ended is not None and rank not in failures)
-        )
-
-    def _alive(self) -> dict[int, _Process]:
-        """Return the processes that run now, by their ids."""
-        if self._closed.is_set():
-            return {}
-        return {
-            process.pid: process
-            for process in self._processes.values()
-            if process.pid is not None and process.ended is None
-        }
-
-    def _ending(self, process: _Process, code: int) -> Ending:
-        record = read_record(process.error_file)
-        if record is not None:
-            return Ending(process.rank, max(code, 1), record, record.time, record.follows)
-        follows = process.killed or code in _ORDERED
-        return Ending(process.rank, code, None, process.ended or time.time(), follows)
-
-    def _follow(self, process: _Process) -> None:
-        pid = self._read_pid(process)
-        if pid is None:
-            return
-        process.pid = pid
-        try:
-            # WNOWAIT leaves the exit code for the agent.
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # the agent was faster
-            status = None
-        process.ended = time.time()
-        if status is not None:
-            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            process.exitcode = -status.si_status if killed else status.si_status
-        if process.exitcode != 0:
-            end_session(pid)  # what the rank has started: its data loader's workers, say
-        with suppress(OSError):
-            _pid_file(process).unlink()
-        if process.exitcode not in (0, None) and process.exitcode not in _ORDERED:
-            self._kill_others()
-
-    def _read_pid(self, process: _Process) -> int | None:
-        path = _pid_file(process)
-        while not self._closed.wait(_POLL):
-            try:
-                text = path.read_text()
-            except OSError:
-                continue
-            if text.endswith("\n"):
-                return int(text)
-        return None
-
-    def _kill_others(self) -> None:
-        """Kill, `GRACE` from now, the ranks (and what they started) that are still there."""
-        if not self._closed.wait(GRACE):
-            self.kill()
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether this child has; whoever waits for it may still do so."""
-    if not hasattr(os, "waitid"):
-        return False
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-    except ChildProcessError:  # and somebody has waited for it
-        return True
-
-
-def _pid_file(process: _Process) -> Path:
-    return Path(process.error_file).with_name(PID_FILE)
-
-
-# ------------------------------------------------------------------------------
-# What `phalanx run` is asked to start, checked before anything starts.
-
-
-@dataclass(frozen=True)
-class Job:
-    """One script on `ranks` ranks of this host, and as many of each of `nodes` hosts."""
-
-    ranks: int
-    target: str
-    """A script's path, or with `module` the name of a module."""
-    args: tuple[str, ...] = ()
-    module: bool = False
-    nodes: int = 1
-    node_rank: int = 0
-    master: str = ""
-    """host:port of node 0, the same for all; needed with several nodes."""
-    max_restarts: int = 0
-    """How often all ranks of all hosts are started again when one has failed.
-
-    Each host counts for itself. A failure ends the ranks of every host, and so they count alike;
-    where one was already done it is not: the others wait for it, and say so.
-    """
-
-    def check(self) -> None:
-        """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
-        if self.ranks < 1 or self.nodes < 1:
-            raise InvalidWorldSizeError(
-                f"{self.nodes} nodes of {self.ranks} ranks: it takes at least one of each"
-            )
-        if not 0 <= self.node_rank < self.nodes:
-            raise InvalidRankError(
-                f"--node-rank {self.node_rank} is not one of {self.nodes} nodes: they count "
-                f"from 0, the last is {self.nodes - 1}"
-            )
-        if self.max_restarts < 0:
-            raise MisuseError(f"--max-restarts {self.max_restarts}: it is 0 or more")
-        if self.nodes > 1 and not self.master:
-            raise MisuseError(
-                f"--nnodes {self.nodes} needs --master host:port: a host name of node 0 and a "
-                "free port there, the same on every node"
-            )
-        if self.master:
-            try:
-                parse_address(self.master)
-            except ValueError as error:
-                raise MisuseError(f"--master {self.master}: {error}") from None
-        self._find_target()
-
-    def _find_target(self) -> None:
-        if self.module:
-            top = self.target.partition(".")[0]
-            # Only the outermost name: looking further would import it, here.
-            known = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
-                top, [str(Path.cwd()), *sys.path]
-            )
-            if not known:
-                raise MisuseError(f"there is no module {top!r} in {Path.cwd()} or installed")
-            return
-        path = Path(self.target)
-        if not path.is_file() and not (path / "__main__.py").is_file():
-            what = "a folder without __main__.py" if path.is_dir() else "not there"
-            hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
-            raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
-
-
-# ------------------------------------------------------------------------------
-# What the user is told when a run has failed: which rank was first, and how.
-
-_HINTS = {
-    -signal.SIGKILL: "; nobody here sent it: the kernel does when memory runs out",
-    -signal.SIGSEGV: "; a crash in compiled code: its output holds the stack",
-    -signal.SIGTERM: ", sent from outside, before it had begun",
-    STOPPED: " is what it ends with after a SIGTERM, sent from outside",
-    INTERRUPTED: " is what it ends with after a SIGINT, sent from outside",
-}
-
-
-def root_cause(endings: Iterable[Ending]) -> Ending:
-    """Return the ending that the others follow from."""
-    return min(endings, key=lambda ending: ending.order)
-
-
-def describe(ending: Ending) -> str:
-    """Return the story of one rank's failure: a line, and its traceback if it left one."""
-    how = describe_exit(ending.exitcode)
-    if ending.record is None:
-        hint = _HINTS.get(ending.exitcode, "; it left no traceback")
-        return f"rank {ending.rank} {'was' if ending.exitcode < 0 else 'failed:'} {how}{hint}"
-    if not ending.record.traceback:
-        return f"rank {ending.rank} failed ({how}): {ending.record.summary}"
-    text = ending.record.traceback.rstrip()
-    return f"rank {ending.rank} failed ({how}); its traceback:\n{text}"
-
-
-def summarise(ending: Ending) -> str:
-    """Return how one rank failed in one line."""
-    how = describe_exit(ending.exitcode)
-    if ending.record is not None:
-        return f"rank {ending.rank} failed ({how}: {ending.record.summary})"
-    return f"rank {ending.rank} {'was' if ending.exitcode < 0 else 'failed:'} {how}"
-
-
-def tell_failure(endings: list[Ending], *, nodes: int, left: Sequence[int] = ()) -> int:
-    """Write the story of the first failure to stderr; return the exit code that fits it.
-
-    `left` are ranks that ended in good order: too soon for the others, if these lost a peer or
-    waited in vain.
-    """
-    root = root_cause(endings)
-    if nodes > 1 and root.follows:
-        sys.stderr.write("the first failure was on another node; here, because of it:\n")
-    sys.stderr.write(f"{describe(root)}\n")
-    if left:
-        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
-        sys.stderr.write(f"{who} ended with exit code 0\n")
-    return root.exitcode if root.exitcode > 0 else 128 - root.exitcode
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,107 +1,189 @@
-"""One rank of `phalanx run`: the user's script, as if Python had run it, in a rank's process.
+"""One rank's process: what a supervisor starts, and how it ends.
 
-The launcher starts it as BOOT below, followed by "script" or "module", its name, its arguments.
-It leaves two files beside each other, in the folder of TORCHELASTIC_ERROR_FILE: `pid`, and, if
-the script fails, its record.
+Under `phalanx run` it runs the user's script as if Python had run it; under `phalanx.spawn` it
+calls the user's function. What it returned, or how it failed, goes to the supervisor by a channel.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.errors import RankStopped
-from phalanx.launch.reaper import PID_FILE
-from phalanx.launch.report import error_line, follows_from_another, format_traceback, write_record
-from phalanx.launch.scratch import GRACE, die_with_parent, raise_when_stopped
+from phalanx.errors import MisuseError, RankStopped
+from phalanx.launch.reaper import GRACE, die_with_parent
+from phalanx.launch.report import (
+    INTERRUPTED,
+    STOPPED,
+    RankReport,
+    error_line,
+    follows_from_another,
+    format_traceback,
+)
 
-__all__ = ["BOOT", "INTERRUPTED", "LAUNCHER_VARIABLE", "STOPPED", "main"]
+if TYPE_CHECKING:
+    from phalanx.launch.rendezvous import RendezvousInfo
 
-BOOT = (
+RUN_SCRIPT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "from phalanx.launch.worker import main; main()"
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
+    "from phalanx.launch.worker import run_script; run_script()"
 )
-"""The current folder is not searched for modules, as when Python runs a script elsewhere. And
-Ctrl-C ends a rank without a word until its script runs."""
+"""What Python runs as a rank of `phalanx run`; its arguments are those of `run_script`.
 
-LAUNCHER_VARIABLE = "PHALANX_LAUNCHER_PID"
-INTERRUPTED, STOPPED = 130, 143  # as a shell counts them: 128 + SIGINT, 128 + SIGTERM
+The current folder is not searched for modules, as when Python runs a script elsewhere. And Ctrl-C
+ends a rank without a word until its script runs.
+"""
+
+RUN_FUNCTION = (
+    "import pickle, sys; from multiprocessing import process, spawn; words = sys.argv[1:]; "
+    "process.current_process()._inheriting = True; "
+    "spawn.prepare(pickle.load(sys.stdin.buffer)); "
+    "del process.current_process()._inheriting; "
+    "from phalanx.launch.worker import run_function; run_function(*words)"
+)
+"""The same for `phalanx.spawn`. Modules are searched for as in the parent, and its main module is
+imported, by `multiprocessing`, as for a process of its own."""
 
 _HIDDEN = frozenset({__file__, runpy.__file__, "<frozen runpy>", "<string>"})
 
 
-def main() -> None:
-    """Run what the command line says, and end this process as the script ended."""
-    faulthandler.enable()
-    die_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE, os.getppid())))
-    raise_when_stopped()
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if error_file:
-        with suppress(OSError):  # a full disk: the agent will still see how this process ends
-            Path(error_file).with_name(PID_FILE).write_text(f"{os.getpid()}\n")
-    kind, name = sys.argv[1:3]
-    del sys.argv[:2]
+def run_script() -> None:
+    """Run a script or module, and end this process as it ended.
+
+    The command line is the launcher's process id, the descriptor of the channel, "script" or
+    "module", its name, and its arguments.
+    """
+    parent, descriptor, kind, name = sys.argv[1:5]
+    del sys.argv[:4]
+    channel = _begin(int(parent), int(descriptor))
     code = 0
     try:
+        signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _run_module(name) if kind == "module" else _run_script(name)
+        if kind == "module":
+            _search_first(Path.cwd())
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            if not Path(name).is_dir():
+                _search_first(Path(name).resolve().parent)
+            runpy.run_path(name, run_name="__main__")
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code = _exit_code(error, error_file)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
-    if code != 0:
-        _leave_within_grace(code)
-    sys.exit(code)
+        code = _report_failure(error, channel)
+    _leave(code)
 
 
-def _exit_code(error: BaseException, error_file: str) -> int:
-    """Return what this process ends with, after the record of it if it is a failure."""
+def run_function(parent: str, descriptor: str, rank: str) -> None:
+    """Call a function, report what it returned, and end this process.
+
+    Stdin holds the pickled arguments of `_call`.
+    """
+    channel = _begin(int(parent), int(descriptor))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        try:
+            arguments = pickle.load(sys.stdin.buffer)
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdin.fileno())
+            report = RankReport.of_result(int(rank), _call(*arguments))
+        except RankStopped:
+            raise
+        except BaseException as error:
+            report = RankReport.of_error(int(rank), error, hide=[__file__])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a report is worse than a late end
+    except RankStopped:
+        _leave(STOPPED)
+    channel.send(report)
+    _leave(int(report.failed))
+
+
+class _Channel:
+    """This rank's end of the channel to its supervisor."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._descriptor = descriptor
+        self._file = os.fstat(descriptor)
+
+    def wait(self) -> None:
+        """Wait until the supervisor lets this rank begin; end it if the supervisor has ended."""
+        with suppress(OSError):
+            if os.read(self._descriptor, 1):
+                return
+        os._exit(1)
+
+    def send(self, report: RankReport) -> bool:
+        """Send the report, and close the channel; return whether that could be done."""
+        try:
+            # A script that closes all descriptors may have given this number to another file.
+            if not os.path.samestat(os.fstat(self._descriptor), self._file):
+                return False
+            with open(self._descriptor, "wb") as stream:
+                stream.write(report.encode())
+        except OSError:
+            return False
+        return True
+
+
+def _begin(parent: int, descriptor: int) -> _Channel:
+    faulthandler.enable()
+    die_with_parent(parent)
+    channel = _Channel(descriptor)
+    channel.wait()
+    return channel
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up goes on
+    raise RankStopped("another rank failed, and this one was told to stop")
+
+
+def _search_first(folder: Path) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, str(folder))
+
+
+def _report_failure(error: BaseException, channel: _Channel) -> int:
+    """Report how the script has failed, if it has; return what Python would end it with."""
     if isinstance(error, RankStopped):
         return STOPPED
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    code, text = 1, ""
     if isinstance(error, SystemExit):
-        return _leave(error, error_file)
-    _tell(error, error_file)
-    return 1
+        if error.code is None or error.code == 0:
+            return 0
+        if isinstance(error.code, int):
+            code = error.code
+        else:
+            sys.stderr.write(f"{error.code}\n")
+        summary = f"sys.exit({error.code!r}){_place(error)}"
+    else:
+        summary, text = error_line(error), format_traceback(error, hide=_HIDDEN)
+    rank, follows = int(os.environ["RANK"]), follows_from_another(error)
+    if not channel.send(RankReport(rank, True, b"", summary, text, follows)):
+        sys.stderr.write(text)
+    return code
 
 
-def _run_script(name: str) -> None:
-    if not getattr(sys.flags, "safe_path", False) and not Path(name).is_dir():
-        sys.path.insert(0, str(Path(name).resolve().parent))
-    runpy.run_path(name, run_name="__main__")
-
-
-def _run_module(name: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, str(Path.cwd()))
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _leave(error: SystemExit, error_file: str) -> int:
-    """Return the exit code that `error` asks for, with the record if that is a failure."""
-    if error.code is None or error.code == 0:
-        return 0
-    if not isinstance(error.code, int):
-        sys.stderr.write(f"{error.code}\n")
-    if error_file:
-        summary = f"sys.exit({error.code!r}){_where(error)}"
-        follows = follows_from_another(error)
-        with suppress(OSError):
-            write_record(error_file, summary=summary, traceback="", follows=follows)
-    return error.code if isinstance(error.code, int) else 1
-
-
-def _where(error: SystemExit) -> str:
+def _place(error: SystemExit) -> str:
     """Return the last place in the script itself, rather than in argparse, say."""
     shown = [
         frame
@@ -112,21 +194,40 @@ def _where(error: SystemExit) -> str:
     return f" from {places[-1].filename}, line {places[-1].lineno}" if places else ""
 
 
-def _tell(error: BaseException, error_file: str) -> None:
-    text = format_traceback(error, hide=_HIDDEN)
-    summary, follows = error_line(error), follows_from_another(error)
-    with suppress(OSError):  # a full disk
-        if error_file:
-            write_record(error_file, summary=summary, traceback=text, follows=follows)
-            return
-    sys.stderr.write(text)
-
-
-def _leave_within_grace(code: int) -> None:
-    """End this process soon, even if a thread that the script left behind would keep it."""
+def _leave(code: int) -> NoReturn:
+    """End this process; a failed one soon, even if a thread that was left behind would keep it."""
 
     def leave() -> None:
         time.sleep(GRACE)
         os._exit(code)
 
-    threading.Thread(target=leave, name="exit", daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
+    if code != 0:
+        threading.Thread(target=leave, name="exit", daemon=True).start()
+    sys.exit(code)
+
+
+def _call(
+    call: bytes, info: RendezvousInfo, listener: int | None, backend: str, timeout: float
+) -> Any:
+    """Return what the pickled function `call` returns for a new backend."""
+    from phalanx.launch.init import factory_named  # noqa: PLC0415 -- torch comes with it
+
+    try:
+        function: Callable[[Any], Any] = pickle.loads(call)
+    except Exception as error:
+        raise MisuseError(
+            "a fresh process cannot find the function that was given to spawn: define it at the "
+            "top level of a module or script, not in a console or notebook"
+        ) from error
+    if listener is not None:
+        os.set_inheritable(listener, False)
+        info = replace(info, listener=socket.socket(fileno=listener))
+    made = factory_named(backend)(info, timeout)
+    try:
+        result = function(made)
+    except BaseException:
+        made.abort()
+        raise
+    made.close()
+    return result

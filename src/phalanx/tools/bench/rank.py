@@ -24,7 +24,7 @@ import torch
 from phalanx.collectives.tuning import root_of
 from phalanx.launch.environment import read_environment
 from phalanx.launch.init import init
-from phalanx.launch.scratch import die_with_parent
+from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import (
     OPERATIONS,
     POISON,

@@ -11,6 +11,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,10 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.errors import DistributedError, InvalidWorldSizeError, MisuseError, PeerLostError
+from phalanx.errors import (
+    BackendUnavailableError,
+    DistributedError,
+    InvalidWorldSizeError,
+    MisuseError,
+    PeerLostError,
+)
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
-from phalanx.launch.reaper import Warden, end_session
-from phalanx.launch.scratch import GRACE, scratch_folder
+from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.store import hold_store
 from phalanx.tools.bench.operations import OPERATIONS
 from phalanx.tools.bench.peak import GIVES_BACK, gives_back, lacks_peaks
@@ -140,8 +146,8 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         rest = tuple(name for name in request.backends if name not in over_mpi)
         request, over_mpi = msgspec.structs.replace(request, backends=rest), []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(scratch_folder()))
-        warden = stack.enter_context(Warden(str(folder)))
+        folder = Path(stack.enter_context(_working_folder()))
+        reaper = stack.enter_context(Reaper(str(folder)))
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
         (folder / FOUND).touch()
         _store, port = hold_store("127.0.0.1", 0, timeout=request.timeout)
@@ -169,8 +175,18 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
                 start_new_session=True,
             )
             processes.append(process)
-            warden.hold(process.pid)
+            reaper.hold(process.pid)
         yield from _listen(folder, processes)
+
+
+def _working_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"there is no room for the launcher's small files ({error}): set TMPDIR to a folder of "
+            "yours that can be written to and is not full"
+        ) from error
 
 
 def _mpirun(ranks: int) -> list[str]:

@@ -8,32 +8,30 @@ from pathlib import Path
 
 import pytest
 
-import phalanx.launch.reaper as warden_program
-from phalanx.launch.reaper import Warden, end_session
+import phalanx.launch.reaper as reaper_program
+from phalanx.launch.reaper import Reaper, end_session
 
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
 LAUNCHER = """
 import os, sys, time
-from phalanx.launch.reaper import Warden
-warden = Warden(sys.argv[1])
+from phalanx.launch.reaper import Reaper
+reaper = Reaper(sys.argv[1])
 for pid in sys.argv[2:]:
-    warden.hold(int(pid))
-warden.release(int(sys.argv[-1]))
+    reaper.hold(int(pid))
+reaper.release(int(sys.argv[-1]))
 os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_launchers_warden_kills_what_is_there_and_removes_the_folder(
+def test_a_killed_launchers_reaper_kills_what_is_there_and_removes_the_folder(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "scratch"
+    folder = tmp_path / "working"
     (folder / "deep" / "er").mkdir(parents=True)
     *sleepers, released = (subprocess.Popen(SLEEPER, start_new_session=True) for _ in range(4))
     try:
-        (folder / "deep" / "pid").write_text("half a number")
-        (folder / "deep" / "er" / "pid").write_text(f"{sleepers[0].pid}\n")
-        told = [str(sleeper.pid) for sleeper in (*sleepers[1:], released)]
+        told = [str(sleeper.pid) for sleeper in (*sleepers, released)]
         words = [sys.executable, "-c", LAUNCHER, str(folder), *told]
         assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
         assert [sleeper.wait(30) for sleeper in sleepers] == [-signal.SIGKILL] * 3
@@ -45,28 +43,28 @@ def test_a_killed_launchers_warden_kills_what_is_there_and_removes_the_folder(
         os.sched_yield()
 
 
-def test_a_warden_that_is_closed_harms_nobody(tmp_path: Path) -> None:
+def test_a_reaper_that_is_closed_harms_nobody(tmp_path: Path) -> None:
     sleeper = subprocess.Popen(SLEEPER, start_new_session=True)
     try:
-        with Warden(str(tmp_path)) as warden:
-            warden.hold(sleeper.pid)
+        with Reaper(str(tmp_path)) as reaper:
+            reaper.hold(sleeper.pid)
         assert sleeper.poll() is None
         assert tmp_path.is_dir()
-        warden.hold(sleeper.pid)  # a closed one takes nothing more
-        warden.close()
+        reaper.hold(sleeper.pid)  # a closed one takes nothing more
+        reaper.close()
     finally:
         sleeper.kill()
         sleeper.wait()
 
 
-def test_a_warden_that_was_killed_is_no_error() -> None:
-    with Warden() as warden:
-        process = warden._process
+def test_a_reaper_that_was_killed_is_no_error() -> None:
+    with Reaper() as reaper:
+        process = reaper._process
         assert process is not None
         process.kill()
         process.wait()
-        warden.hold(1)
-        warden.release(1)
+        reaper.hold(1)
+        reaper.release(1)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1])
@@ -80,6 +78,6 @@ def test_numbers_that_mean_many_processes_end_none(
     assert calls == []
 
 
-def test_the_wardens_program_needs_nothing_but_python() -> None:
-    words = [sys.executable, "-I", "-S", str(warden_program.__file__), "0", ""]
+def test_the_reapers_program_needs_nothing_but_python() -> None:
+    words = [sys.executable, "-I", "-S", str(reaper_program.__file__), "0", ""]
     assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0

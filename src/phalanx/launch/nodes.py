@@ -1,0 +1,297 @@
+"""What the nodes of a job tell each other, through the store that the launcher of node 0 holds.
+
+    node 0                                     node 1
+    holds the store (--master) <-------------- connects to it
+    joins: "node 0 has 4 ranks"                joins: "node 1 has 4 ranks"
+        \\------------- every node knows its ranks and the world size ------------/
+    ranks of generation 0                      ranks of generation 0
+    log of generation 0: "node 1: rank 5 failed (...)"   <---- a rank fails here
+    stops its ranks                            stops its ranks
+    log of generation 0: "node 0: stopped"
+        \\------- all nodes have written: the same log, the same decision --------/
+    ranks of generation 1, or the end          ranks of generation 1, or the end
+
+Every node writes one entry a generation: how it ended there.
+
+Calls of torch's store wait without hearing signals. So a thread makes them, while the launcher
+watches its ranks. A job of one node needs the store for its ranks alone (`OneNode`).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
+from phalanx.launch.reaper import Reaper
+from phalanx.launch.report import describe_exit_code
+from phalanx.launch.store import SERVE_STORE, Store, listen_for_store, serve_store, try_to_connect
+from phalanx.wire.control import Endpoint, parse_address
+
+PATIENCE = 300
+"""Seconds that the nodes of a job wait for one that does not join, or does not answer any more."""
+
+_POLL = 0.1
+_SETTLE = 10.0
+"""Seconds that nodes have to stop their ranks, and to write that they have."""
+
+_LAST_WORDS = 5.0
+"""Seconds that node 0 keeps the store at the end, for nodes that have not read it to its end."""
+
+_WHY_NOT = MappingProxyType(
+    {
+        errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
+        "end it, or give --master another port, on every node",
+        errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
+        "that --master names",
+        errno.EACCES: "ports below 1024 are the system's: give --master another port, on every "
+        "node",
+    }
+)
+
+
+def _listen(endpoint: Endpoint) -> socket.socket:
+    try:
+        return listen_for_store(*endpoint)
+    except OSError as error:
+        why = f"{error}: give --master a name and a port of node 0"
+        raise BackendUnavailableError(
+            f"node 0 cannot listen at {endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
+        ) from error
+
+
+class NodeExit(msgspec.Struct, frozen=True):
+    """How one generation of ranks ended on one node."""
+
+    node: int
+    failed: bool
+    summary: str = ""
+    """The first failure of a rank, in one line; "" where ranks were only stopped."""
+    follows: bool = False
+    """Whether the failure of another rank led to it."""
+    code: int = 0
+    """The exit code of the launcher for this failure."""
+    final: bool = False
+    """Whether the job ends with it, whatever restarts are left."""
+
+
+class Placement(NamedTuple):
+    """Which ranks of the job run on this node."""
+
+    first_rank: int
+    world_size: int
+
+
+class OneNode:
+    """A job of one node, which holds the store and agrees with itself; `close()` it at the end.
+
+    The store is a process of its own: the launcher does not import torch, which takes seconds and
+    holds up every thread meanwhile.
+    """
+
+    descriptors: tuple[int, ...] = ()
+
+    def __init__(self, ranks: int, reaper: Reaper) -> None:
+        self.placement = Placement(0, ranks)
+        self._reaper = reaper
+        self._log: list[NodeExit] = []
+        with _listen(Endpoint("127.0.0.1", 0)) as listener:
+            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        reaper.hold(self._process.pid)
+
+    def check(self) -> None:
+        """Raise `BackendUnavailableError` if the store is gone."""
+        code = self._process.poll()
+        if code is not None:
+            raise BackendUnavailableError(
+                f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
+                "torch here, and is there memory left?"
+            )
+
+    def write(self, ended: NodeExit) -> None:
+        """Note how the next generation has ended."""
+        self._log.append(ended)
+
+    def failed(self, generation: int) -> bool:
+        """Return False: there is no other node that fails."""
+        return False
+
+    def outcome(self, generation: int) -> list[NodeExit]:
+        """Return how a generation has ended."""
+        return [self._log[generation]]
+
+    def close(self, seconds: float) -> bool:
+        """End the store."""
+        self._process.kill()
+        self._process.wait()
+        self._reaper.release(self._process.pid)
+        return True
+
+
+class Nodes:
+    """This node's part in a job of several nodes; `close()` it at the end.
+
+    Its thread sets the attributes, and makes `descriptors` readable when there is news. `error`
+    says why this node cannot go on; `placement` is None until all nodes have joined.
+    """
+
+    def __init__(
+        self, *, nodes: int, node_rank: int, ranks: int, max_restarts: int, master: str
+    ) -> None:
+        self._nodes, self._node_rank = nodes, node_rank
+        self._ranks, self._options = ranks, [nodes, max_restarts]
+        self.endpoint = parse_address(master)
+        self.placement: Placement | None = None
+        self.error: Exception | None = None
+        self._log: dict[int, list[NodeExit]] = {0: []}
+        self._unwritten: list[NodeExit] = []
+        self._written = math.inf
+        self._closing = threading.Event()
+        self._reader, self._writer = os.pipe()
+        self.descriptors = (self._reader,)
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the `error`, if there is one."""
+        with suppress(BlockingIOError):
+            os.read(self._reader, 1 << 10)
+        if self.error is not None:
+            raise self.error
+
+    def write(self, ended: NodeExit) -> None:
+        """Tell the other nodes how the next generation has ended on this one."""
+        self._written = time.monotonic()
+        self._unwritten.append(ended)
+
+    def failed(self, generation: int) -> bool:
+        """Return whether a node has written that the generation has failed."""
+        return any(one.failed for one in self._log.get(generation, ()))
+
+    def outcome(self, generation: int) -> list[NodeExit] | None:
+        """Return how a generation ended on each node, in the order of writing; None: not yet.
+
+        The others have some time from when this node has written: `_SETTLE` seconds after a
+        failure, after which the job ends, and else `PATIENCE`.
+        """
+        log = list(self._log.get(generation, ()))
+        missing = sorted(set(range(self._nodes)) - {one.node for one in log})
+        waited = time.monotonic() - self._written
+        if not missing or any(one.final for one in log):
+            return log
+        if not self.failed(generation):
+            return log if waited > PATIENCE else None
+        if waited < _SETTLE:
+            return None
+        summary = f"its launcher has not answered for {_SETTLE:g} s"
+        return [*log, *(NodeExit(node, True, summary, True, 1, final=True) for node in missing)]
+
+    def close(self, seconds: float) -> bool:
+        """Leave the job; return whether the thread has ended, for which this waits so long."""
+        self._closing.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            deadline = time.monotonic() + PATIENCE
+            if self._node_rank == 0:
+                store = serve_store(_listen(self.endpoint), self.endpoint.host, timeout=PATIENCE)
+            else:
+                try:
+                    store = try_to_connect(*self.endpoint, deadline)
+                except (OSError, RuntimeError) as error:
+                    raise self._alone(str(error)) from error
+            self.placement = self._join(store, deadline)
+            self._wake()
+            self._exchange(store)
+        except DistributedError as error:
+            self.error = error
+        except Exception as error:
+            self.error = BackendUnavailableError(
+                f"the launcher of node 0 at {self.endpoint} does not answer any more ({error}): "
+                "has it been ended, or is the network between down?"
+            )
+            self.error.__cause__ = error
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def _alone(self, why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"node {self._node_rank} of {self._nodes} did not meet the others at {self.endpoint}: "
+            "are all of them started with the same --master, and may they connect to it? "
+            f"({why})"
+        )
+
+    def _join(self, store: Store, deadline: float) -> Placement:
+        """Wait for all nodes; return which ranks are this node's."""
+        node, nodes = self._node_rank, self._nodes
+        if store.add(f"phalanx/launchers/{node}", 1) > 1:
+            raise MisuseError(
+                f"another launcher of this job has --node-rank {node}, too: give each node a "
+                "number of its own"
+            )
+        store.set(
+            f"phalanx/node/{node}", msgspec.json.encode([self._ranks, *self._options]).decode()
+        )
+        ranks: dict[int, int] = {}
+        while missing := set(range(nodes)) - ranks.keys():
+            for other in missing:
+                if store.check([f"phalanx/node/{other}"]):
+                    value = store.get(f"phalanx/node/{other}")
+                    ranks[other], *theirs = msgspec.json.decode(value, type=list[int])
+                    if theirs != self._options:
+                        raise MisuseError(
+                            f"node {other} was started with --nnodes, --max-restarts {theirs}, "
+                            f"node {node} with {self._options}: give all nodes the same"
+                        )
+            if time.monotonic() > deadline or self._closing.wait(_POLL):
+                names = ", ".join(map(str, sorted(missing)))
+                raise self._alone(f"missing after {PATIENCE} s: node {names}")
+        in_order = [ranks[other] for other in range(nodes)]
+        return Placement(sum(in_order[:node]), sum(in_order))
+
+    def _exchange(self, store: Store) -> None:
+        """Write what there is to write, and read the log, until `close()`."""
+        generation = written = 0
+        while not self._closing.wait(_POLL) or self._unwritten:
+            while self._unwritten:
+                value = msgspec.json.encode(self._unwritten.pop(0)).decode()
+                number = store.add(f"phalanx/log/{written}", 1)
+                store.set(f"phalanx/log/{written}/{number}", value)
+                written += 1
+            log = self._log[generation]
+            while store.check([key := f"phalanx/log/{generation}/{len(log) + 1}"]):
+                log.append(msgspec.json.decode(store.get(key), type=NodeExit))
+                self._wake()
+            if len(log) == self._nodes:
+                generation += 1
+                self._log[generation] = []
+        ended_nodes = store.add("phalanx/ended", 1)
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            ended_nodes = store.add("phalanx/ended", 0)

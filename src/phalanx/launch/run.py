@@ -1,0 +1,281 @@
+"""`phalanx run`: a script on many ranks, on one host or on several.
+
+    phalanx run -n 2 train.py --lr 3
+      `- supervisor (supervisor.py) of this host's ranks
+           |- rank 0: worker.run_script() -> train.py --lr 3        "[rank 0] loss 3.1"
+           `- rank 1: worker.run_script() -> train.py --lr 3        "[rank 1] loss 3.2"
+
+All ranks of one start are a generation. When a rank has failed all are stopped, and with
+--max-restarts the next generation starts.
+
+On one host everything stays on it: the store at which the ranks have their rendezvous listens on
+loopback, and the job's token is fresh. On several, node 0 holds the store at --master (nodes.py),
+and rank 0 shares a token there; PHALANX_TOKEN or PHALANX_TOKEN_FILE, set on every host, keeps it
+out of the network.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
+from phalanx.launch.nodes import NodeExit, Nodes, OneNode, Placement
+from phalanx.launch.output import RankPipes
+from phalanx.launch.reaper import Reaper
+from phalanx.launch.report import (
+    RankExit,
+    print_failure,
+    print_restart,
+    root_cause,
+    summarise_failure,
+)
+from phalanx.launch.signals import Interrupted, Signals, announce_end
+from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.worker import RUN_SCRIPT
+from phalanx.transport.tcp.admission import find_token
+from phalanx.wire.control import parse_address
+
+_POLL = 0.1
+_LAST_CALL, _LAST_WORDS = 1.0, 6.0
+"""Seconds to leave in, when all ranks have ended: after a signal, and otherwise."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One script on `ranks` ranks of this host, and as many of each of `nodes` hosts."""
+
+    ranks: int
+    target: str
+    """A script's path, or with `module` the name of a module."""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nodes: int = 1
+    node_rank: int = 0
+    master: str = ""
+    """host:port of node 0, the same for all; needed with several nodes."""
+    max_restarts: int = 0
+    """How often all ranks of all hosts are started again when one has failed."""
+
+    def check(self) -> None:
+        """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
+        if self.ranks < 1 or self.nodes < 1:
+            raise InvalidWorldSizeError(
+                f"{self.nodes} nodes of {self.ranks} ranks: it takes at least one of each"
+            )
+        if not 0 <= self.node_rank < self.nodes:
+            raise InvalidRankError(
+                f"--node-rank {self.node_rank} is not one of {self.nodes} nodes: they count "
+                f"from 0, the last is {self.nodes - 1}"
+            )
+        if self.max_restarts < 0:
+            raise MisuseError(f"--max-restarts {self.max_restarts}: it is 0 or more")
+        if self.nodes > 1 and not self.master:
+            raise MisuseError(
+                f"--nnodes {self.nodes} needs --master host:port: a host name of node 0 and a "
+                "free port there, the same on every node"
+            )
+        if self.master:
+            try:
+                parse_address(self.master)
+            except ValueError as error:
+                raise MisuseError(f"--master {self.master}: {error}") from None
+        self._find_target()
+
+    def _find_target(self) -> None:
+        if self.module:
+            top = self.target.partition(".")[0]
+            # Only the outermost name: looking further would import it, here.
+            known = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
+                top, [str(Path.cwd()), *sys.path]
+            )
+            if not known:
+                raise MisuseError(f"there is no module {top!r} in {Path.cwd()} or installed")
+            return
+        path = Path(self.target)
+        if not path.is_file() and not (path / "__main__.py").is_file():
+            what = "a folder without __main__.py" if path.is_dir() else "not there"
+            hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
+            raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
+
+
+def run(job: Job) -> int:
+    """Run `job` to its end; return the exit code: 0, or that of the rank that failed first.
+
+    Each line that a rank prints appears here behind "[rank 3] ". When a rank fails the others are
+    stopped, and the report of the first failure comes last, on stderr. A failure of the launch
+    itself is a `BackendUnavailableError`. A signal that ends a program (SIGINT, SIGTERM, SIGHUP,
+    SIGQUIT) goes to the ranks, which have `GRACE` seconds; the exit code is 128 more.
+
+    Ends this process itself where a thread still waits, inside torch or for the reader of the
+    output: nothing else ends such a thread.
+    """
+    with Signals() as signals:
+        job.check()
+        with Reaper() as reaper:
+            launch = _Launch(job, reaper, signals)
+            try:
+                code = launch.run()
+            except Exception:  # after a signal, whatever was raised follows from it
+                if not signals.received:
+                    launch.close(_LAST_WORDS)
+                    raise
+                code = announce_end(signals.received[0])
+            over = launch.close(_LAST_CALL if signals.received else _LAST_WORDS)
+    if not over:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+class _Launch:
+    """One `phalanx run` on this host: generations of ranks, and what the nodes agree on."""
+
+    def __init__(self, job: Job, reaper: Reaper, signals: Signals) -> None:
+        self._job = job
+        self._reaper = reaper
+        self._signals = signals
+        self._fresh_token = "" if find_token() or job.nodes > 1 else secrets.token_hex(32)
+        self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
+        self._generation = 0
+        self._last_call: float | None = None
+        self._shown = True
+        self._nodes: OneNode | Nodes
+        if job.nodes == 1:
+            self._nodes = OneNode(job.ranks, reaper)
+        else:
+            self._nodes = Nodes(
+                nodes=job.nodes,
+                node_rank=job.node_rank,
+                ranks=job.ranks,
+                max_restarts=job.max_restarts,
+                master=job.master,
+            )
+
+    def run(self) -> int:
+        """Run generations until one ends well, or none is left; return the exit code."""
+        while self._nodes.placement is None:
+            self._wait()
+        while True:
+            exits = self._run_generation(self._nodes.placement)
+            while (outcome := self._nodes.outcome(self._generation)) is None:
+                self._wait()
+            failed = [node for node in outcome if node.failed]
+            if not failed:
+                return 0
+            root = min(failed, key=lambda node: node.follows)  # of equal ones the first written
+            elsewhere = ""
+            if root.node != self._job.node_rank:
+                elsewhere = f"the first failure was on another node, {root.node}: {root.summary}"
+            if any(node.final for node in failed) or self._generation == self._job.max_restarts:
+                print_failure(exits, elsewhere)
+                return root.code
+            self._generation += 1
+            restart = f"restarting all ranks ({self._generation} of {self._job.max_restarts})"
+            print_restart(exits, elsewhere, restart)
+
+    def close(self, seconds: float) -> bool:
+        """Leave the job, for which there are so many seconds; return whether no thread is left."""
+        if self._signals.received:
+            name = signal.Signals(self._signals.received[0]).name
+            summary = f"its launcher was stopped by {name}"
+            stopped = NodeExit(self._job.node_rank, True, summary, code=1, final=True)
+            self._nodes.write(stopped)
+        return self._nodes.close(seconds) and self._shown
+
+    def _run_generation(self, placement: Placement) -> list[RankExit]:
+        """Run all ranks of this host once; return how they ended, when their output is shown."""
+        pipes = RankPipes(sys.stdout, sys.stderr)
+        try:
+            with Supervisor(self._reaper, pipes.open) as ranks:
+                try:
+                    self._start(ranks, placement)
+                    while ranks.state() == "running" and not self._nodes.failed(self._generation):
+                        self._wait(ranks)
+                except Interrupted as interrupted:
+                    ranks.stop(interrupted.signum, self._signals.again)
+                    raise
+                ranks.stop(hurry=self._signals.again)
+                self._nodes.write(self._node_exit(ranks.failures()))
+        finally:
+            self._shown &= pipes.close(self._give_up)
+        self._signals.check()
+        return ranks.exits()
+
+    def _node_exit(self, failures: list[RankExit]) -> NodeExit:
+        node = self._job.node_rank
+        if not failures:
+            return NodeExit(node, failed=False)
+        root = root_cause(failures)
+        return NodeExit(node, True, summarise_failure(root), root.follows, root.shell_code)
+
+    def _wait(self, ranks: Supervisor | None = None) -> None:
+        """Wait a moment for news; raise `Interrupted` after a signal, or the error of the nodes."""
+        news = [*self._signals.descriptors, *self._nodes.descriptors]
+        if ranks is not None:
+            ranks.wait(also=news)
+        else:
+            connection.wait(news, _POLL)
+        self._signals.check()
+        self._nodes.check()
+
+    def _give_up(self) -> bool:
+        """Return whether the time is over in which the reader of the output may take the rest."""
+        if not self._signals.received:
+            return False
+        if self._last_call is None:
+            self._last_call = time.monotonic() + _LAST_CALL
+        return time.monotonic() > self._last_call
+
+    def _start(self, ranks: Supervisor, placement: Placement) -> None:
+        job = self._job
+        words = ["module" if job.module else "script", job.target, *job.args]
+        shared = self._shared_environment(placement)
+        for local_rank in range(job.ranks):
+            rank = str(placement.first_rank + local_rank)
+            own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
+            ranks.start(int(rank), RUN_SCRIPT, words, environ=shared | own)
+
+    def _shared_environment(self, placement: Placement) -> dict[str, str]:
+        """Return what all ranks of this host find in their environment: as under `torchrun`."""
+        job, one_host, endpoint = self._job, self._job.nodes == 1, self._nodes.endpoint
+        size, port = str(placement.world_size), endpoint.port
+        if one_host:  # a free one, for groups that torch forms
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+        environ = {
+            **os.environ,
+            "WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "ROLE_NAME": "rank",
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "GROUP_RANK": str(job.node_rank),
+            "GROUP_WORLD_SIZE": str(job.nodes),
+            "MASTER_ADDR": endpoint.host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._generation),
+            "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            # On one host torch's own groups have a store of their own, anew after a restart.
+            "TORCHELASTIC_USE_AGENT_STORE": str(not one_host),
+            "PYTHONUNBUFFERED": "1",
+        }
+        environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(job.ranks)))
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        for name in (STORE_VARIABLE, "TORCHELASTIC_ERROR_FILE"):  # of a launcher above this one
+            environ.pop(name, None)
+        if one_host:
+            environ[STORE_VARIABLE] = str(endpoint)
+        if self._fresh_token:
+            environ["PHALANX_TOKEN"] = self._fresh_token
+        return environ

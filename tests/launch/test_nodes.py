@@ -1,0 +1,137 @@
+"""Several nodes of a job, in one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from phalanx.errors import BackendUnavailableError, MisuseError
+from phalanx.launch.nodes import NodeExit, Nodes, OneNode
+from phalanx.launch.reaper import Reaper
+from phalanx.launch.store import connect_store
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def master() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def join(stack: ExitStack, master: str, *ranks: int, **options: int) -> list[Nodes]:
+    """One node for each number of ranks."""
+    common = {"nodes": len(ranks), "max_restarts": 0, **options}
+    started = [
+        Nodes(node_rank=node, ranks=number, master=master, **common)
+        for node, number in enumerate(ranks)
+    ]
+    for node in started:
+        stack.callback(node.close, PATIENCE)
+    # The others leave before node 0, whose store they need, waits for them.
+    stack.callback(lambda: [node._closing.set() for node in started])
+    return started
+
+
+def until(*nodes: Nodes, generation: int | None = None) -> None:
+    """Wait until the nodes have joined, or agree on how the generation has ended."""
+    deadline = time.monotonic() + PATIENCE
+    for node in nodes:
+        while (node.placement if generation is None else node.outcome(generation)) is None:
+            node.check()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_every_node_knows_its_ranks_and_those_of_all(stack: ExitStack, master: str) -> None:
+    nodes = join(stack, master, 2, 1, 4)
+    until(*nodes)
+    places = [node.placement for node in nodes]
+    assert [place and (place.first_rank, place.world_size) for place in places] == [
+        (0, 7),
+        (2, 7),
+        (3, 7),
+    ]
+
+
+def test_every_node_reads_the_same_of_every_generation(stack: ExitStack, master: str) -> None:
+    nodes = join(stack, master, 1, 1)
+    until(*nodes)
+    failure = NodeExit(1, True, "rank 1 failed: exit code 7", code=7)
+    nodes[1].write(failure)
+    while not nodes[0].failed(0):
+        time.sleep(0.01)
+    assert nodes[0].outcome(0) is None
+    nodes[0].write(NodeExit(0, failed=False))
+    until(*nodes, generation=0)
+    assert nodes[0].outcome(0) == nodes[1].outcome(0) == [failure, NodeExit(0, failed=False)]
+    for number, node in enumerate(nodes):
+        node.write(NodeExit(number, failed=False))
+    until(*nodes, generation=1)
+    assert not nodes[0].failed(1)
+
+
+def test_a_node_that_ends_the_job_is_not_waited_for(stack: ExitStack, master: str) -> None:
+    nodes = join(stack, master, 1, 1)
+    until(*nodes)
+    final = NodeExit(1, True, "its launcher was stopped by SIGINT", code=1, final=True)
+    nodes[1].write(final)
+    until(nodes[0], generation=0)
+    assert nodes[0].outcome(0) == [final]
+
+
+def test_two_launchers_of_one_node_are_told(stack: ExitStack, master: str) -> None:
+    first = Nodes(nodes=2, node_rank=0, ranks=1, max_restarts=0, master=master)
+    stack.callback(first.close, PATIENCE)
+    twins = [Nodes(nodes=2, node_rank=1, ranks=1, max_restarts=0, master=master) for _ in "ab"]
+    for twin in twins:
+        stack.callback(twin.close, PATIENCE)
+    until(first)
+    with pytest.raises(MisuseError, match="another launcher of this job has --node-rank 1"):
+        until(*twins)
+
+
+def test_nodes_that_were_started_in_different_ways_are_told(stack: ExitStack, master: str) -> None:
+    nodes = [
+        Nodes(nodes=2, node_rank=node, ranks=1, max_restarts=node, master=master) for node in (0, 1)
+    ]
+    for node in nodes:
+        stack.callback(node.close, PATIENCE)
+    with pytest.raises(
+        MisuseError, match=r"node 1 was started with --nnodes, --max-restarts \[2, 1\]"
+    ):
+        until(nodes[0])
+
+
+def test_a_node_without_the_store_is_told(stack: ExitStack, master: str) -> None:
+    nodes = join(stack, master, 1, 1)
+    until(*nodes)
+    nodes[0]._closing.set()
+    nodes[0]._thread.join(PATIENCE)
+    with pytest.raises(BackendUnavailableError, match=r"node 0 .* does not answer any more"):
+        until(nodes[1], generation=0)
+
+
+def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:
+    node = OneNode(3, stack.enter_context(Reaper()))
+    stack.callback(node.close, PATIENCE)
+    assert node.placement == (0, 3)
+    deadline = time.monotonic() + PATIENCE
+    assert connect_store(*node.endpoint, rank=0, deadline=deadline).add("key", 2) == 2
+    node.check()
+    node.write(NodeExit(0, failed=True))
+    assert node.outcome(0) == [NodeExit(0, failed=True)]
+    node._process.kill()
+    node._process.wait()
+    with pytest.raises(BackendUnavailableError, match=r"store has ended \(killed by signal 9"):
+        node.check()
