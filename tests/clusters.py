@@ -63,7 +63,6 @@ NOTHING_IN_COMMON = MappingProxyType({"memory": "its ranks have none in common"}
 LIBRARYS_OWN = MappingProxyType(
     {
         "agreement": "collectives of the library's own run whatever the other ranks call",
-        **NOTHING_IN_COMMON,
     }
 )
 

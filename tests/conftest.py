@@ -15,8 +15,7 @@ from clusters import CLUSTERS
 from forms import LONG, examples
 from together import Together
 
-from phalanx.core import group as group_module
-from phalanx.core import work as operation_module
+from phalanx.core import checker
 
 hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
@@ -72,5 +71,4 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     Where most of a file's tests would only wait for that. The half second of every day passes in
     test_conformance_agreement.py, and wherever ranks are processes.
     """
-    for module in (operation_module, group_module):
-        monkeypatch.setattr(module, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(checker, "ASK_EVERY", 0.1)

@@ -42,22 +42,22 @@ class Spoken:
 
     def __init__(self, backend: px.Backend) -> None:
         self.nbytes = 0
-        self._engine = backend.engine
+        self._transport = backend.engine.transport
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count in here."""
-        transmit = self._engine.transmit
+        transmit = self._transport.send
 
         def counted(send: PostedSend) -> None:
             self.nbytes += len(send.view)
             transmit(send)
 
-        self._engine.transmit = counted  # type: ignore[method-assign]
+        self._transport.send = counted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self._engine.transmit
+            del self._transport.send
 
 
 def read_lesson(options: Options) -> Lesson:

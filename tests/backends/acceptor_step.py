@@ -10,21 +10,23 @@ from time import monotonic
 
 from clusters import PATIENCE, TOKEN, loopback_listener
 
+from phalanx.core.engine import Engine
 from phalanx.transport.tcp.admission import Acceptor
-from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.transport.tcp.transport import TcpTransport
 from phalanx.wire.handshake import DialerHandshake, Identity
 
 
-def lonely_engine(rank: int, world_size: int) -> TcpEngine:
-    """The engine of a rank that has met nobody."""
+def lonely_transport(rank: int, world_size: int) -> TcpTransport:
+    """The transport of a rank that has met nobody."""
+    engine = Engine(rank, world_size)
     identity = Identity("", 0, rank, world_size)
-    return TcpEngine(identity, TOKEN.encode(), loopback_only=False, heartbeat=math.inf)
+    return TcpTransport(engine, identity, TOKEN.encode(), loopback_only=False, heartbeat=math.inf)
 
 
-def drive_until(engine: TcpEngine, done: Callable[[], bool]) -> None:
-    """Let an engine work until then."""
-    with engine.lock:
-        engine.drive(_Until(done), monotonic() + PATIENCE)
+def drive_until(transport: TcpTransport, done: Callable[[], bool]) -> None:
+    """Let a transport work until then."""
+    with transport.engine.lock:
+        transport.drive(_Until(done), monotonic() + PATIENCE)
     assert done(), "it did not get there"
 
 
@@ -35,20 +37,20 @@ class Doorstep:
         self.world_size = world_size
         self._listener = loopback_listener()
         self._address = self._listener.getsockname()
-        self._engine = lonely_engine(0, world_size)
-        self._engine.mesh.open_acceptor(self._listener)
+        self._transport = lonely_transport(0, world_size)
+        self._transport.mesh.open_acceptor(self._listener)
         self._outside: list[socket.socket] = []
 
     @property
     def acceptor(self) -> Acceptor:
-        acceptor = self._engine.mesh.acceptor
+        acceptor = self._transport.mesh.acceptor
         assert acceptor is not None
         return acceptor
 
     @property
     def connected(self) -> set[int]:
         """The ranks that were let in."""
-        return set(self._engine.mesh.connections)
+        return set(self._transport.mesh.connections)
 
     def call(self, words: bytes = b"") -> socket.socket:
         """Somebody calls, and says that."""
@@ -65,11 +67,11 @@ class Doorstep:
 
     def drive_until(self, done: Callable[[], bool]) -> None:
         """Let the acceptor do its work until then."""
-        drive_until(self._engine, done)
+        drive_until(self._transport, done)
 
     def close(self) -> None:
-        with self._engine.lock:
-            self._engine.shut()
+        with self._transport.engine.lock:
+            self._transport.shut()
         for sock in self._outside:
             sock.close()
 
@@ -79,7 +81,7 @@ class _Until:
         self._done = done
 
     @property
-    def done(self) -> bool:
+    def over(self) -> bool:
         return self._done()
 
 

@@ -1,21 +1,25 @@
 """A library in memory, for tests of what stands on libraries: it moves nothing unless it is asked.
 
 It all-reduces sums, and only that. On the device "meta", whose tensors hold no values, its
-collectives stand for those that run on a stream: they are over when the test says so.
+collectives stand for those that run on a stream: to wait for one makes the stream wait, at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from clusters import Threads
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.core.steps import Call
+from phalanx import Backend
+from phalanx.core.steps import NativeCall
+from phalanx.native.backend import LibraryBackend, open_mesh
 from phalanx.native.base import Abilities, Handle, Library
 
 
@@ -26,13 +30,9 @@ class Loop:
     size: int
     can: Abilities
     lock: Any = field(default_factory=threading.RLock)
-    sends: Any = field(default_factory=lambda: defaultdict(deque))
-    receives: Any = field(default_factory=lambda: defaultdict(deque))
     calls: Any = field(default_factory=lambda: defaultdict(dict))  # number -> rank -> handle
     groups: Any = field(default_factory=dict)
-    released: int = 0  # collectives on a stream that are over
     broken: str = ""
-    slowness: int = 0  # how often a receive with tag 1 has to be asked before it is over
 
     def libraries(self) -> list[LoopLibrary]:
         """One for each rank."""
@@ -47,17 +47,13 @@ class Part(Handle):
         self.over = False
         self.on_stream = isinstance(memory, Tensor) and memory.device.type == "meta"
         self.waited_by: list[str] = []
-        self.asks_left = 0
 
     @override
     def done(self) -> bool:
         with self.loop.lock:
             if self.loop.broken:
                 raise OSError(self.loop.broken)
-            if self.on_stream:
-                return self.number < self.loop.released
-            self.asks_left -= self.over
-            return self.over and self.asks_left < 0
+            return self.over
 
     @override
     def wait(self, seconds: float) -> bool:
@@ -71,19 +67,16 @@ class LoopLibrary(Library):
     name = "Loop"
 
     def __init__(self, loop: Loop, rank: int) -> None:
-        super().__init__()
         self.loop, self.rank, self.size, self.can = loop, rank, loop.size, loop.can
         self.started: list[Part] = []
         self.closed = False
 
     @override
-    def has(self, call: Call) -> bool:
-        return (call.collective == "all_reduce" and call.op == "sum") or (
-            call.collective == "barrier"
-        )
+    def has(self, call: NativeCall) -> bool:
+        return call.collective == "all_reduce" and call.op == "sum"
 
     @override
-    def collective(self, call: Call) -> Handle:
+    def collective(self, call: NativeCall) -> Handle:
         with self.loop.lock:
             part = Part(self.loop, call.out, len(self.started))
             self.started.append(part)
@@ -94,27 +87,6 @@ class LoopLibrary(Library):
                     if each.memory is not None and not each.on_stream:
                         each.memory.copy_(sum(given for _, given in parts.values()))
                     each.over = True
-        return part
-
-    @override
-    def send(self, view: memoryview, peer: int, tag: int) -> Handle:
-        part = Part(self.loop, view)
-        return self._meet(part, (self.rank, peer, tag), self.loop.sends)
-
-    @override
-    def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
-        part = Part(self.loop, view)
-        part.asks_left = self.loop.slowness * tag
-        return self._meet(part, (peer, self.rank, tag), self.loop.receives)
-
-    def _meet(self, part: Part, key: Any, line: Any) -> Part:
-        with self.loop.lock:
-            line[key].append(part)
-            sends, receives = self.loop.sends[key], self.loop.receives[key]
-            while sends and receives:
-                sent, received = sends.popleft(), receives.popleft()
-                received.memory[:] = sent.memory  # an error if the sizes differ
-                sent.over = received.over = True
         return part
 
     @override
@@ -131,3 +103,25 @@ class LoopLibrary(Library):
     def abort(self) -> None:
         with self.loop.lock:
             self.loop.broken = "the group was given up"
+
+
+class Looped(Threads):
+    """Backends over a library in memory, whose mesh is on the loopback interface."""
+
+    name = "loop"
+
+    def __init__(self, can: Abilities = Abilities()) -> None:  # noqa: B008 - it never changes
+        self.can = can
+        self.libraries: list[LoopLibrary] = []
+
+    @override
+    def makers(self, world_size: int, timeout: float) -> list[Callable[[], Backend]]:
+        self.libraries = libraries = Loop(world_size, self.can).libraries()
+        where = open_mesh("127.0.0.1")
+
+        def make(rank: int) -> Backend:
+            told = where if rank == 0 else where._replace(listener=None)
+            join = lambda _: libraries[rank]  # noqa: E731 - it has no name of its own
+            return LibraryBackend(rank, world_size, told, join, name="Loop", timeout=timeout)
+
+        return [partial(make, rank) for rank in range(world_size)]

@@ -37,7 +37,7 @@ def local_peers(size: int) -> Iterator[list[HostDomain]]:
         for rank, one in enumerate(domain):
             for other, there in enumerate(domain):
                 if other != rank:
-                    one.epoch(other, os.getpid(), there.memory, there.wakeup_end)
+                    one.add_peer(other, os.getpid(), there.memory, there.wakeup_end)
         yield domain
     finally:
         for one in domain:

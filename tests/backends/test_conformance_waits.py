@@ -136,8 +136,8 @@ def test_who_waits_for_several_names_the_one_that_keeps_all_the_others(ranks: Cl
         if peer is None:
             assert gave_up.wait(PATIENCE)
         else:
-            pending = backend.start_recv(bytearray(1), peer, background=True)[0]
-            assert not pending.done
+            pending = backend.irecv(bytearray(1), peer)
+            assert not pending.over
         backend.recv(bytearray(1), 0, tag=1)
         return None
 

@@ -39,7 +39,7 @@ def test_who_has_parted_once_never_meets_again(
 def test_a_group_has_a_trail_of_its_own() -> None:
     with SimulatedBackend.create_group(1)[0] as backend:
         group = backend.subgroup([0]).group
-        backend.group.next_sequence(5)
+        backend.group.next_collective(5)
         assert group.rolling_hash == EMPTY_HASH
-        assert [group.next_sequence(5), group.next_sequence(6)] == [0, 1]
+        assert [group.next_collective(5), group.next_collective(6)] == [0, 1]
         assert group.rolling_hash == trail_of([5, 6])

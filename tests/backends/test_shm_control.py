@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shm_peers import local_peers, make_window
 
+from phalanx.core.work import Call
 from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch
 from phalanx.transport.shm.domain import USED, HostDomain
+
+
+def asked(rolling_hash: int) -> Call:
+    """A call of a group that was asked to do what this stands for."""
+    return cast("Call", SimpleNamespace(rolling_hash=rolling_hash))
 
 
 def windows_of(domain: list[HostDomain], ident: int = 0) -> list[ControlBlock]:
@@ -52,12 +60,12 @@ def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_hav
             if epoch is None:
                 epochs[rank] = epoch = ShmEpoch(control, first=True)
                 show(control, 1 - control.turn, done[rank])
-                epoch.begin(done[rank])
-                epoch.begin(done[rank])  # again: nothing
+                epoch.begin(asked(done[rank]))
+                epoch.begin(asked(done[rank]))  # again: nothing
             came = [other is not None and other.words[FLAG] > done[rank] for other in controls]
             assert epoch.diverged() is None
-            assert epoch.absent() == [r for r in range(size) if not came[r]]
-            assert epoch.spin() == all(came)
+            assert epoch.waits_for() == [r for r in range(size) if not came[r]]
+            assert epoch.ready(spin=True) == all(came)
             if all(came):
                 assert sees(control, control.turn, done[rank])
                 epochs[rank] = None
@@ -76,8 +84,8 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
             for number in range(meetings):
                 epoch = ShmEpoch(control, first=True)
                 show(control, 1 - control.turn, number)
-                epoch.begin(number)
-                while not epoch.spin():
+                epoch.begin(asked(number))
+                while not epoch.ready(spin=True):
                     pass
                 if not sees(control, control.turn, number):
                     wrong.append(f"#{number}")
@@ -102,15 +110,15 @@ def test_whoever_comes_by_another_trail_is_found_by_all_in_whatever_order_they_c
             for number in range(before):
                 epochs = [ShmEpoch(control, first=True) for control in controls]
                 for epoch in epochs:
-                    epoch.begin(number)
-                assert all(epoch.spin() for epoch in epochs)
+                    epoch.begin(asked(number))
+                assert all(epoch.ready(spin=True) for epoch in epochs)
             epochs = [ShmEpoch(control, first=True) for control in controls]
             order = random.sample(range(size), size)
             for rank in order:
-                epochs[rank].begin(1000 if rank == odd else before)
+                epochs[rank].begin(asked(1000 if rank == odd else before))
             for rank, epoch in enumerate(epochs):
-                assert not epoch.spin()
-                assert epoch.absent() == []
+                assert not epoch.ready(spin=True)
+                assert epoch.waits_for() == []
                 assert (epoch.diverged() == odd) if rank != odd else (epoch.diverged() != odd)
                 assert epoch.diverged() is not None
 
@@ -121,12 +129,12 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
         first, second = windows_of(domain)
         epochs = ShmEpoch(first, first=True), ShmEpoch(second, first=True)
         for epoch in epochs:
-            epoch.begin(1)
-        assert epochs[0].spin()
+            epoch.begin(asked(1))
+        assert epochs[0].ready(spin=True)
         ahead = ShmEpoch(first, first=True, shown=Descriptors((1, 2), (3, 4)))
-        ahead.begin(2)
+        ahead.begin(asked(2))
         assert epochs[1].diverged() is None
-        assert epochs[1].spin()
+        assert epochs[1].ready(spin=True)
         assert not ahead.spin()
         assert ahead.diverged() is None
 
@@ -134,9 +142,9 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
 def test_a_meeting_inside_a_collective_asks_nobody_what_he_does() -> None:
     with local_peers(2) as domain:
         epochs = [ShmEpoch(control) for control in windows_of(domain)]
-        epochs[0].begin(1)
-        epochs[1].begin(2)
-        assert all(epoch.spin() and epoch.diverged() is None for epoch in epochs)
+        epochs[0].begin(asked(1))
+        epochs[1].begin(asked(2))
+        assert all(epoch.ready(spin=True) and epoch.diverged() is None for epoch in epochs)
 
 
 def test_what_is_shown_is_found_where_it_lies() -> None:
@@ -148,7 +156,7 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
         for control, tensor in zip(controls, tensors, strict=True):
             where = control.find(tensor.data_ptr(), tensor.nbytes)
             assert where is not None
-            ShmEpoch(control, first=True, shown=Descriptors(where, where)).begin(1)
+            ShmEpoch(control, first=True, shown=Descriptors(where, where)).begin(asked(1))
             assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for control, peer in ((controls[0], 1), (controls[1], 0)):
             assert control.spin(1)
@@ -163,7 +171,7 @@ def test_windows_are_used_again_only_when_all_members_have_closed_the_group() ->
     with local_peers(3) as domain:
         old = windows_of(domain, 1)
         for epoch in [ShmEpoch(control, first=True) for control in old]:
-            epoch.begin(1)
+            epoch.begin(asked(1))
         places = [control.mine.slot_address(0) for control in old]
         for closed in range(3):
             fresh = make_window(domain, 0, ident=10 + closed)
@@ -186,7 +194,7 @@ def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bo
                 if staged:
                     control.make_stage()
                 epoch = ShmEpoch(control, first=True)
-                epoch.begin(1)
+                epoch.begin(asked(1))
             for rank in range(3):
                 controls[(ident + rank) % 3].close()
         for one in domain:
@@ -200,8 +208,8 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
         make_window(domain, 0, ident=1).close()
         make_window(domain, 0, ident=2)
         late = ShmEpoch(make_window(domain, 1, ident=1), first=True)
-        late.begin(1)
-        assert late.absent() == [0]
+        late.begin(asked(1))
+        assert late.waits_for() == [0]
         assert not late.spin()
 
 
@@ -215,7 +223,7 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
         last[0].make_stage()
         last[0].mine.slot(1, 1, torch.int64).fill_(42)
         for control in last:
-            ShmEpoch(control, first=True).begin(1)
+            ShmEpoch(control, first=True).begin(asked(1))
         domain[0].arena.close()  # as when its process ends
         assert last[1].spin(1)
         assert last[1].slot(0).slot(1, 1, torch.int64).item() == 42

@@ -15,7 +15,7 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend, BackendUnavailableError, HybridBackend, SharedMemoryBackend
-from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.transport.tcp.transport import TcpTransport
 
 SIZE = 3
 plain_open = os.open
@@ -125,9 +125,9 @@ def test_who_may_fall_back_does_all_over_tcp_and_logs_one_line(
     cluster.kind = partial(kind, fall_back=True)  # type: ignore[assignment]
 
     def run(backend: Backend) -> list[float]:
-        engine = backend.engine
-        assert isinstance(engine, TcpEngine)
-        assert engine.domain is None
+        transport = backend.engine.transport
+        assert isinstance(transport, TcpTransport)
+        assert transport.domain is None
         assert backend.group.shared is None
         inside = backend.subgroup([0, 2]) if backend.rank != 1 else None
         assert inside is None or phalanx.all_reduce(backend.empty(3).fill_(1), inside).sum() == 6

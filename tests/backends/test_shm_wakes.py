@@ -12,10 +12,9 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend
-from phalanx.core import group as group_module
-from phalanx.core import work as operation_module
-from phalanx.transport.tcp import engine as engine_module
-from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.core import checker
+from phalanx.transport.tcp import transport as transport_module
+from phalanx.transport.tcp.transport import TcpTransport
 
 SELDOM = 6.0  # seconds between looks that are not asked for
 ROUNDS = 3
@@ -23,10 +22,9 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def who_sleeps_is_not_woken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "EXPIRY_CHECK", SELDOM)
-    monkeypatch.setattr(engine_module, "FIRST_LOOK", SELDOM)
-    monkeypatch.setattr(operation_module, "ASK_EVERY", SELDOM)
-    monkeypatch.setattr(group_module, "ASK_EVERY", SELDOM)
+    monkeypatch.setattr(transport_module, "EXPIRY_CHECK", SELDOM)
+    monkeypatch.setattr(transport_module, "FIRST_LOOK", SELDOM)
+    monkeypatch.setattr(checker, "ASK_EVERY", SELDOM)
     monkeypatch.setenv("PHALANX_HEARTBEAT", "60")
 
 
@@ -68,11 +66,11 @@ def test_a_thread_that_sleeps_for_a_message_hears_of_meetings_too(
     """Rank 0's reactor waits for a message when a thread of it comes to an epoch."""
 
     def run(backend: Backend) -> float:
-        engine = backend.engine
-        assert isinstance(engine, TcpEngine)
+        transport = backend.engine.transport
+        assert isinstance(transport, TcpTransport)
         into = torch.zeros(1)
         end = receive(backend, into) if backend.rank == 0 else lambda: None
-        while backend.rank == 0 and engine._driver is None:
+        while backend.rank == 0 and transport._driver is None:
             sleep(0.001)
         slowest = 0.0
         for _ in range(ROUNDS):

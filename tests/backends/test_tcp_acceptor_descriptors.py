@@ -85,7 +85,7 @@ def test_without_a_descriptor_the_door_rests_and_looks_again(
             turns += 1
             return turns > 200 or asked >= 3
 
-        step._engine.mesh.reactor.wake()
+        step._transport.mesh.reactor.wake()
         step.drive_until(after_many_turns)
         assert turns < 50, "each look at the acceptor is a turn or two, not many"
         plenty = True

@@ -6,29 +6,31 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from acceptor_step import drive_until, lonely_engine
+from acceptor_step import drive_until, lonely_transport
 from clusters import PATIENCE, loopback_listener
 from listening import needs_proc
 from test_tcp_rendezvous import Start, start  # noqa: F401
 
 from phalanx import CollectiveTimeoutError
-from phalanx.transport.tcp.engine import TcpEngine
 from phalanx.transport.tcp.rendezvous import Dial
+from phalanx.transport.tcp.transport import TcpTransport
 from phalanx.wire.handshake import Refused
 
 
 @pytest.fixture
-def engine() -> Iterator[TcpEngine]:
-    made = lonely_engine(2, 3)
+def transport() -> Iterator[TcpTransport]:
+    made = lonely_transport(2, 3)
     yield made
-    with made.lock:
+    with made.engine.lock:
         made.shut()
 
 
-def call(engine: TcpEngine, listener: socket.socket, told: list[Refused], *, patient: bool) -> Dial:
-    with engine.lock:
+def call(
+    transport: TcpTransport, listener: socket.socket, told: list[Refused], *, patient: bool
+) -> Dial:
+    with transport.engine.lock:
         address = (listener.family, listener.getsockname())
-        return Dial(engine.mesh, 1, [address], told.append, patient=patient)
+        return Dial(transport.mesh, 1, [address], told.append, patient=patient)
 
 
 def hang_up_on(listener: socket.socket) -> int:
@@ -43,44 +45,46 @@ def hang_up_on(listener: socket.socket) -> int:
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_peer_that_hangs_up_is_called_again(engine: TcpEngine, patient: bool) -> None:
+def test_a_peer_that_hangs_up_is_called_again(transport: TcpTransport, patient: bool) -> None:
     """It may have had to make room for others."""
     told: list[Refused] = []
     hung_up = 0
     with loopback_listener() as listener:
-        dial = call(engine, listener, told, patient=patient)
+        dial = call(transport, listener, told, patient=patient)
 
         def often_enough() -> bool:
             nonlocal hung_up
             hung_up += hang_up_on(listener)
             return hung_up >= 4
 
-        drive_until(engine, often_enough)
+        drive_until(transport, often_enough)
         assert told == []
     if not patient:
         # Now nobody listens any more: it was there, and is gone.
-        drive_until(engine, lambda: bool(told))
+        drive_until(transport, lambda: bool(told))
         assert told[0].reason == "Connection refused"
         assert not told[0].final
-    with engine.lock:
+    with transport.engine.lock:
         dial.drop()
 
 
-def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(engine: TcpEngine) -> None:
+def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(
+    transport: TcpTransport,
+) -> None:
     told: list[Refused] = []
     with socket.socket() as reserved:  # bound, and not listening
         reserved.bind(("127.0.0.1", 0))
-        dial = call(engine, reserved, told, patient=True)
-        drive_until(engine, lambda: dial._attempt >= 3)
+        dial = call(transport, reserved, told, patient=True)
+        drive_until(transport, lambda: dial._attempt >= 3)
         assert dial.refused
         assert dial.trouble == "Connection refused"
         reserved.listen()
         reserved.settimeout(PATIENCE)
-        drive_until(engine, lambda: dial.trouble.startswith("it accepts connections"))
+        drive_until(transport, lambda: dial.trouble.startswith("it accepts connections"))
         assert not dial.refused
         reserved.accept()[0].close()
     assert told == []
-    with engine.lock:
+    with transport.engine.lock:
         dial.drop()
 
 

@@ -15,17 +15,19 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import torch
 from collective_reference import reduced, values_of
 from torch import Tensor
 
-from phalanx import ReduceOp
+from phalanx import Backend, ReduceOp
 from phalanx.collectives.plan import Key, make_plan
-from phalanx.collectives.request import Task
-from phalanx.collectives.shm_direct import SHM_DIRECT, Flat
+from phalanx.collectives.resolve import TensorRequest
+from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.core.group import Group
+from phalanx.core.work import Call as CoreCall
 from phalanx.transport.shm.control import FLAG, ControlBlock, ShmEpoch
 from phalanx.transport.shm.domain import HostDomain
 
@@ -112,7 +114,7 @@ class Member:
         self.rank, self.size = rank, size
         self.domain = HostDomain(rank, size)
         self.control: ControlBlock | None = None
-        self.flats: dict[Key, Flat] = {}
+        self.flats: dict[Key, ShmDirect] = {}
 
     def empty(self, count: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory in the arena, or not."""
@@ -127,14 +129,14 @@ class Member:
         assert control is not None
         return control
 
-    def flat(self, call: Call) -> Flat:
+    def flat(self, call: Call) -> ShmDirect:
         """How this rank does it: worked out once, as `collectives/run.py` does."""
         assert self.control is not None
         op = call.op if call.collective in REDUCING else None
         shape = (call.shape(self.size),)
         key = Key(call.collective, SHM_DIRECT[call.collective], shape, call.dtype, op, call.root)
         if key not in self.flats:
-            self.flats[key] = Flat(make_plan(key, self.rank, self.size), self.control)
+            self.flats[key] = ShmDirect(make_plan(key, self.rank, self.size), self.control)
         return self.flats[key]
 
 
@@ -146,7 +148,7 @@ def members(size: int) -> Iterator[list[Member]]:
         for other in all_:
             if other is not one:
                 there = other.domain
-                one.domain.epoch(other.rank, os.getpid(), there.memory, there.wakeup_end)
+                one.domain.add_peer(other.rank, os.getpid(), there.memory, there.wakeup_end)
     for one in all_:
         one.control = one.make_window(0, tuple(range(size)))
     try:
@@ -182,28 +184,36 @@ class Performance:
         )
         op = call.op if call.collective in REDUCING else None
         shape = (call.shape(size),)
-        task = Task(
-            *(call.collective, shape, call.dtype, self.source, self.out, lambda: None),
+        request = TensorRequest(
+            *(
+                cast("Backend", member),
+                call.collective,
+                shape,
+                call.dtype,
+                self.source,
+                self.out,
+                lambda: None,
+            ),
             op=op,
             root=call.root,
         )
-        self.steps = member.flat(call).steps(task)
+        self.steps = member.flat(call).steps(request)
         self.epoch: ShmEpoch | None = None
 
     def may_go_on(self) -> bool:
         """Whether everybody has come to where this rank waits."""
         if self.epoch is None:
             return True
-        absent = self.epoch.absent()
+        absent = self.epoch.waits_for()
         assert self.epoch.diverged() is None
         return not absent
 
     def go_on(self, sequence: int) -> bool:
         """One step; False when it was the last."""
-        self.epoch = next(self.steps, None)
+        self.epoch = cast("ShmEpoch | None", next(self.steps, None))
         if self.epoch is None:
             return False
-        self.epoch.begin(sequence)
+        self.epoch.begin(cast("CoreCall", SimpleNamespace(rolling_hash=sequence)))
         return True
 
     def check_and_overwrite(self, what: str) -> None:

@@ -127,18 +127,18 @@ def test_ranks_below_the_root_take_no_more_memory_than_passes_through_them(algor
 
 def bytes_sent(backend: Backend, call: Callable[[], object]) -> int:
     """The payload of the messages that this rank sends during a call."""
-    engine = backend.engine
-    sent, transmit = [0], engine.transmit
+    transport = backend.engine.transport
+    sent, send_one = [0], transport.send
 
     def counted(send: PostedSend) -> None:
         sent[0] += len(send.view)
-        transmit(send)
+        send_one(send)
 
-    engine.transmit = counted  # type: ignore[method-assign]
+    transport.send = counted  # type: ignore[method-assign]
     try:
         call()
     finally:
-        engine.transmit = transmit  # type: ignore[method-assign]
+        transport.send = send_one  # type: ignore[method-assign]
     return sent[0]
 
 

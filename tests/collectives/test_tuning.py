@@ -23,7 +23,7 @@ from phalanx import (
     TcpBackend,
 )
 from phalanx.collectives.cost import choose
-from phalanx.collectives.resolve import Choice
+from phalanx.collectives.resolve import Resolved
 from phalanx.collectives.tuning import FORMAT, VARIABLE, measured
 
 Write = Callable[..., Path]
@@ -109,7 +109,7 @@ def test_hosts_are_compared_by_who_shares_one(
     rank = a_rank()
     assert measured("all_reduce", 16, rank) is None
     rank.topology = (0, 0, 1)
-    rank.plans.clear()
+    rank.cache.clear()
     assert measured("all_reduce", 16, rank) is not None
 
 
@@ -145,7 +145,7 @@ def test_every_backend_goes_by_what_was_measured_on_its_kind(
     def rank(backend: Backend) -> tuple[list[str], torch.Tensor]:
         mine = torch.full((100,), float(backend.rank + 1))
         total = phalanx.all_reduce(mine, backend)
-        made = [made for made in backend.plans.values() if isinstance(made, Choice)]
+        made = [made for made in backend.cache.values() if isinstance(made, Resolved)]
         return [choice.plan.key.algorithm for choice in made], total
 
     for algorithms, total in cluster.run(rank, 3):

@@ -210,17 +210,17 @@ def bytes_that_cross(hosts: tuple[int, ...], call: Callable[[Backend], object]) 
     """The payload that leaves each host during a call."""
 
     def run(backend: Backend) -> int:
-        crossed, engine = [0], backend.engine
-        transmit = engine.transmit
+        crossed, transport = [0], backend.engine.transport
+        send_one = transport.send
 
         def counted(send: PostedSend) -> None:
             if hosts[send.peer] != hosts[backend.rank]:
                 crossed[0] += len(send.view)
-            transmit(send)
+            send_one(send)
 
-        engine.transmit = counted  # type: ignore[method-assign]
+        transport.send = counted  # type: ignore[method-assign]
         call(backend)
-        engine.transmit = transmit  # type: ignore[method-assign]
+        transport.send = send_one  # type: ignore[method-assign]
         return crossed[0]
 
     total: Counter[int] = Counter()

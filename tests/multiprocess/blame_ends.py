@@ -20,7 +20,7 @@ from blame_cast import Report, Verdict, cast, judge
 
 import phalanx
 from phalanx import Backend
-from phalanx.transport.tcp.engine import TcpEngine
+from phalanx.transport.tcp.transport import TcpTransport
 
 RANKS = 4
 WITHIN = 1.0  # seconds
@@ -41,8 +41,9 @@ def crash() -> None:
 
 def reset(backend: Backend) -> None:
     """End so that the others' connections are reset, as by a firewall or a host that came back."""
-    assert isinstance(backend.engine, TcpEngine)
-    for connection in backend.engine.mesh.connections.values():
+    transport = backend.engine.transport
+    assert isinstance(transport, TcpTransport)
+    for connection in transport.mesh.connections.values():
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     os._exit(4)
 

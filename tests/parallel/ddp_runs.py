@@ -96,18 +96,23 @@ class Watched:
     def __init__(self, backend: Backend) -> None:
         self.events: list[str] = []
         self.bytes_sent = 0
-        start, transmit = backend.start, backend.engine.transmit
+        transport = backend.engine.transport
+        send_one = transport.send
 
-        def watched_start(name: str, *args: Any, signature: str = "", **options: Any) -> Any:
-            self.events.append(f"{name} {signature}")
-            return start(name, *args, signature=signature, **options)
+        def watched(start: Any) -> Any:
+            def watched_start(name: str, *args: Any, signature: str = "", **options: Any) -> Any:
+                self.events.append(f"{name} {signature}")
+                return start(name, *args, signature=signature, **options)
 
-        def watched_transmit(send: Any) -> None:
+            return watched_start
+
+        def watched_send(send: Any) -> None:
             self.bytes_sent += len(send.view)
-            transmit(send)
+            send_one(send)
 
-        backend.start = watched_start  # type: ignore[method-assign]
-        backend.engine.transmit = watched_transmit  # type: ignore[method-assign]
+        backend.issue = watched(backend.issue)  # type: ignore[method-assign]
+        backend.run = watched(backend.run)  # type: ignore[method-assign]
+        transport.send = watched_send  # type: ignore[method-assign]
 
     def clear(self) -> None:
         self.events.clear()

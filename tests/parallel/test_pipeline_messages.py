@@ -126,7 +126,7 @@ def test_a_rank_that_sends_goes_on_while_the_receiver_still_computes(kind: str) 
         waited, wait = [], backend.wait
 
         def watched(operation: Any, **options: Any) -> None:
-            if operation.name == "send" and not operation.done and first.calls < 4:
+            if operation.name == "send" and not operation.over and first.calls < 4:
                 waited.append(operation.describe())
             wait(operation, **options)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.collectives.request import PendingCollective
 from phalanx.core.backend import Backend
+from phalanx.core.work import AnyOf, check_timeout
 from phalanx.wire.memory import Buffer
 
 
@@ -49,8 +50,7 @@ def isend(
     timeout: float | None = None,
 ) -> PendingCollective[None]:
     """`send` that returns at once; the tensor's memory may be used again after `wait()`."""
-    operation = backend.start_send(tensor, dst, tag=tag, timeout=timeout, background=True)
-    return PendingCollective(backend, operation, lambda: None)
+    return backend.isend(tensor, dst, tag=tag, timeout=timeout)
 
 
 def irecv(
@@ -65,8 +65,7 @@ def irecv(
 
     Receives with one tag from one rank are served in the order in which they were posted.
     """
-    operation, finish = backend.start_recv(into, src, tag=tag, timeout=timeout, background=True)
-    return PendingCollective(backend, operation, finish)
+    return backend.irecv(into, src, tag=tag, timeout=timeout)
 
 
 def sendrecv(
@@ -98,30 +97,31 @@ def wait_any(pending: Sequence[PendingCollective[Any]], *, timeout: float | None
     this had not been called. The thread sleeps meanwhile, and moves what can be moved. No bytes of
     its own. ValueError for none, and for those of several ranks.
     """
-    backends = [each._backend for each in pending]
-    if any(backend.engine is not backends[0].engine for backend in backends):
-        raise ValueError("wait_any takes what one rank waits for: these are of several ranks")
-    operations = [each._operation for each in pending]
-    if not operations:
+    if not pending:
         raise ValueError("wait_any of nothing would wait for ever")
-    backends[0].wait_any(operations, timeout=math.inf if timeout is None else timeout)
-    return next(place for place, each in enumerate(operations) if each.done)
+    group = pending[0].group
+    if any(each.group.engine is not group.engine for each in pending):
+        raise ValueError("wait_any takes what one rank waits for: these are of several ranks")
+    until = AnyOf(group, pending, math.inf if timeout is None else check_timeout(timeout))
+    until.wait()
+    return next(place for place, each in enumerate(pending) if each.over)
 
 
 # ------------------------------------------------------------------------------
 # barrier: no rank leaves it before every rank has come.
 
 
-def barrier(backend: Backend, *, timeout: float | None = None) -> None:
-    """Block until every rank of the group has called this.
+def barrier(backend: Backend, *, label: str = "", timeout: float | None = None) -> None:
+    """Block until every rank of the group has called this, with the same label.
 
     Two waves round a ring, 2p messages of no bytes. Raises `CollectiveTimeoutError` naming a rank
     that has not come, `PeerLostError`, `DesyncError`.
     """
-    backend.barrier(timeout=timeout)
+    backend.barrier(label=label, timeout=timeout)
 
 
-def async_barrier(backend: Backend, *, timeout: float | None = None) -> PendingCollective[None]:
+def async_barrier(
+    backend: Backend, *, label: str = "", timeout: float | None = None
+) -> PendingCollective[None]:
     """`barrier` that returns at once; `wait()` returns when every rank has called it."""
-    operation = backend.start_barrier(timeout=timeout, background=True)
-    return PendingCollective(backend, operation, lambda: None)
+    return backend.ibarrier(label=label, timeout=timeout)

@@ -1,20 +1,31 @@
-"""broadcast: every rank gets the root's tensor."""
+"""The collectives that move tensors: broadcast, all_gather, gather, scatter, all_to_all.
+
+Each is written once, as what it asks for; the `async_` forms are made of the blocking ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from operator import index
 
 import torch
-import xxhash
 from torch import Tensor
 
-from phalanx.collectives.checks import check_slices, check_tensor
 from phalanx.collectives.layout import Exchanged, ranges_of
 from phalanx.collectives.plan import Binder
-from phalanx.collectives.request import PendingCollective, Task, given, in_place, out_for
-from phalanx.collectives.resolve import checked_algorithm, run, start
+from phalanx.collectives.request import (
+    ProgramRequest,
+    Request,
+    asynchronous,
+    check_slices,
+    check_tensor,
+    collective,
+    given,
+    out_for,
+    work_in_place,
+)
+from phalanx.collectives.resolve import TensorRequest, checked_algorithm
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
 from phalanx.core.steps import ReceiveBytes, Round, SendBytes
@@ -22,6 +33,7 @@ from phalanx.errors import SizeMismatchError
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
 
 
+@collective
 def broadcast(
     tensor: Tensor,
     backend: Backend,
@@ -29,13 +41,15 @@ def broadcast(
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """The tensor of rank `root`, on every rank.
 
     tensor      of the same shape and dtype on every rank; only the root's values matter
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of the same shape and dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the result (the root: until its sends are done). A binomial tree
@@ -43,131 +57,79 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    return run(
-        _broadcast_request(tensor, backend, root, into),
-        backend,
+    check_tensor(tensor, backend, "broadcast")
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
+    source = given(tensor, out, same=out) if backend.rank == root else None
+    return TensorRequest(
+        *(backend, "broadcast", shape, dtype, source, out, result),
+        root=root,
         algorithm=algorithm,
+        label=label,
         timeout=timeout,
     )
 
 
-def async_broadcast(
-    tensor: Tensor,
-    backend: Backend,
-    root: int = 0,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`broadcast` that returns at once; `wait()` gives the result."""
-    task = _broadcast_request(tensor, backend, root, into)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
+@collective
 def broadcast_(
     tensor: Tensor,
     backend: Backend,
     root: int = 0,
     *,
     algorithm: str = "auto",
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
-    return run(
-        _broadcast_in_place_request(tensor, backend, root),
-        backend,
+    check_tensor(tensor, backend, "broadcast_")
+    out, result = work_in_place(tensor)
+    source = out if backend.rank == root else None
+    return TensorRequest(
+        *(backend, "broadcast", tuple(tensor.shape), tensor.dtype, source, out, result),
+        root=root,
         algorithm=algorithm,
+        label=label,
         timeout=timeout,
     )
 
 
-def async_broadcast_(
-    tensor: Tensor,
-    backend: Backend,
-    root: int = 0,
-    *,
-    algorithm: str = "auto",
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`broadcast_` that returns at once; `tensor` holds the result after `wait()`."""
-    task = _broadcast_in_place_request(tensor, backend, root)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
-def _broadcast_request(
-    tensor: Tensor, backend: Backend, root: int, into: Tensor | None
-) -> Task[Tensor]:
-    check_tensor(tensor, backend, "broadcast")
-    shape = tuple(tensor.shape)
-    out, result = out_for(shape, tensor.dtype, backend, into, "broadcast", device=tensor.device)
-    source = given(tensor, out, same=out) if backend.rank == root else None
-    return Task("broadcast", shape, tensor.dtype, source, out, result, root=root)
-
-
-def _broadcast_in_place_request(tensor: Tensor, backend: Backend, root: int) -> Task[Tensor]:
-    check_tensor(tensor, backend, "broadcast_")
-    task = in_place("broadcast", tensor, root=root)
-    if backend.rank != root:
-        task.source = None
-    return task
-
-
-# ------------------------------------------------------------------------------
-# all_gather: every rank gets all ranks' tensors, joined along the first dimension.
-
-
+@collective
 def all_gather(
     tensor: Tensor,
     backend: Backend,
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """Every rank's `tensor`, joined along dim 0 in rank order.
 
     tensor      of the same shape and dtype on every rank; not changed. `[n, ...]` gives
                 `[world_size * n, ...]`; a tensor of no dimensions gives `[world_size]`
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of that shape and the same dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the result. A ring sends p-1 times the tensor's bytes from each of p
     ranks, which is optimal. Raises `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    task = _all_gather_request(tensor, backend, into)
-    return run(task, backend, algorithm=algorithm, timeout=timeout)
-
-
-def async_all_gather(
-    tensor: Tensor,
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`all_gather` that returns at once; `wait()` gives the result."""
-    task = _all_gather_request(tensor, backend, into)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
-def _all_gather_request(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_gather")
-    rank = backend.rank
-    rows = tensor.shape[0] if tensor.dim() else 1
-    shape = (backend.world_size * rows, *tensor.shape[1:])
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_gather", device=tensor.device)
+    rank, rows = backend.rank, tensor.shape[0] if tensor.dim() else 1
+    shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
+    out, result = out_for(shape, dtype, backend, into, "all_gather", device=tensor.device)
     source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
-    return Task("all_gather", shape, tensor.dtype, source, out, result)
+    return TensorRequest(
+        *(backend, "all_gather", shape, dtype, source, out, result),
+        algorithm=algorithm,
+        label=label,
+        timeout=timeout,
+    )
 
 
-# ------------------------------------------------------------------------------
-# gather: the root gets all ranks' tensors, joined along the first dimension.
-
-
+@collective
 def gather(
     tensor: Tensor,
     backend: Backend,
@@ -175,8 +137,9 @@ def gather(
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor | None:
+) -> Request[Tensor | None]:
     """Every rank's `tensor`, joined along dim 0 in rank order, on rank `root`; None on the others.
 
     tensor      of the same shape and dtype on every rank; not changed. `[n, ...]` gives
@@ -185,6 +148,7 @@ def gather(
     algorithm   `auto`, or `tree`, `star`
     into        where the root puts the result, of that shape and the same dtype; else a new tensor.
                 The other ranks need not give it, and leave it alone
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until the root has the result; the others, until their part is done. The root receives
@@ -193,42 +157,25 @@ def gather(
     `InvalidRankError` for a root that does not exist, `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    task = _gather_request(tensor, backend, root, into)
-    return run(task, backend, algorithm=algorithm, timeout=timeout)
-
-
-def async_gather(
-    tensor: Tensor,
-    backend: Backend,
-    root: int = 0,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor | None]:
-    """`gather` that returns at once; `wait()` gives the result on the root, None elsewhere."""
-    task = _gather_request(tensor, backend, root, into)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
-def _gather_request(
-    tensor: Tensor, backend: Backend, root: int, into: Tensor | None
-) -> Task[Tensor | None]:
     backend.check_rank(root, "root")
     check_tensor(tensor, backend, "gather")
     rows = tensor.shape[0] if tensor.dim() else 1
-    shape = (backend.world_size * rows, *tensor.shape[1:])
-    if backend.rank != root:
-        return Task("gather", shape, tensor.dtype, plain(tensor), None, lambda: None, root=root)
-    out, result = out_for(shape, tensor.dtype, backend, into, "gather", device=tensor.device)
-    source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
-    return Task("gather", shape, tensor.dtype, source, out, result, root=root)
+    shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
+    source, out = plain(tensor), None
+    result: Callable[[], Tensor | None] = _nothing
+    if backend.rank == root:
+        out, result = out_for(shape, dtype, backend, into, "gather", device=tensor.device)
+        source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
+    return TensorRequest(
+        *(backend, "gather", shape, dtype, source, out, result),
+        root=root,
+        algorithm=algorithm,
+        label=label,
+        timeout=timeout,
+    )
 
 
-# ------------------------------------------------------------------------------
-# scatter: every rank gets its slice of the root's tensor.
-
-
+@collective
 def scatter(
     tensor: Tensor | None,
     backend: Backend,
@@ -236,8 +183,9 @@ def scatter(
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """Slice `rank` of the tensor of rank `root`.
 
     tensor      on the root, what is cut: its dim 0 has to be divisible by the world size, and
@@ -248,6 +196,7 @@ def scatter(
     root        the rank whose tensor is cut; the same on every rank
     algorithm   `auto`, or `tree`, `star`
     into        where to put the slice, of that shape and the same dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has its slice (the root: until its sends are done). The root sends
@@ -257,27 +206,6 @@ def scatter(
     dim 0 does not divide, `into` does not fit, or neither says what is to come;
     `CollectiveTimeoutError`, `PeerLostError`, and `DesyncError` if ranks expect different tensors.
     """
-    task = _scatter_request(tensor, backend, root, into)
-    return run(task, backend, algorithm=algorithm, timeout=timeout)
-
-
-def async_scatter(
-    tensor: Tensor | None,
-    backend: Backend,
-    root: int = 0,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`scatter` that returns at once; `wait()` gives the slice."""
-    task = _scatter_request(tensor, backend, root, into)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
-def _scatter_request(
-    tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
-) -> Task[Tensor]:
     backend.check_rank(root, "root")
     whole, dtype, device = _what_is_cut(tensor, backend, root, into)
     shape = check_slices(whole, backend, "scatter")
@@ -286,7 +214,61 @@ def _scatter_request(
     if backend.rank == root:
         assert tensor is not None
         source = given(tensor, out)
-    return Task("scatter", whole, dtype, source, out, result, root=root)
+    return TensorRequest(
+        *(backend, "scatter", whole, dtype, source, out, result),
+        root=root,
+        algorithm=algorithm,
+        label=label,
+        timeout=timeout,
+    )
+
+
+@collective
+def all_to_all(
+    tensor: Tensor,
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    label: str = "",
+    timeout: float | None = None,
+) -> Request[Tensor]:
+    """Slice `rank` of every rank's `tensor`, joined along dim 0 in rank order.
+
+    tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
+                divisible by the world size: slice i of it goes to rank i
+    algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
+    into        where to put the result, of the same shape and dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
+    timeout     seconds that this rank waits at most; by default the backend's
+
+    Blocks until this rank has the result. Every rank sends and receives (p-1)/p of the tensor's
+    bytes, which is the least there is, as p-1 messages (Thakur et al. 2005). Raises
+    `SizeMismatchError` before anything is sent if dim 0 does not divide or `into` does not fit;
+    `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    """
+    check_tensor(tensor, backend, "all_to_all")
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    check_slices(shape, backend, "all_to_all")
+    out, result = out_for(shape, dtype, backend, into, "all_to_all", device=tensor.device)
+    return TensorRequest(
+        *(backend, "all_to_all", shape, dtype, given(tensor, out), out, result),
+        algorithm=algorithm,
+        label=label,
+        timeout=timeout,
+    )
+
+
+async_broadcast = asynchronous(broadcast)
+async_broadcast_ = asynchronous(broadcast_)
+async_all_gather = asynchronous(all_gather)
+async_gather = asynchronous(gather)
+async_scatter = asynchronous(scatter)
+async_all_to_all = asynchronous(all_to_all)
+
+
+def _nothing() -> None:
+    """What other ranks than the root get."""
 
 
 def _what_is_cut(
@@ -319,63 +301,14 @@ def _what_is_cut(
 
 
 # ------------------------------------------------------------------------------
-# all_to_all: every rank sends every rank a slice of its own.
-
-
-def all_to_all(
-    tensor: Tensor,
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> Tensor:
-    """Slice `rank` of every rank's `tensor`, joined along dim 0 in rank order.
-
-    tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
-                divisible by the world size: slice i of it goes to rank i
-    algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
-    into        where to put the result, of the same shape and dtype; else a new tensor
-    timeout     seconds that this rank waits at most; by default the backend's
-
-    Blocks until this rank has the result. Every rank sends and receives (p-1)/p of the tensor's
-    bytes, which is the least there is, as p-1 messages (Thakur et al. 2005). Raises
-    `SizeMismatchError` before anything is sent if dim 0 does not divide or `into` does not fit;
-    `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
-    """
-    task = _all_to_all_request(tensor, backend, into)
-    return run(task, backend, algorithm=algorithm, timeout=timeout)
-
-
-def async_all_to_all(
-    tensor: Tensor,
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`all_to_all` that returns at once; `wait()` gives the result."""
-    task = _all_to_all_request(tensor, backend, into)
-    return start(task, backend, algorithm=algorithm, timeout=timeout, background=True)
-
-
-def _all_to_all_request(tensor: Tensor, backend: Backend, into: Tensor | None) -> Task[Tensor]:
-    check_tensor(tensor, backend, "all_to_all")
-    shape = tuple(tensor.shape)
-    check_slices(shape, backend, "all_to_all")
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_to_all", device=tensor.device)
-    return Task("all_to_all", shape, tensor.dtype, given(tensor, out), out, result)
-
-
-# ------------------------------------------------------------------------------
 # all_to_all_uneven: every rank sends every rank as many rows as it likes.
 
-NAME = "all_to_all_uneven"
-SIZES_OUT, SIZES_IN = 2, 3  # buffers of the operation, behind WORK and SOURCE
+UNEVEN = "all_to_all_uneven"
+SIZES_OUT, SIZES_IN = 2, 3  # buffers of the program, behind WORK and SOURCE
 ENTRY = 16  # bytes: for each peer, two int64
 
 
+@collective
 def all_to_all_uneven(
     tensor: Tensor,
     send_sizes: Sequence[int],
@@ -384,8 +317,9 @@ def all_to_all_uneven(
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """The rows that all ranks have for this one, joined along dim 0 in rank order.
 
     tensor      cut along dim 0: the first `send_sizes[0]` rows go to rank 0, the next ones to
@@ -396,6 +330,7 @@ def all_to_all_uneven(
                 rank j, `recv_sizes[j]`, is what that has for it, its `send_sizes[i]`
     algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
     into        where to put the result, `[sum(recv_sizes), ...]`, same dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the result. Moves each row once; before that, every pair of ranks
@@ -405,52 +340,7 @@ def all_to_all_uneven(
     what one sends is not what the other expects. Also `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    return _start(
-        tensor,
-        send_sizes,
-        recv_sizes,
-        backend,
-        algorithm=algorithm,
-        into=into,
-        timeout=timeout,
-    ).wait()
-
-
-def async_all_to_all_uneven(
-    tensor: Tensor,
-    send_sizes: Sequence[int],
-    recv_sizes: Sequence[int],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`all_to_all_uneven` that returns at once; `wait()` gives the result."""
-    return _start(
-        tensor,
-        send_sizes,
-        recv_sizes,
-        backend,
-        algorithm=algorithm,
-        into=into,
-        timeout=timeout,
-        background=True,
-    )
-
-
-def _start(
-    tensor: Tensor,
-    send_sizes: Sequence[int],
-    recv_sizes: Sequence[int],
-    backend: Backend,
-    *,
-    algorithm: str,
-    into: Tensor | None,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[Tensor]:
-    check_tensor(tensor, backend, NAME)
+    check_tensor(tensor, backend, UNEVEN)
     rank, size = backend.rank, backend.world_size
     sends = _checked(send_sizes, "send_sizes", backend)
     recvs = _checked(recv_sizes, "recv_sizes", backend)
@@ -471,7 +361,7 @@ def _start(
     algorithm = checked_algorithm("all_to_all", algorithm, backend)
     if algorithm == "auto":  # not by size: ranks do not know how much the others move
         algorithm = "direct"
-    work, result = out_for(shape, tensor.dtype, backend, into, NAME, device=tensor.device)
+    work, result = out_for(shape, tensor.dtype, backend, into, UNEVEN, device=tensor.device)
     source = given(tensor, work)
     outgoing_ranges, incoming_ranges = ranges_of(sends), ranges_of(recvs)
     copy_bits(work[slice(*incoming_ranges[rank])], source[slice(*outgoing_ranges[rank])])
@@ -497,16 +387,13 @@ def _start(
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     signature = f"{dtype} rows of shape {list(row)}, {algorithm}"
-    operation = backend.start(
-        NAME,
-        program(),
-        (tensor_bytes(work), tensor_bytes(source), tensor_bytes(mine), tensor_bytes(theirs)),
-        signature=signature,
-        fingerprint=xxhash.xxh3_64_intdigest(f"{NAME} {signature}".encode()),
-        timeout=timeout,
-        background=background,
-    )
-    return PendingCollective(backend, operation, result)
+    if label:
+        signature = f"{signature}, {label}"
+    buffers = (tensor_bytes(work), tensor_bytes(source), tensor_bytes(mine), tensor_bytes(theirs))
+    return ProgramRequest(backend, UNEVEN, program(), buffers, result, signature, timeout)
+
+
+async_all_to_all_uneven = asynchronous(all_to_all_uneven)
 
 
 def _exchange_of_sizes(rank: int, size: int) -> Round:
@@ -523,7 +410,7 @@ def _mismatch(
     backend: Backend, peer: int, sent: int, expected: int, told_sent: int, told_expected: int
 ) -> SizeMismatchError:
     """The error for two ranks whose numbers differ, in one direction or both."""
-    rank, sequence = backend.rank, backend.group.finished  # of which this is the next
+    rank, sequence = backend.rank, backend.finished  # of which this is the next
     problems = []
     if sent != told_expected:
         problems.append(
@@ -534,11 +421,11 @@ def _mismatch(
             f"rank {peer} sends {told_sent} rows to rank {rank}, which expects {expected}"
         )
     return SizeMismatchError(
-        f"rank {rank}: {NAME} #{sequence}: {'; '.join(problems)}; send_sizes[{peer}] here has to "
+        f"rank {rank}: {UNEVEN} #{sequence}: {'; '.join(problems)}; send_sizes[{peer}] here has to "
         f"be recv_sizes[{rank}] there, and the other way round",
         rank=rank,
         peer=peer,
-        op=NAME,
+        op=UNEVEN,
         sequence=sequence,
     )
 
@@ -549,7 +436,7 @@ def _checked(sizes: Sequence[int], what: str, backend: Backend) -> list[int]:
         numbers = [index(size) for size in sizes]
     except TypeError:
         raise TypeError(
-            f"rank {backend.rank}: {NAME}: {what} is a list of whole numbers, not {sizes!r}"
+            f"rank {backend.rank}: {UNEVEN}: {what} is a list of whole numbers, not {sizes!r}"
         ) from None
     if len(numbers) != backend.world_size or any(number < 0 for number in numbers):
         raise _refusal(
@@ -561,4 +448,6 @@ def _checked(sizes: Sequence[int], what: str, backend: Backend) -> list[int]:
 
 
 def _refusal(problem: str, backend: Backend) -> SizeMismatchError:
-    return SizeMismatchError(f"rank {backend.rank}: {NAME}: {problem}", rank=backend.rank, op=NAME)
+    return SizeMismatchError(
+        f"rank {backend.rank}: {UNEVEN}: {problem}", rank=backend.rank, op=UNEVEN
+    )

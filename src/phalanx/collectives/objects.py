@@ -6,16 +6,16 @@ What comes second is known only when the first has come: between the two, the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import TypeVar, cast
 
 import torch
-import xxhash
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.layout import WORK, Cut, Range, chunk_ranges, ranges_of
 from phalanx.collectives.plan import Binder
-from phalanx.collectives.request import PendingCollective
+from phalanx.collectives.request import ProgramRequest, Request, asynchronous, collective
 from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.collectives.tuning import tuning_of
 from phalanx.core.backend import Backend
@@ -24,12 +24,13 @@ from phalanx.errors import MalformedObjectError, UnsupportedObjectError, Unsuppo
 from phalanx.wire.codec import decode, encode
 from phalanx.wire.memory import tensor_bytes
 
+T = TypeVar("T")
 CONTENT = 1  # the buffer after WORK, in which the lengths are
 MOST = 1 << 40  # bytes that an object may have
 LENGTH = 8  # bytes of a length
 
 
-def encoded(obj: object, backend: Backend, op: str) -> bytearray:
+def _encoded(obj: object, backend: Backend, op: str) -> bytearray:
     """The bytes of an object. If it has none, the other ranks learn so: they wait for it."""
     rank = backend.rank
     try:
@@ -43,22 +44,25 @@ def encoded(obj: object, backend: Backend, op: str) -> bytearray:
         raise UnsupportedObjectError(problem, rank=rank, op=op) from None
 
 
-def move(
-    collective: str,
+def _exchange(
+    gather: str,
     name: str,
     mine: bytearray | None,
     backend: Backend,
     *,
+    result: Callable[[list[object]], T],
     root: int = 0,
+    label: str,
     timeout: float | None,
-    background: bool,
-) -> PendingCollective[list[object]]:
-    """Gather or broadcast objects: `collective` is that for tensors, `mine` what this rank has.
+) -> Request[T]:
+    """Gather or broadcast objects, as the collective of that name does with tensors.
 
-    `wait()` gives the objects, one for each rank that has one, in rank order.
+    mine      the bytes of what this rank gives
+
+    result    makes what the caller gets of the objects, one for each rank that has one
     """
     rank, size = backend.rank, backend.world_size
-    owners = [root] if collective in ROOTED else list(range(size))
+    owners = [root] if gather in ROOTED else list(range(size))
     lengths = torch.zeros(len(owners), dtype=torch.int64)
     if mine is not None:
         lengths[owners.index(rank)] = len(mine)
@@ -67,10 +71,10 @@ def move(
 
     def rounds(buffer: int, parts: list[int]) -> Iterator[Round]:
         about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
-        algorithm = choose(collective, about, backend).algorithm
-        row = row_for(collective, algorithm, backend.topology, root)
+        algorithm = choose(gather, about, backend).algorithm
+        row = row_for(gather, algorithm, backend.topology, root)
         cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
-        schedule = for_root(collective, row.schedule, root)
+        schedule = for_root(gather, row.schedule, root)
         for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):
             assert isinstance(step, Round)  # there is nothing to fold
             yield step
@@ -84,25 +88,26 @@ def move(
             buffers[CONTENT][slice(*places[owners.index(rank)])] = mine
         yield from rounds(CONTENT, announced)
 
-    def objects() -> list[object]:
-        return [
-            _decoded(buffers[CONTENT][slice(*place)], name, owner, backend)
-            for owner, place in zip(owners, places, strict=True)
-        ]
+    def objects() -> T:
+        return result(
+            [
+                _decoded(buffers[CONTENT][slice(*place)], name, owner, backend)
+                for owner, place in zip(owners, places, strict=True)
+            ]
+        )
 
-    signature = f"root {root}" if collective in ROOTED else ""
+    told = [f"root {root}" if gather in ROOTED else "", label]
     if tuning := tuning_of(backend):
-        signature += f"{', ' if signature else ''}tuning {tuning}"
-    operation = backend.start(
+        told.append(f"tuning {tuning}")
+    return ProgramRequest(
+        backend,
         name,
         program(),
         cast("tuple[memoryview, ...]", buffers),  # a list, since the program adds one
-        signature=signature,
-        fingerprint=xxhash.xxh3_64_intdigest(f"{name} {signature}".encode()),
-        timeout=timeout,
-        background=background,
+        objects,
+        ", ".join(filter(None, told)),
+        timeout,
     )
-    return PendingCollective(backend, operation, objects)
 
 
 def _room(announced: list[int], owners: list[int], name: str, backend: Backend) -> torch.Tensor:
@@ -115,7 +120,7 @@ def _room(announced: list[int], owners: list[int], name: str, backend: Backend) 
             return torch.empty(sum(announced), dtype=torch.uint8)
         except RuntimeError:
             blamed, problem = max(announced), f"there is no memory for {sum(announced):,} in all"
-    rank, sequence = backend.rank, backend.group.finished  # of which this is the next
+    rank, sequence = backend.rank, backend.finished  # of which this is the next
     peer = owners[announced.index(blamed)]
     raise MalformedObjectError(
         f"rank {rank}: {name} #{sequence}: rank {peer} announced an object of {blamed:,} bytes: "
@@ -141,18 +146,17 @@ def _decoded(content: memoryview, name: str, owner: int, backend: Backend) -> ob
 
 
 # ------------------------------------------------------------------------------
-# all_gather_object: every rank gets every rank's object.
-
-ALL_GATHER_OBJECT = "all_gather_object"
 
 
+@collective
 def all_gather_object(
-    obj: object, backend: Backend, *, timeout: float | None = None
-) -> list[object]:
+    obj: object, backend: Backend, *, label: str = "", timeout: float | None = None
+) -> Request[list[object]]:
     """Every rank's `obj`, as a list in rank order.
 
     obj         None, bool, int, float, str, bytes, a tensor on the CPU, or a list, tuple or dict of
                 such; another one on each rank, if you like
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has all objects, which are new ones, its own too. Types survive, tensors
@@ -163,66 +167,42 @@ def all_gather_object(
     100 deep. The others learn of it, and the group is broken. `CollectiveTimeoutError`,
     `PeerLostError`, `DesyncError`.
     """
-    mine = encoded(obj, backend, ALL_GATHER_OBJECT)
-    return move(
-        "all_gather", ALL_GATHER_OBJECT, mine, backend, timeout=timeout, background=False
-    ).wait()
+    name = "all_gather_object"
+    mine = _encoded(obj, backend, name)
+    return _exchange("all_gather", name, mine, backend, result=list, label=label, timeout=timeout)
 
 
-def async_all_gather_object(
-    obj: object, backend: Backend, *, timeout: float | None = None
-) -> PendingCollective[list[object]]:
-    """`all_gather_object` that returns at once; `obj` may be changed from then on."""
-    mine = encoded(obj, backend, ALL_GATHER_OBJECT)
-    return move("all_gather", ALL_GATHER_OBJECT, mine, backend, timeout=timeout, background=True)
-
-
-# ------------------------------------------------------------------------------
-# broadcast_object: every rank gets the root's object.
-
-BROADCAST_OBJECT = "broadcast_object"
-
-
+@collective
 def broadcast_object(
-    obj: object, backend: Backend, root: int = 0, *, timeout: float | None = None
-) -> object:
+    obj: object,
+    backend: Backend,
+    root: int = 0,
+    *,
+    label: str = "",
+    timeout: float | None = None,
+) -> Request[object]:
     """The object of rank `root`, on every rank.
 
     obj         what `all_gather_object` takes; only the root's matters, the others may give None
     root        the rank whose object it is; the same on every rank
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the object, which is a new one, on the root too. Moves its bytes like
     `broadcast`, after those of its length. Raises as `all_gather_object` does, on the root, and
     `InvalidRankError` for a root that does not exist.
     """
-    return _start(obj, backend, root, timeout=timeout).wait()
-
-
-def async_broadcast_object(
-    obj: object, backend: Backend, root: int = 0, *, timeout: float | None = None
-) -> PendingCollective[object]:
-    """`broadcast_object` that returns at once; `obj` may be changed from then on."""
-    return _start(obj, backend, root, timeout=timeout, background=True)
-
-
-def _start(
-    obj: object,
-    backend: Backend,
-    root: int,
-    *,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[object]:
     backend.check_rank(root, "root")
-    mine = encoded(obj, backend, BROADCAST_OBJECT) if backend.rank == root else None
-    pending = move(
-        "broadcast",
-        BROADCAST_OBJECT,
-        mine,
-        backend,
+    name = "broadcast_object"
+    mine = _encoded(obj, backend, name) if backend.rank == root else None
+    return _exchange(
+        *("broadcast", name, mine, backend),
+        result=itemgetter(0),
         root=root,
+        label=label,
         timeout=timeout,
-        background=background,
     )
-    return pending.giving(lambda: pending.wait()[0])
+
+
+async_all_gather_object = asynchronous(all_gather_object)
+async_broadcast_object = asynchronous(broadcast_object)

@@ -405,7 +405,7 @@ _KEY = "the stage that is kept"
 
 def borrow_stage(backend: Backend, size: int) -> Tensor:
     """At least `size` bytes, uninitialized, which no other operation has."""
-    kept = backend.plans.pop(_KEY, None)
+    kept = backend.cache.pop(_KEY, None)
     if isinstance(kept, Tensor) and kept.nbytes >= size:
         return kept
     return torch.empty(size, dtype=torch.uint8)
@@ -414,7 +414,7 @@ def borrow_stage(backend: Backend, size: int) -> Tensor:
 def return_stage(backend: Backend, stage: Tensor) -> None:
     """Nobody uses it any more. The next collective finds the last one that is not too large."""
     if stage.nbytes <= LARGEST_KEPT:
-        backend.plans[_KEY] = stage
+        backend.cache[_KEY] = stage
 
 
 def then_return(steps: Iterable[Round], backend: Backend, stage: Tensor) -> Iterator[Round]:

@@ -1,30 +1,38 @@
-"""all_reduce: every rank gets the reduction of all ranks' tensors."""
+"""The collectives that reduce: all_reduce, reduce, reduce_scatter, and many tensors at a time.
+
+Each is written once, as what it asks for; the `async_` forms are made of the blocking ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import override
 
-from phalanx.collectives.checks import check_distinct, check_slices, check_tensor
 from phalanx.collectives.layout import ranges_of
 from phalanx.collectives.reduce_op import ReduceOp, reduction_for
 from phalanx.collectives.request import (
-    PendingCollective,
-    Task,
+    Request,
+    asynchronous,
+    check_distinct,
+    check_slices,
+    check_tensor,
+    collective,
     finish_into,
     given,
-    in_place,
-    memory_for,
     out_for,
+    work_in_place,
 )
-from phalanx.collectives.resolve import checked_algorithm, run, start
+from phalanx.collectives.resolve import TensorRequest, checked_algorithm
 from phalanx.core.backend import Backend
+from phalanx.core.work import Work
 from phalanx.wire.memory import copy_bits, plain
 
 
+@collective
 def all_reduce(
     tensor: Tensor,
     backend: Backend,
@@ -33,14 +41,16 @@ def all_reduce(
     algorithm: str = "auto",
     reproducible: bool = False,
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """The reduction of every rank's `tensor`, bit for bit the same on all of them.
 
     tensor      of the same shape and dtype on every rank; not changed
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of the same shape and dtype; else a new tensor
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the result. A ring sends 2(p-1)/p of the tensor's bytes from each
@@ -48,36 +58,19 @@ def all_reduce(
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`; `UnsupportedOperationError` if the
     reduction has no meaning for the dtype.
     """
-    return run(
-        _all_reduce_request(tensor, backend, op, into),
-        backend,
+    check_tensor(tensor, backend, "all_reduce")
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    out, result = out_for(shape, dtype, backend, into, "all_reduce", device=tensor.device)
+    return TensorRequest(
+        *(backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, op),
         algorithm=algorithm,
         reproducible=reproducible,
+        label=label,
         timeout=timeout,
     )
 
 
-def async_all_reduce(
-    tensor: Tensor,
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`all_reduce` that returns at once; `wait()` gives the result."""
-    return start(
-        _all_reduce_request(tensor, backend, op, into),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
-    )
-
-
+@collective
 def all_reduce_(
     tensor: Tensor,
     backend: Backend,
@@ -85,57 +78,22 @@ def all_reduce_(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
-    return run(
-        _all_reduce_in_place_request(tensor, backend, op),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-    )
-
-
-def async_all_reduce_(
-    tensor: Tensor,
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`all_reduce_` that returns at once; `tensor` holds the result after `wait()`."""
-    return start(
-        _all_reduce_in_place_request(tensor, backend, op),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
-    )
-
-
-def _all_reduce_request(
-    tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None
-) -> Task[Tensor]:
-    check_tensor(tensor, backend, "all_reduce")
-    shape = tuple(tensor.shape)
-    out, result = out_for(shape, tensor.dtype, backend, into, "all_reduce", device=tensor.device)
-    source = given(tensor, out, same=out)
-    return Task("all_reduce", shape, tensor.dtype, source, out, result, op)
-
-
-def _all_reduce_in_place_request(tensor: Tensor, backend: Backend, op: ReduceOp) -> Task[Tensor]:
     check_tensor(tensor, backend, "all_reduce_")
-    return in_place("all_reduce", tensor, op=op)
+    out, result = work_in_place(tensor)
+    return TensorRequest(
+        *(backend, "all_reduce", tuple(tensor.shape), tensor.dtype, out, out, result, op),
+        algorithm=algorithm,
+        reproducible=reproducible,
+        label=label,
+        timeout=timeout,
+    )
 
 
-# ------------------------------------------------------------------------------
-# reduce: the root gets the reduction of all ranks' tensors.
-
-
+@collective
 def reduce(
     tensor: Tensor,
     backend: Backend,
@@ -145,8 +103,9 @@ def reduce(
     algorithm: str = "auto",
     reproducible: bool = False,
     into: Tensor | None = None,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor | None:
+) -> Request[Tensor | None]:
     """The reduction of every rank's `tensor`, on rank `root`; None on the others.
 
     tensor      of the same shape and dtype on every rank; not changed
@@ -155,6 +114,7 @@ def reduce(
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where the root puts the result, of the same shape and dtype; else a new tensor. The
                 other ranks need not give it, and leave it alone
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until the root has the result; the others, until their part is done. A tree sends the
@@ -164,37 +124,24 @@ def reduce(
     does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return run(
-        _reduce_request(tensor, backend, root, op, into),
-        backend,
+    backend.check_rank(root, "root")
+    check_tensor(tensor, backend, "reduce")
+    shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+    source, out = plain(tensor), None
+    result: Callable[[], Tensor | None] = _nothing
+    if backend.rank == root:
+        out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
+        source = given(tensor, out, same=out)
+    return TensorRequest(
+        *(backend, "reduce", shape, dtype, source, out, result, op, root),
         algorithm=algorithm,
         reproducible=reproducible,
+        label=label,
         timeout=timeout,
     )
 
 
-def async_reduce(
-    tensor: Tensor,
-    backend: Backend,
-    root: int = 0,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor | None]:
-    """`reduce` that returns at once; `wait()` gives the result on the root, None elsewhere."""
-    return start(
-        _reduce_request(tensor, backend, root, op, into),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
-    )
-
-
+@collective
 def reduce_(
     tensor: Tensor,
     backend: Backend,
@@ -203,66 +150,27 @@ def reduce_(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
-    return run(
-        _reduce_in_place_request(tensor, backend, root, op),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-    )
-
-
-def async_reduce_(
-    tensor: Tensor,
-    backend: Backend,
-    root: int = 0,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`reduce_` that returns at once; the root's `tensor` holds the result after `wait()`."""
-    return start(
-        _reduce_in_place_request(tensor, backend, root, op),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
-    )
-
-
-def _reduce_request(
-    tensor: Tensor, backend: Backend, root: int, op: ReduceOp, into: Tensor | None
-) -> Task[Tensor | None]:
-    backend.check_rank(root, "root")
-    check_tensor(tensor, backend, "reduce")
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    if backend.rank != root:
-        return Task("reduce", shape, dtype, plain(tensor), None, lambda: None, op, root)
-    out, result = out_for(shape, dtype, backend, into, "reduce", device=tensor.device)
-    return Task("reduce", shape, dtype, given(tensor, out, same=out), out, result, op, root)
-
-
-def _reduce_in_place_request(
-    tensor: Tensor, backend: Backend, root: int, op: ReduceOp
-) -> Task[Tensor]:
     backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce_")
     if backend.rank == root:
-        return in_place("reduce", tensor, op=op, root=root)
-    source = plain(tensor)
-    return Task("reduce", tuple(tensor.shape), tensor.dtype, source, None, lambda: tensor, op, root)
+        source, result = work_in_place(tensor)
+        out = source
+    else:
+        source, out, result = plain(tensor), None, lambda: tensor
+    return TensorRequest(
+        *(backend, "reduce", tuple(tensor.shape), tensor.dtype, source, out, result, op, root),
+        algorithm=algorithm,
+        reproducible=reproducible,
+        label=label,
+        timeout=timeout,
+    )
 
 
-# ------------------------------------------------------------------------------
-# reduce_scatter: every rank gets its slice of the reduction of all ranks' tensors.
-
-
+@collective
 def reduce_scatter(
     tensor: Tensor,
     backend: Backend,
@@ -271,8 +179,11 @@ def reduce_scatter(
     algorithm: str = "auto",
     reproducible: bool = False,
     into: Tensor | None = None,
+    consume: bool = False,
+    own: Sequence[tuple[int, Tensor]] = (),
+    label: str = "",
     timeout: float | None = None,
-) -> Tensor:
+) -> Request[Tensor]:
     """Slice `rank` of the reduction of every rank's `tensor`.
 
     tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
@@ -280,60 +191,50 @@ def reduce_scatter(
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor
+    consume     `tensor` may be overwritten, which saves a copy of it
+    own         parts of this rank's own slice that lie elsewhere: the element of the flat slice at
+                which each begins, and its values, contiguous; in `tensor` there is room for them.
+                Where memory is shared they are read where they are, which saves a copy
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has its slice. A ring sends (p-1)/p of the tensor's bytes from each of
     p ranks, which is optimal. Raises `SizeMismatchError` before anything is sent if dim 0 does not
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    return run(
-        _reduce_scatter_request(tensor, backend, op, into),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-    )
-
-
-def async_reduce_scatter(
-    tensor: Tensor,
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    into: Tensor | None = None,
-    timeout: float | None = None,
-) -> PendingCollective[Tensor]:
-    """`reduce_scatter` that returns at once; `wait()` gives the result."""
-    return start(
-        _reduce_scatter_request(tensor, backend, op, into),
-        backend,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
-    )
-
-
-def _reduce_scatter_request(
-    tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None
-) -> Task[Tensor]:
     check_tensor(tensor, backend, "reduce_scatter")
-    whole = tuple(tensor.shape)
+    whole, dtype = tuple(tensor.shape), tensor.dtype
     shape = check_slices(whole, backend, "reduce_scatter")
-    out, result = out_for(
-        shape, tensor.dtype, backend, into, "reduce_scatter", device=tensor.device
+    out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
+    return TensorRequest(
+        *(backend, "reduce_scatter", whole, dtype, given(tensor, out), out, result, op),
+        consume=consume,
+        own=tuple(own),
+        algorithm=algorithm,
+        reproducible=reproducible,
+        label=label,
+        timeout=timeout,
     )
-    return Task("reduce_scatter", whole, tensor.dtype, given(tensor, out), out, result, op)
+
+
+async_all_reduce = asynchronous(all_reduce)
+async_all_reduce_ = asynchronous(all_reduce_)
+async_reduce = asynchronous(reduce)
+async_reduce_ = asynchronous(reduce_)
+async_reduce_scatter = asynchronous(reduce_scatter)
+
+
+def _nothing() -> None:
+    """What other ranks than the root get."""
 
 
 # ------------------------------------------------------------------------------
-# all_reduce_coalesced: the reductions of many tensors, as few messages.
+# Many tensors, as few messages.
 
-NAME = "all_reduce_coalesced"
+COALESCED = "all_reduce_coalesced"
 
 
+@collective
 def all_reduce_coalesced(
     tensors: Iterable[Tensor],
     backend: Backend,
@@ -341,53 +242,29 @@ def all_reduce_coalesced(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
+    label: str = "",
     timeout: float | None = None,
-) -> list[Tensor]:
+) -> Request[list[Tensor]]:
     """The reduction of each of some tensors, bit for bit the same on every rank.
 
     tensors     any number, of any dtypes; equally many on every rank, in the same order, of the
                 same shapes and dtypes; not changed
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order: the same bits as if each had been reduced alone
+    label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the results, new tensors, in order. All tensors of one dtype are
     copied into one, and reduced by one `all_reduce`. Raises as that does, and `DesyncError` if
     ranks give different lists.
     """
-    return _start(
-        _listed(tensors, backend),
-        backend,
-        op,
-        _new,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-    ).wait()
-
-
-def async_all_reduce_coalesced(
-    tensors: Iterable[Tensor],
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> PendingCollective[list[Tensor]]:
-    """`all_reduce_coalesced` that returns at once; `wait()` gives the results."""
-    return _start(
-        _listed(tensors, backend),
-        backend,
-        op,
-        _new,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
+    listed = _listed(tensors, backend)
+    return _Coalesced(
+        *(backend, listed, op, _new, algorithm, reproducible, label, timeout),
     )
 
 
+@collective
 def all_reduce_coalesced_(
     tensors: Iterable[Tensor],
     backend: Backend,
@@ -395,87 +272,89 @@ def all_reduce_coalesced_(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
+    label: str = "",
     timeout: float | None = None,
-) -> list[Tensor]:
+) -> Request[list[Tensor]]:
     """`all_reduce_coalesced` in place: the tensors are overwritten, and returned as a list."""
-    return _start(
-        _distinct(tensors, backend),
-        backend,
-        op,
-        finish_into,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-    ).wait()
-
-
-def async_all_reduce_coalesced_(
-    tensors: Iterable[Tensor],
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> PendingCollective[list[Tensor]]:
-    """`all_reduce_coalesced_` that returns at once; the tensors are overwritten by `wait()`."""
-    return _start(
-        _distinct(tensors, backend),
-        backend,
-        op,
-        finish_into,
-        algorithm=algorithm,
-        reproducible=reproducible,
-        timeout=timeout,
-        background=True,
+    listed = _listed(tensors, backend)
+    for tensor in listed:
+        check_distinct(tensor)
+    return _Coalesced(
+        *(backend, listed, op, finish_into, algorithm, reproducible, label, timeout),
     )
 
 
-def _start(
-    tensors: list[Tensor],
-    backend: Backend,
-    op: ReduceOp,
-    deliver: Callable[[Tensor, Tensor], Tensor],
-    *,
-    algorithm: str,
-    reproducible: bool,
-    timeout: float | None,
-    background: bool = False,
-) -> PendingCollective[list[Tensor]]:
-    """`deliver(tensor, reduced)` makes a result of a tensor, and of its place in flat memory."""
-    for tensor in tensors:
-        reduction_for(op, tensor.dtype, rank=backend.rank, collective=NAME)
-    algorithm = checked_algorithm("all_reduce", algorithm, backend, reproducible=reproducible)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
-    label = _label(tensors)
-    reduced: dict[int, Tensor] = {}  # a tensor's number -> its place in flat memory
-    last = None
-    for (dtype, device), numbers in by_kind.items():
-        places = ranges_of([tensors[n].numel() for n in numbers])
-        flat = memory_for(backend, (places[-1][1],), dtype, device)
-        for number, place in zip(numbers, places, strict=True):
-            reduced[number] = flat[slice(*place)].view(tensors[number].shape)
-            copy_bits(reduced[number], tensors[number])
-        last = start(
-            in_place("all_reduce", flat, op=op),
-            backend,
-            algorithm=algorithm,
-            name=NAME,
-            timeout=timeout,
-            background=background,
-            label=label,
+async_all_reduce_coalesced = asynchronous(all_reduce_coalesced)
+async_all_reduce_coalesced_ = asynchronous(all_reduce_coalesced_)
+
+
+class _Coalesced(Request[list[Tensor]]):
+    """One all_reduce for each dtype and device among the tensors.
+
+    `deliver(tensor, reduced)` makes a result of a tensor, and of its place in flat memory.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tensors: list[Tensor],
+        op: ReduceOp,
+        deliver: Callable[[Tensor, Tensor], Tensor],
+        algorithm: str,
+        reproducible: bool,
+        label: str,
+        timeout: float | None,
+    ) -> None:
+        for tensor in tensors:
+            reduction_for(op, tensor.dtype, rank=backend.rank, collective=COALESCED)
+        self._backend = backend
+        self._tensors = tensors
+        self._op = op
+        self._deliver = deliver
+        self._algorithm = checked_algorithm(
+            "all_reduce", algorithm, backend, reproducible=reproducible
         )
+        self._label = f"{_signature(tensors)}, {label}" if label else _signature(tensors)
+        self._timeout = timeout
 
-    def results() -> list[Tensor]:
-        return [deliver(tensor, reduced[number]) for number, tensor in enumerate(tensors)]
+    @override
+    def run(self) -> list[Tensor]:
+        return self._work(background=False).wait()
 
-    if last is None:
-        operation = backend.start(NAME, (), signature=label, timeout=timeout)
-        return PendingCollective(backend, operation, results)
-    # Collectives of a group run in their order: when the last is done, all are.
-    return last.giving(results)
+    @override
+    def issue(self) -> Work[list[Tensor]]:
+        return self._work(background=True)
+
+    def _work(self, *, background: bool) -> Work[list[Tensor]]:
+        """Collectives of a group run in their order: when the last is done, all are."""
+        backend, tensors = self._backend, self._tensors
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
+        reduced: dict[int, Tensor] = {}  # a tensor's number -> its place in flat memory
+
+        def results() -> list[Tensor]:
+            return [self._deliver(tensor, reduced[n]) for n, tensor in enumerate(tensors)]
+
+        work: Work[list[Tensor]] | None = None
+        for (dtype, device), numbers in by_kind.items():
+            places = ranges_of([tensors[n].numel() for n in numbers])
+            flat = backend.empty(places[-1][1], dtype=dtype, device=device)
+            for number, place in zip(numbers, places, strict=True):
+                reduced[number] = flat[slice(*place)].view(tensors[number].shape)
+                copy_bits(reduced[number], tensors[number])
+            work = TensorRequest(
+                *(backend, "all_reduce", tuple(flat.shape), dtype, flat, flat, results, self._op),
+                algorithm=self._algorithm,
+                label=self._label,
+                timeout=self._timeout,
+                name=COALESCED,
+            ).issue(background=background)
+        if work is None:
+            return backend.issue(
+                COALESCED, (), result=results, signature=self._label, timeout=self._timeout
+            )
+        return work
 
 
 def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
@@ -485,21 +364,14 @@ def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
 
 def _listed(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:
     if isinstance(tensors, Tensor):  # whose rows would be taken for tensors
-        raise TypeError(f"rank {backend.rank}: {NAME} takes a list of tensors, not one tensor")
+        raise TypeError(f"rank {backend.rank}: {COALESCED} takes a list of tensors, not one tensor")
     listed = list(tensors)
     for tensor in listed:
-        check_tensor(tensor, backend, NAME)
+        check_tensor(tensor, backend, COALESCED)
     return listed
 
 
-def _distinct(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:
-    listed = _listed(tensors, backend)
-    for tensor in listed:
-        check_distinct(tensor)
-    return listed
-
-
-def _label(tensors: list[Tensor]) -> str:
+def _signature(tensors: list[Tensor]) -> str:
     """What the list is, the same on every rank: how many tensors, and a hash of what they are."""
     listed = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
     return f"{len(tensors)} tensors {xxhash.xxh3_64_hexdigest(listed.encode())}"

@@ -1,65 +1,192 @@
-"""A task: one collective of one rank, with its memory, before it is decided how to do it.
+"""A request: one collective of one rank, with its memory, before it is decided how to do it.
 
-functions/    check what the caller gave, and make a task of it
-task          what is given, where the result goes, what the caller gets
-run.py        how: the backend's own library, shared memory, or rounds of messages
+    @collective
+    def all_reduce(tensor, backend, ...) -> Request[Tensor]     checks what was given, and says what
+                                                                is asked for: written once
+    all_reduce(tensor, backend)                                 blocks, and returns the result
+    async_all_reduce = asynchronous(all_reduce)                 returns at once, a `Work`
+
+`resolve.py` says how a request is carried out: by another library, in shared memory, or by rounds
+of messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from functools import wraps
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
+from xxhash import xxh3_64_intdigest
 
-from phalanx.collectives.checks import check_distinct, check_into
 from phalanx.collectives.reduce_op import ReduceOp
 from phalanx.core.backend import Backend
+from phalanx.core.steps import Program
+from phalanx.core.work import Work
+from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
 from phalanx.wire.memory import copy_bits, is_plain, plain
 
-if TYPE_CHECKING:
-    from phalanx.core.work import Operation
+PendingCollective = Work  # its public name
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Request(ABC, Generic[T]):
+    """What one call of a collective asks for."""
+
+    @abstractmethod
+    def run(self) -> T:
+        """Carry it out and return its result. Blocks."""
+
+    @abstractmethod
+    def issue(self) -> Work[T]:
+        """Begin it. Returns at once."""
+
+
 @dataclass(slots=True)
-class Task(Generic[T]):
-    """What a collective gives and gets. Which of them a rank has, and of which shape, is in `Call`.
+class ProgramRequest(Request[T]):
+    """A collective whose rounds are no plan of a schedule: a program of its own."""
 
-    collective   its row in the table of schedules
-    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
-    source       what this rank gives: contiguous; not written, unless it is `out`
-    out          where its result goes: contiguous; apart from `source`, or the same memory
-    result       what the caller gets in the end
-    consumes     whether `source` may be overwritten meanwhile, which saves a copy
-    elsewhere    of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
-                 their place is: the element of the slice at which each begins, and its values,
-                 contiguous. Where memory is shared nobody else reads them, which saves copies
-    """
-
-    collective: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: Tensor | None
-    out: Tensor | None
+    backend: Backend
+    name: str
+    program: Iterable[Program]
+    buffers: tuple[memoryview, ...]
     result: Callable[[], T]
-    op: ReduceOp | None = None
-    root: int = 0
-    consumes: bool = False
-    elsewhere: tuple[tuple[int, Tensor], ...] = ()
+    signature: str
+    timeout: float | None = None
 
-    def settle(self, backend: Backend) -> None:
-        """Put what is elsewhere in its place in `source`."""
-        if self.elsewhere:
-            assert self.source is not None
-            flat = self.source.view(-1)
-            slice_ = flat.numel() // backend.world_size
-            for element, values in self.elsewhere:
-                start = backend.rank * slice_ + element
-                copy_bits(flat[start : start + values.numel()], values.view(-1))
-            self.elsewhere = ()
+    @override
+    def run(self) -> T:
+        return self._work(background=False).wait()
+
+    @override
+    def issue(self) -> Work[T]:
+        return self._work(background=True)
+
+    def _work(self, *, background: bool) -> Work[T]:
+        return self.backend.issue(
+            self.name,
+            self.program,
+            self.buffers,
+            result=self.result,
+            signature=self.signature,
+            fingerprint=xxh3_64_intdigest(f"{self.name} {self.signature}".encode()),
+            timeout=self.timeout,
+            background=background,
+        )
+
+
+def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
+    """The blocking form of a collective, of the function that says what is asked for."""
+
+    @wraps(define)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return define(*args, **kwargs).run()
+
+    run.request = define  # type: ignore[attr-defined]
+    _annotate(run, define, "{}")
+    return run
+
+
+def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
+    """The form of a collective that returns at once."""
+    define: Callable[P, Request[T]] = blocking.request  # type: ignore[attr-defined]
+    name = define.__name__
+
+    @wraps(define)
+    def issue(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        return define(*args, **kwargs).issue()
+
+    issue.__name__ = issue.__qualname__ = f"async_{name}"
+    issue.__doc__ = (
+        f"`{name}` that returns at once; `wait()` of what it returns gives the result.\n\n"
+        f"    {name}: {define.__doc__}"
+    )
+    _annotate(issue, define, "PendingCollective[{}]")
+    return issue
+
+
+def _annotate(form: Callable[..., object], define: Callable[..., object], result: str) -> None:
+    """Let `help` and `inspect.signature` show what this form returns, instead of a request."""
+    signature = inspect.signature(define)
+    returns = str(signature.return_annotation)
+    returned = result.format(returns[returns.index("[") + 1 : -1])
+    form.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    form.__annotations__ = {**define.__annotations__, "return": returned}
+
+
+# ------------------------------------------------------------------------------
+# What is checked of the tensors that a collective is given, before anything is sent.
+
+
+def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
+    """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
+    rank = backend.rank
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"rank {rank}: {op} takes a tensor, not {type(tensor).__name__}")
+    problem = None
+    if not tensor.is_cpu and tensor.device.type not in backend.devices:
+        problem = f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem = f"a {tensor.layout} one; convert it with .to_dense()"
+    elif tensor.is_quantized:
+        problem = "a quantized one; send its .int_repr(), and its scale"
+    if problem is not None:
+        places = " and ".join(sorted(device.upper() for device in backend.devices))
+        raise UnsupportedOperationError(
+            f"rank {rank}: {op} moves dense {places} tensors and was given {problem}",
+            rank=rank,
+            op=op,
+        )
+
+
+def check_distinct(tensor: Tensor) -> None:
+    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise MisuseError(
+            f"a tensor of shape {list(tensor.shape)} has several elements in one place (strides "
+            f"{list(tensor.stride())}), which cannot hold several results; use .contiguous()"
+        )
+
+
+def check_into(
+    into: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, op: str
+) -> None:
+    """Raise `SizeMismatchError` unless `into` can hold the result."""
+    check_tensor(into, backend, op)
+    check_distinct(into)
+    if tuple(into.shape) != shape or into.dtype != dtype:
+        raise SizeMismatchError(
+            f"rank {backend.rank}: {op}: into= is {into.dtype} {list(into.shape)}, the result is "
+            f"{dtype} {list(shape)}",
+            rank=backend.rank,
+            op=op,
+        )
+
+
+def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int, ...]:
+    """The shape of one of p slices of dim 0; `SizeMismatchError` if that does not divide."""
+    size = backend.world_size
+    if not shape or shape[0] % size:
+        raise SizeMismatchError(
+            f"rank {backend.rank}: {op} cuts dim 0 into {size} slices, one for each rank, and "
+            f"cannot cut a tensor of shape {list(shape)}; pad dim 0 to a multiple of {size}",
+            rank=backend.rank,
+            op=op,
+        )
+    return (shape[0] // size, *shape[1:])
+
+
+# ------------------------------------------------------------------------------
+# Memory for what is given, and for results.
 
 
 class Out(NamedTuple):
@@ -67,15 +194,6 @@ class Out(NamedTuple):
 
     memory: Tensor
     result: Callable[[], Tensor]
-
-
-def memory_for(
-    backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Uninitialized memory on a device: if that is the processor, the backend's own."""
-    if device.type == "cpu":
-        return backend.empty(*shape, dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def out_for(
@@ -92,27 +210,24 @@ def out_for(
     Raises `SizeMismatchError` if `into` does not fit.
     """
     if into is None:
-        memory = memory_for(backend, shape, dtype, device)
+        memory = backend.empty(*shape, dtype=dtype, device=device)
         return Out(memory, lambda: memory)
     check_into(into, shape, dtype, backend, op)
-    memory = into.detach() if is_plain(into) else memory_for(backend, shape, dtype, into.device)
+    if is_plain(into):
+        memory = into.detach()
+    else:
+        memory = backend.empty(*shape, dtype=dtype, device=into.device)
     return Out(memory, lambda: finish_into(into, memory))
 
 
-def in_place(
-    collective: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = 0
-) -> Task[Tensor]:
-    """A task that works on `tensor` itself, or on a contiguous copy that is copied back."""
+def work_in_place(tensor: Tensor) -> Out:
+    """Memory to work on in the place of `tensor`: itself, or a contiguous copy, copied back."""
     if is_plain(tensor):
         memory = tensor.detach() if tensor.requires_grad else tensor
     else:
         check_distinct(tensor)
         memory = plain(tensor)
-
-    def result() -> Tensor:
-        return finish_into(tensor, memory)
-
-    return Task(collective, tuple(tensor.shape), tensor.dtype, memory, memory, result, op, root)
+    return Out(memory, lambda: finish_into(tensor, memory))
 
 
 def given(tensor: Tensor, out: Tensor | None, *, same: Tensor | None = None) -> Tensor:
@@ -138,50 +253,35 @@ def finish_into(into: Tensor, work: Tensor) -> Tensor:
     return into
 
 
-# ------------------------------------------------------------------------------
-# `PendingCollective`: a collective that is under way.
-
-U = TypeVar("U")
+# SHIMS, until callers are converted ---------------------------------------------------------
 
 
-class PendingCollective(Generic[T]):
-    """What an asynchronous collective returns at once.
+@dataclass(slots=True)
+class Task(Generic[T]):
+    """Shim."""
 
-    The tensors that were given to it must not be written before it is done; one that is worked on
-    in place, or that is received into, must not be read either. Any number may be outstanding on
-    one backend; collectives of one group run in the order in which they were issued. A
-    `PendingCollective` need not be waited for, but its error is then seen only by the next call.
-    """
+    collective: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Tensor | None
+    out: Tensor | None
+    result: Callable[[], T]
+    op: ReduceOp | None = None
+    root: int = 0
+    consumes: bool = False
+    elsewhere: tuple[tuple[int, Tensor], ...] = ()
 
-    def __init__(self, backend: Backend, operation: Operation, result: Callable[[], T]) -> None:
-        self._backend = backend
-        self._operation = operation
-        self._finish: Callable[[], T] | None = result
-        self._result: T | None = None
 
-    @property
-    def op_name(self) -> str:
-        """Which collective it is, such as `all_reduce`."""
-        return self._operation.name
+def in_place(
+    collective: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = 0
+) -> Task[Tensor]:
+    """Shim."""
+    memory, result = work_in_place(tensor)
+    return Task(collective, tuple(tensor.shape), tensor.dtype, memory, memory, result, op, root)
 
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Moves what can be moved meanwhile."""
-        if not self._operation.done:
-            self._backend.engine.look_at(self._operation)
-        return self._operation.done
 
-    def wait(self, timeout: float | None = None) -> T:
-        """Block until the collective is done and return its result; again, the same object.
-
-        Raises the collective's error, each time it is called. `timeout` is in seconds from now, and
-        replaces the one that the collective was issued with; when it passes, the collective fails.
-        """
-        self._backend.wait(self._operation, timeout=timeout)
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result  # type: ignore[return-value]
-
-    def giving(self, result: Callable[[], U]) -> PendingCollective[U]:
-        """The same collective, whose result is what `result` returns once it is done."""
-        return PendingCollective(self._backend, self._operation, result)
+def memory_for(
+    backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Shim."""
+    return backend.empty(*shape, dtype=dtype, device=device)

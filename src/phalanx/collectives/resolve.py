@@ -1,8 +1,11 @@
-"""The executor: a task becomes an operation of the backend.
+"""How a request is carried out: by another library, in shared memory, or by rounds of messages.
 
-Every collective checks its arguments, makes a task of them (task.py), and calls `run` or `start`.
-What a backend's own library has, that does; else the task's plan is carried out, by rounds of
-messages.
+    TensorRequest  what is asked for, with this rank's memory (request.py makes one a call)
+    Resolved       what of it is the same for all calls of a kind: the plan, and how; cached
+    BoundProgram   the steps of one call, for the engine
+
+The backend's own library comes first, then shared memory, then messages. Who asks for an algorithm,
+or for `reproducible=True`, gets messages, or shared memory where that is the algorithm.
 """
 
 from __future__ import annotations
@@ -11,21 +14,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_plan, then_return
-from phalanx.collectives.reduce_op import reduction_for
-from phalanx.collectives.request import PendingCollective, Task
+from phalanx.collectives.reduce_op import ReduceOp, reduction_for
+from phalanx.collectives.request import Request, Task
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
-from phalanx.collectives.shm_direct import SHM_DIRECT, Flat
+from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.collectives.tuning import remembered
 from phalanx.core.backend import Backend
-from phalanx.core.steps import Call, Round, Step
-from phalanx.core.work import Combine
+from phalanx.core.steps import NativeCall, Program, Step
+from phalanx.core.work import Combine, Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, tensor_bytes
@@ -33,211 +38,179 @@ from phalanx.wire.memory import copy_bits, tensor_bytes
 T = TypeVar("T")
 
 
-class Choice(NamedTuple):
+@dataclass(slots=True)
+class TensorRequest(Request[T]):
+    """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
+
+    collective   its row in the table of schedules
+    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
+    source       what this rank gives: contiguous; not written, unless it is `out`
+    out          where its result goes: contiguous; apart from `source`, or the same memory
+    result       gives what the caller gets in the end
+    consume      whether `source` may be overwritten meanwhile, which saves a copy
+    own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
+                 their place is: the element of the slice at which each begins, and its values,
+                 contiguous. Where memory is shared nobody else reads them, which saves copies
+    name         for messages and errors, if it is not the collective's
+    label        ranks whose labels differ do not mean the same: a `DesyncError`
+    """
+
+    backend: Backend
+    collective: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Tensor | None
+    out: Tensor | None
+    result: Callable[[], T]
+    op: ReduceOp | None = None
+    root: int = 0
+    algorithm: str = "auto"
+    reproducible: bool = False
+    label: str = ""
+    timeout: float | None = None
+    consume: bool = False
+    own: tuple[tuple[int, Tensor], ...] = ()
+    name: str = ""
+
+    @override
+    def run(self) -> T:
+        plan, program = self._resolved()
+        self.backend.run(
+            self.name or self.collective,
+            program.steps,
+            program.buffers,
+            combine=program.combine,
+            signature=self._signature(plan),
+            fingerprint=self._fingerprint(plan),
+            timeout=self.timeout,
+        )
+        return cast("T", program.result())
+
+    @override
+    def issue(self, *, background: bool = True) -> Work[T]:
+        plan, program = self._resolved()
+        return self.backend.issue(
+            self.name or self.collective,
+            program.steps,
+            program.buffers,
+            combine=program.combine,
+            result=program.result,
+            signature=self._signature(plan),
+            fingerprint=self._fingerprint(plan),
+            timeout=self.timeout,
+            background=background,
+        )
+
+    def _signature(self, plan: Plan) -> str:
+        return f"{plan.signature}, {self.label}" if self.label else plan.signature
+
+    def _fingerprint(self, plan: Plan) -> int:
+        if not self.label:
+            return plan.fingerprint
+        return plan.fingerprint ^ xxh3_64_intdigest(self.label.encode())
+
+    def _resolved(self) -> tuple[Plan, BoundProgram]:
+        """The plan, and the steps of this call."""
+        resolved = resolve(self)
+        plan = resolved.plan
+        if self.algorithm == "auto" and not self.reproducible:
+            native = self._native_step(plan)
+            if native is not None:
+                return plan, BoundProgram((native,), self.result)
+        first = self.source if self.source is not None else self.out
+        if first is not None and not first.is_cpu:
+            raise self._device_error(plan, first)
+        if resolved.shm is not None:
+            return plan, BoundProgram(resolved.shm.steps(self), self.result)
+        return plan, by_messages(self, plan)
+
+    def _device_error(self, plan: Plan, tensor: Tensor) -> UnsupportedOperationError:
+        backend = self.backend
+        why = "this backend moves CPU memory"
+        if backend.native is not None:
+            why = "its library has no such collective, and messages move CPU memory"
+        return UnsupportedOperationError(
+            f"rank {backend.rank}: {self.collective} ({plan.signature}) of a tensor on "
+            f"{tensor.device}: {why}; move it with .cpu()",
+            rank=backend.rank,
+            op=self.collective,
+        )
+
+    def _native_step(self, plan: Plan) -> Step | None:
+        """The step that does it by the backend's library, if that has it."""
+        native = self.backend.native
+        if native is None or not plan.program:
+            return None
+        self.settle()
+        op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
+        return native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
+
+    def settle(self) -> None:
+        """Put the parts of `own` in their places in `source`."""
+        if self.own:
+            assert self.source is not None
+            flat = self.source.view(-1)
+            slice_ = flat.numel() // self.backend.world_size
+            for element, values in self.own:
+                start = self.backend.rank * slice_ + element
+                copy_bits(flat[start : start + values.numel()], values.view(-1))
+            self.own = ()
+
+
+class Resolved(NamedTuple):
     """How a collective is done, worked out once for all calls of its kind."""
 
     plan: Plan
-    flat: Flat | None  # in shared memory
+    shm: ShmDirect | None  # in shared memory
 
 
-def chosen(
-    task: Task[T], backend: Backend, algorithm: str = "auto", *, reproducible: bool = False
-) -> Choice:
+class BoundProgram(NamedTuple):
+    """The program of one call, and the memory that it works on."""
+
+    steps: Iterable[Program]
+    result: Callable[[], Any]
+    buffers: tuple[memoryview, ...] = ()
+    combine: Combine | None = None
+
+
+def resolve(request: TensorRequest[Any]) -> Resolved:
     """How to do this, with the algorithm that was asked for or the cheapest one.
 
     Raises `UnsupportedOperationError` for an algorithm that the collective has not, and for a
     reduction that has no meaning for the dtype; `InvalidRankError` for the root.
     """
-    collective, shape, dtype, op, root = task.collective, task.shape, task.dtype, task.op, task.root
+    backend, root = request.backend, request.root
     if type(root) is not int or root:
         backend.check_rank(root, "root")
-
-    def checked() -> Choice:
-        if collective in REDUCING:
-            reduction_for(op, dtype, rank=backend.rank, collective=collective)
-        name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
-        control = backend.group.shared
-        together = control is not None and control.size == backend.world_size
-        tuning = ""
-        if name == "auto":
-            picked = choose(collective, prod(shape) * dtype.itemsize, backend)
-            name, tuning = picked.algorithm, picked.tuning
-            if together and not tuning:
-                name = SHM_DIRECT[collective]
-        hosts = backend.topology if COLLECTIVES[collective][name].placed else None
-        key = Key(collective, name, shape, dtype, op, root, hosts, tuning)
-        plan = make_plan(key, backend.rank, backend.world_size)
-        if (
-            together
-            and isinstance(control, ControlBlock)
-            and plan.program
-            and name == SHM_DIRECT[collective]
-        ):
-            return Choice(plan, Flat(plan, control))
-        return Choice(plan, None)
-
     # Arguments that were right once are right again.
-    arguments = (collective, shape, dtype, op, root, algorithm, reproducible)
-    return remembered(backend, arguments, checked)
-
-
-def start(
-    task: Task[T],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    name: str | None = None,
-    timeout: float | None = None,
-    background: bool = False,
-    label: str = "",
-) -> PendingCollective[T]:
-    """Begin a collective.
-
-    name    another one than the schedule's, for messages
-    label   ranks whose labels differ do not mean the same: a `DesyncError`
-    """
-    return _start(
-        task,
-        chosen(task, backend, algorithm, reproducible=reproducible),
-        backend,
-        freely=algorithm == "auto" and not reproducible,
-        name=name,
-        timeout=timeout,
-        background=background,
-        label=label,
+    arguments = (
+        *(request.collective, request.shape, request.dtype, request.op, root),
+        *(request.algorithm, request.reproducible),
     )
+    return remembered(backend, arguments, lambda: _resolve(request))
 
 
-def run(
-    task: Task[T],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    reproducible: bool = False,
-    timeout: float | None = None,
-) -> T:
-    """Carry out a collective and return its result. Blocks."""
-    choice = chosen(task, backend, algorithm, reproducible=reproducible)
-    plan, flat = choice
-    if flat is None:
-        task.settle(backend)
-        freely = algorithm == "auto" and not reproducible
-        call = _native_call(task, plan, backend) if freely else None
-        if call is None:
-            return _start(task, choice, backend, freely=False, timeout=timeout).wait()
-        backend.call(call, signature=plan.signature, fingerprint=plan.fingerprint, timeout=timeout)
-        return task.result()
-    backend.carry_out(
-        task.collective,
-        flat.steps(task),
-        signature=plan.signature,
-        fingerprint=plan.fingerprint,
-        timeout=timeout,
+def _resolve(request: TensorRequest[Any]) -> Resolved:
+    backend, collective, dtype = request.backend, request.collective, request.dtype
+    if collective in REDUCING:
+        reduction_for(request.op, dtype, rank=backend.rank, collective=collective)
+    name = checked_algorithm(
+        collective, request.algorithm, backend, reproducible=request.reproducible
     )
-    return task.result()
-
-
-def _start(
-    task: Task[T],
-    choice: Choice,
-    backend: Backend,
-    *,
-    freely: bool,
-    name: str | None = None,
-    timeout: float | None = None,
-    background: bool = False,
-    label: str = "",
-) -> PendingCollective[T]:
-    """`freely`: the caller has asked for no algorithm."""
-    plan = choice.plan
-    signature, fingerprint = plan.signature, plan.fingerprint
-    if label:
-        signature = f"{signature}, {label}"
-        fingerprint ^= xxh3_64_intdigest(label.encode())
-    way = _way(task, choice, backend, freely=freely)
-    operation = backend.start(
-        name or task.collective,
-        way.steps,
-        way.buffers,
-        combine=way.combine,
-        signature=signature,
-        fingerprint=fingerprint,
-        timeout=timeout,
-        background=background,
-    )
-    return PendingCollective(backend, operation, way.result)
-
-
-@dataclass(slots=True)
-class _Way(Generic[T]):
-    """How a collective is done: as an operation's program, on this memory."""
-
-    steps: Iterable[Step]
-    result: Callable[[], T]
-    buffers: tuple[memoryview, ...] = ()
-    combine: Combine | None = None
-
-
-def _way(task: Task[T], choice: Choice, backend: Backend, *, freely: bool) -> _Way[T]:
-    plan, flat = choice
-    if flat is not None:
-        return _Way(flat.steps(task), task.result)
-    task.settle(backend)
-    call = _native_call(task, plan, backend) if freely else None
-    if call is not None:
-        return _Way((call,), task.result)
-    return _by_messages(task, plan, backend)
-
-
-def _native_call(task: Task[T], plan: Plan, backend: Backend) -> Call | None:
-    """The task as a collective of the backend's library, if that has it."""
-    native = backend.native
-    if native is None or not plan.program:
-        return None
-    op = task.op._value_ if task.op is not None else None  # `value` looks it up each time
-    call = Call(task.collective, task.source, task.out, op, task.root)
-    return call if native.has(call) else None
-
-
-def _by_messages(task: Task[T], plan: Plan, backend: Backend) -> _Way[T]:
-    """By the rounds of the plan."""
-    given = task.source if task.source is not None else task.out
-    if given is not None and not given.is_cpu:
-        raise UnsupportedOperationError(
-            f"rank {backend.rank}: {plan.key.collective} ({plan.signature}) of a tensor on "
-            f"{given.device}: {_why_not_native(backend)}; move it with .cpu()",
-            rank=backend.rank,
-            op=plan.key.collective,
-        )
-    work, source, own = work_for(task, plan, backend)
-    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
-    if source is not None:
-        buffers += (tensor_bytes(source),)
-
-    def result() -> T:
-        if own is not None:
-            assert task.out is not None
-            copy_bits(task.out, own.view(task.out.shape))
-        return task.result()
-
-    if plan.reduction is None or not plan.program:
-        return _Way(cast("tuple[Round, ...]", plan.program), result, buffers)
-    stage = None
-    if plan.stage_size:
-        stage = borrow_stage(backend, plan.stage_size)
-        buffers += (tensor_bytes(stage),)
-    arithmetic = Arithmetic(plan, work, stage, backend.world_size)
-    steps = arithmetic.carry_out(plan.program)
-    if stage is not None:
-        steps = then_return(steps, backend, stage)
-    return _Way(steps, result, buffers, arithmetic.combine)
-
-
-def _why_not_native(backend: Backend) -> str:
-    if backend.native is None:
-        return "this backend moves CPU memory"
-    return "its library has no such collective, and messages move CPU memory"
+    tuning = ""
+    if name == "auto":
+        picked = choose(collective, prod(request.shape) * dtype.itemsize, backend)
+        name, tuning = picked.algorithm, picked.tuning
+        if backend.shares_memory and not tuning:
+            name = SHM_DIRECT[collective]
+    hosts = backend.topology if COLLECTIVES[collective][name].placed else None
+    key = Key(collective, name, request.shape, dtype, request.op, request.root, hosts, tuning)
+    plan = make_plan(key, backend.rank, backend.world_size)
+    shared = backend.group.shared
+    if backend.shares_memory and plan.program and name == SHM_DIRECT[collective]:
+        assert isinstance(shared, ControlBlock)
+        return Resolved(plan, ShmDirect(plan, shared))
+    return Resolved(plan, None)
 
 
 def checked_algorithm(
@@ -260,6 +233,34 @@ def checked_algorithm(
     return "direct" if reproducible else algorithm
 
 
+def by_messages(request: TensorRequest[Any], plan: Plan) -> BoundProgram:
+    """By the rounds of the plan."""
+    backend = request.backend
+    request.settle()
+    work, source, own = memory_of(request, plan)
+    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
+    if source is not None:
+        buffers += (tensor_bytes(source),)
+
+    def result() -> Any:
+        if own is not None:
+            assert request.out is not None
+            copy_bits(request.out, own.view(request.out.shape))
+        return request.result()
+
+    if plan.reduction is None or not plan.program:
+        return BoundProgram(cast("Iterable[Program]", plan.program), result, buffers)
+    stage = None
+    if plan.stage_size:
+        stage = borrow_stage(backend, plan.stage_size)
+        buffers += (tensor_bytes(stage),)
+    arithmetic = Arithmetic(plan, work, stage, backend.world_size)
+    steps = arithmetic.carry_out(plan.program)
+    if stage is not None:
+        steps = then_return(steps, backend, stage)
+    return BoundProgram(steps, result, buffers, arithmetic.combine)
+
+
 # ------------------------------------------------------------------------------
 # What rounds of messages work on: for each collective, a rank's memory as its schedule wants it.
 #
@@ -268,7 +269,7 @@ def checked_algorithm(
 # that is as large as the whole.
 
 
-class Work(NamedTuple):
+class RoundMemory(NamedTuple):
     """The memory of the rounds.
 
     work     what is cut into chunks
@@ -281,74 +282,76 @@ class Work(NamedTuple):
     own: Tensor | None = None
 
 
-def work_for(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def memory_of(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """The memory on which this rank's rounds work, with what it gives in its place."""
-    return _WORK[task.collective](task, plan, backend)
+    return _WORK[request.collective](request, plan)
 
 
-def _in_result(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """all_reduce, broadcast: the result's memory holds what this rank gives."""
-    assert task.out is not None
-    if task.source is not None and task.source.data_ptr() != task.out.data_ptr():
-        copy_bits(task.out, task.source)
-    return Work(task.out)
+    assert request.out is not None
+    if request.source is not None and request.source.data_ptr() != request.out.data_ptr():
+        copy_bits(request.out, request.source)
+    return RoundMemory(request.out)
 
 
-def _on_root(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _on_root(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """reduce: as before on the root; on the others in its own memory, or in a copy of it."""
-    if backend.rank == task.root:
-        return _in_result(task, plan, backend)
-    assert task.source is not None
-    return Work(_copy(task.source, backend) if plan.overwrites else task.source)
+    if request.backend.rank == request.root:
+        return _in_result(request, plan)
+    assert request.source is not None
+    return RoundMemory(
+        _copy(request.source, request.backend) if plan.overwrites else request.source
+    )
 
 
-def _in_its_place(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _in_its_place(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """all_gather: this rank's part of the result."""
-    assert task.source is not None
-    assert task.out is not None
-    own = _slice(task.out, backend)
-    if own.data_ptr() != task.source.data_ptr():
-        copy_bits(own.view(task.source.shape), task.source)
-    return Work(task.out)
+    assert request.source is not None
+    assert request.out is not None
+    own = _slice(request.out, request.backend)
+    if own.data_ptr() != request.source.data_ptr():
+        copy_bits(own.view(request.source.shape), request.source)
+    return RoundMemory(request.out)
 
 
-def _gathered(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _gathered(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """gather: as before on the root; on the others, room for what passes through."""
-    if backend.rank == task.root:
-        return _in_its_place(task, plan, backend)
-    assert task.source is not None
-    if plan.work_size <= task.source.nbytes:
-        return Work(task.source)
-    work = backend.empty(plan.work_size // task.dtype.itemsize, dtype=task.dtype)
-    copy_bits(work[: task.source.numel()].view(task.source.shape), task.source)
-    return Work(work)
+    if request.backend.rank == request.root:
+        return _in_its_place(request, plan)
+    assert request.source is not None
+    if plan.work_size <= request.source.nbytes:
+        return RoundMemory(request.source)
+    work = request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
+    copy_bits(work[: request.source.numel()].view(request.source.shape), request.source)
+    return RoundMemory(work)
 
 
-def _scattered(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _scattered(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """scatter: the root's tensor; on the others, room for what passes through."""
-    assert task.out is not None
-    if backend.rank == task.root:
-        assert task.source is not None
-        return Work(task.source, own=_slice(task.source, backend))
-    if plan.work_size <= task.out.nbytes:
-        return Work(task.out)
-    work = backend.empty(plan.work_size // task.dtype.itemsize, dtype=task.dtype)
-    return Work(work, own=work[: task.out.numel()])
+    assert request.out is not None
+    if request.backend.rank == request.root:
+        assert request.source is not None
+        return RoundMemory(request.source, own=_slice(request.source, request.backend))
+    if plan.work_size <= request.out.nbytes:
+        return RoundMemory(request.out)
+    work = request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
+    return RoundMemory(work, own=work[: request.out.numel()])
 
 
-def _reduced(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _reduced(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """reduce_scatter: the whole or a copy of it, of which this rank's slice is the result."""
-    assert task.source is not None
-    work = task.source if task.consumes else _copy(task.source, backend)
-    return Work(work, own=_slice(work, backend))
+    assert request.source is not None
+    work = request.source if request.consume else _copy(request.source, request.backend)
+    return RoundMemory(work, own=_slice(work, request.backend))
 
 
-def _exchanged(task: Task[Any], plan: Plan, backend: Backend) -> Work:
+def _exchanged(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """all_to_all: from one tensor to another."""
-    assert task.source is not None
-    assert task.out is not None
-    copy_bits(_slice(task.out, backend), _slice(task.source, backend))
-    return Work(task.out, source=task.source)
+    assert request.source is not None
+    assert request.out is not None
+    copy_bits(_slice(request.out, request.backend), _slice(request.source, request.backend))
+    return RoundMemory(request.out, source=request.source)
 
 
 def _slice(tensor: Tensor, backend: Backend) -> Tensor:
@@ -363,7 +366,7 @@ def _copy(tensor: Tensor, backend: Backend) -> Tensor:
     return copy
 
 
-_WORK: Mapping[str, Callable[[Task[Any], Plan, Backend], Work]] = MappingProxyType(
+_WORK: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = MappingProxyType(
     {
         "all_reduce": _in_result,
         "broadcast": _in_result,
@@ -375,3 +378,26 @@ _WORK: Mapping[str, Callable[[Task[Any], Plan, Backend], Work]] = MappingProxyTy
         "all_to_all": _exchanged,
     }
 )
+
+
+def start(
+    task: Task[T],
+    backend: Backend,
+    *,
+    algorithm: str = "auto",
+    name: str = "",
+    timeout: float | None = None,
+    background: bool = False,
+    label: str = "",
+) -> Work[T]:
+    """Shim."""
+    return TensorRequest(
+        *(backend, task.collective, task.shape, task.dtype, task.source, task.out, task.result),
+        *(task.op, task.root),
+        algorithm=algorithm,
+        label=label,
+        timeout=timeout,
+        consume=task.consumes,
+        own=task.elsewhere,
+        name=name,
+    ).issue(background=background)

@@ -25,7 +25,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,12 @@ from torch import Tensor
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
-from phalanx.collectives.request import Task
-from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors, PeerSlot, ShmEpoch
+from phalanx.core.steps import Program
+from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors, PeerSlot
 from phalanx.transport.shm.segments import tensor_at
+
+if TYPE_CHECKING:
+    from phalanx.collectives.resolve import TensorRequest
 
 # ------------------------------------------------------------------------------
 # Folding: contributions, in rank order, become one.
@@ -170,7 +173,7 @@ KEPT = 256  # views of memory that are remembered
 copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a third as much to call
 
 
-class Flat:
+class ShmDirect:
     """One collective of one control block, for tensors of one shape and dtype."""
 
     def __init__(self, plan: Plan, control: ControlBlock) -> None:
@@ -203,27 +206,27 @@ class Flat:
         self._views: dict[tuple[int, int], Tensor] = {}
         self._turn_views: dict[int, list[Tensor]] = {}
 
-    def steps(self, task: Task[Any]) -> Iterator[ShmEpoch]:
-        """This rank's part. The tensors of the task stay alive with it."""
-        source = task.source.data_ptr() if task.source is not None else 0
-        out = task.out.data_ptr() if task.out is not None else 0
+    def steps(self, request: TensorRequest[Any]) -> Iterator[Program]:
+        """This rank's part. The tensors of the request stay alive with it."""
+        source = request.source.data_ptr() if request.source is not None else 0
+        out = request.out.data_ptr() if request.out is not None else 0
         if self.is_small:
-            self._settle(task, source)
+            self._settle(request, source)
             if self.form.passed_on is not None:
-                return self._small_reduce(task, source)
-            return self._small(task, source, out)
-        return self._large(task, source, out)
+                return self._small_reduce(request, source)
+            return self._small(request, source, out)
+        return self._large(request, source, out)
 
-    def _settle(self, task: Task[Any], source: int) -> None:
+    def _settle(self, request: TensorRequest[Any], source: int) -> None:
         """Put what is elsewhere in its place: not only this rank's fold goes by it."""
         start = source + self._slices[self.me][0]
-        for element, values in task.elsewhere:
+        for element, values in request.own:
             copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
-        task.elsewhere = ()
+        request.own = ()
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small_reduce(self, task: Task[Any], source: int) -> Iterator[ShmEpoch]:
+    def _small_reduce(self, request: TensorRequest[Any], source: int) -> Iterator[Program]:
         """Everyone who gets the result folds all of it."""
         control = self.control
         turn = 1 - control.turn
@@ -235,14 +238,16 @@ class Flat:
                 views = [self._slot_view(place, turn) for place in range(self.size)]
                 self._turn_views[turn] = views
             assert self._folding is not None
-            assert task.out is not None
-            self._folding.fold(views, task.out if task.out.dim() == 1 else task.out.view(-1))
+            assert request.out is not None
+            self._folding.fold(
+                views, request.out if request.out.dim() == 1 else request.out.view(-1)
+            )
 
     def _slot_view(self, place: int, turn: int) -> Tensor:
         count = self._given // self.dtype.itemsize
         return self.control.slot(place).slot(turn, count, self.dtype)
 
-    def _small(self, task: Task[Any], source: int, out: int) -> Iterator[ShmEpoch]:
+    def _small(self, request: TensorRequest[Any], source: int, out: int) -> Iterator[Program]:
         control = self.control
         turn = 1 - control.turn
         if self._gives:
@@ -253,19 +258,19 @@ class Flat:
 
     # Where it is ----------------------------------------------------------------------------
 
-    def _large(self, task: Task[Any], source: int, out: int) -> Iterator[ShmEpoch]:
+    def _large(self, request: TensorRequest[Any], source: int, out: int) -> Iterator[Program]:
         control = self.control
         where = self._where(source, out)
         if where is None:
-            self._settle(task, source)
+            self._settle(request, source)
             self._stage(source, 0)
         yield control.epoch(first=True, shown=where)
         turn = control.turn
         shown = [control.slot(giver).shown(turn) for giver in self._givers]
         if all(shown):
-            yield from self._direct(task, source, out, turn)
+            yield from self._direct(request, source, out, turn)
             return
-        self._settle(task, source)
+        self._settle(request, source)
         if any(shown):  # some have not staged anything yet
             if where is not None:
                 self._stage(source, 0)
@@ -283,7 +288,9 @@ class Flat:
             result = find(out, self._given)
         return Descriptors(given, result) if given is not None and result is not None else None
 
-    def _direct(self, task: Task[Any], source: int, out: int, turn: int) -> Iterator[ShmEpoch]:
+    def _direct(
+        self, request: TensorRequest[Any], source: int, out: int, turn: int
+    ) -> Iterator[Program]:
         control = self.control
         slots = [control.slot(place) for place in range(self.size)]
         given = [
@@ -294,12 +301,12 @@ class Flat:
         if self._gets_on:
             yield from self._direct_pieces(given, slots, out, turn)
         else:
-            self._take_whole(given, out, task)
+            self._take_whole(given, out, request)
         yield control.epoch(last=True)  # or what others still read would be written
 
     def _direct_pieces(
         self, given: list[int], slots: list[PeerSlot], out: int, turn: int
-    ) -> Iterator[ShmEpoch]:
+    ) -> Iterator[Program]:
         """Fold a piece of this rank's slice, and take what the others have folded of theirs.
 
         In pieces, so that these are taken while they are still in a cache. A piece that this rank
@@ -318,33 +325,37 @@ class Flat:
                 if place != self.me and length > 0:
                     copy(out + begin + first, results[place] + begin + first, length)
 
-    def _take_whole(self, given: list[int], out: int, task: Task[Any] | None = None) -> None:
+    def _take_whole(
+        self, given: list[int], out: int, request: TensorRequest[Any] | None = None
+    ) -> None:
         """Take what all have given, which lies at these addresses."""
         if not self._takes:
             return
         start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
         if self._folding is not None:
-            self._fold_whole([address + start for address in given], out, stop - start, task)
+            self._fold_whole([address + start for address in given], out, stop - start, request)
             return
         for giver in self._givers:
             into = out + self._slices[giver][0] if self.form.joined else out
             if into != given[giver] + start:
                 copy(into, given[giver] + start, stop - start)
 
-    def _fold_whole(self, at: list[int], out: int, length: int, task: Task[Any] | None) -> None:
+    def _fold_whole(
+        self, at: list[int], out: int, length: int, request: TensorRequest[Any] | None
+    ) -> None:
         """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
-        for first, last, own in self._stretches(at[self.me], length, task):
+        for first, last, own in self._stretches(at[self.me], length, request):
             for begin in range(first, last, STEP):
                 here = [address + begin for address in at]
                 here[self.me] = own + begin - first
                 self._fold(here, out + begin, min(STEP, last - begin))
 
     def _stretches(
-        self, own: int, length: int, task: Task[Any] | None
+        self, own: int, length: int, request: TensorRequest[Any] | None
     ) -> Iterator[tuple[int, int, int]]:
         """Where this rank's slice lies: (first byte of the slice, last one, address)."""
         done = 0
-        for element, values in task.elsewhere if task is not None else ():
+        for element, values in request.own if request is not None else ():
             start = element * self.dtype.itemsize
             if done < start:
                 yield done, start, own + done
@@ -355,7 +366,7 @@ class Flat:
 
     # Piece by piece -------------------------------------------------------------------------
 
-    def _pieces(self, source: int, out: int) -> Iterator[ShmEpoch]:
+    def _pieces(self, source: int, out: int) -> Iterator[Program]:
         """The first piece is staged, and all have met."""
         control, piece = self.control, self._piece
         count = -(-self._longest // piece)

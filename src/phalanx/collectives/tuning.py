@@ -173,7 +173,7 @@ T = TypeVar("T")
 
 def remembered(backend: Backend, key: Hashable, make: Callable[[], T]) -> T:
     """The value that `make` gave for this key before, on this backend; else a new one."""
-    memo = backend.plans
+    memo = backend.cache
     value: T | None = memo.get(key)  # type: ignore[assignment]
     if value is None:
         value = make()

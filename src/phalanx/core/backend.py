@@ -1,4 +1,9 @@
-"""`Backend`: one rank's view of one group of ranks."""
+"""`Backend`: one rank's membership of one group of ranks, and the ways to move bytes in it.
+
+Backend.run     a blocking collective: begun by the caller at once, where nothing is in the way
+Backend.issue   a collective or message that goes on by itself: a `Work`
+SubBackend      some of a backend's ranks
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,8 @@ from contextlib import suppress
 from itertools import chain
 from math import inf
 from operator import index
-from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +27,18 @@ from phalanx.core.common import common
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
-from phalanx.core.recorder import Record, call_site
-from phalanx.core.steps import ANY, Call, Native, ReceiveBytes, Round, SendBytes, Step, ring_barrier
-from phalanx.core.work import AnyOf, Combine, Operation, check_timeout
+from phalanx.core.recorder import call_site
+from phalanx.core.steps import (
+    ANY,
+    NativeCall,
+    Program,
+    ReceiveBytes,
+    Round,
+    SendBytes,
+    Step,
+    ring_barrier,
+)
+from phalanx.core.work import AnyOf, Call, Combine, Work, check_timeout
 from phalanx.errors import (
     DistributedError,
     InvalidRankError,
@@ -39,23 +52,70 @@ from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, writable_byte
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from phalanx.core.steps import Epoch
+    from phalanx.core.recorder import CallSite
 
-
-# ------------------------------------------------------------------------------
-# Messages between two ranks: the part of a backend that is not about all of a group.
-
+T = TypeVar("T")
+DEFAULT_TIMEOUT = 60.0
 MAX_TAG = 2**31 - 1
+PATIENCE = 0.05  # seconds; longer than a step that overlaps its communication is worth
 
 
-class Messages:
-    """One rank's messages to and from the other ranks of a group."""
+class LinkCost(NamedTuple):
+    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
+
+    latency: float  # seconds until the receiver can go on
+    overhead: float  # seconds of work for each message sent or received
+    bandwidth: float  # bytes a second
+    duplex: bool  # whether sending and receiving at the same time takes no longer than either
+
+
+class Links(NamedTuple):
+    """The links of a group. All ranks of a host share one bandwidth out of it, and one into it."""
+
+    inside: LinkCost  # a host
+    between: LinkCost  # hosts
+    processors: float = inf  # of a host, which its ranks share; the same number on all of them
+
+
+# Inside a host a byte costs a processor's time on either side, between hosts the wire's. Measured
+# with 2, 3 and 4 processes on two processors, as the times of all algorithms of all_reduce, from
+# 8 bytes to 16 MiB, in turn.
+INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
+BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
+
+
+class Backend:
+    """One rank's view of one group of ranks, and the ways to move bytes between them.
+
+    rank         this rank, 0 <= rank < world_size
+    world_size   how many there are
+    timeout      seconds that a call waits at most, unless it is told otherwise
+    topology     for each rank the number of the host that it is on
+    links        what messages cost inside a host and between hosts; the same on every rank
+    seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
+                 that were made of it, too
+
+    Blocking calls block this rank only. After a failure of a collective the group is broken:
+    every later call on it raises the first cause at once. Use it in a `with` statement, or call
+    `close()`. Any thread may call, but the order of collectives is the order of the calls, and
+    has to be the same on every rank.
+    """
+
+    topology: tuple[int, ...]
+    devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         self.engine = engine
         self.group = group
         self.timeout = check_timeout(timeout)
-        self.seconds_waiting = 0.0
+        self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
+        # What another library does whole, nobody compares.
+        self.native = None if self._strict else engine.native(group)
+        self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
+        self.cache: dict[Hashable, object] = {}  # what upper layers have worked out once
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
 
     @property
     def rank(self) -> int:
@@ -67,6 +127,38 @@ class Messages:
         """The number of ranks in this group."""
         return self.group.size
 
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds that calls of this group, and of those made of it, have spent blocked."""
+        return self.group.seconds_waiting
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks share memory, in which collectives are done."""
+        shared = self.group.shared
+        return shared is not None and shared.size == self.world_size
+
+    @property
+    def spares_a_processor(self) -> bool:
+        """Whether a collective gains from a thread that moves it on while this rank computes.
+
+        By messages it does, since bytes travel by themselves. In shared memory it is work like any
+        other, for which there has to be a processor that has none.
+        """
+        return not self.shares_memory or self.links.processors > self.world_size
+
+    @property
+    def finished(self) -> int:
+        """How many collectives of this group are over on this rank."""
+        return self.group.finished
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a work is left to its waiter before a thread moves it on."""
+        return 0.0 if self.spares_a_processor else PATIENCE
+
+    # Messages -------------------------------------------------------------------------------
+
     def send(
         self, data: Tensor | Buffer, dst: int, *, tag: int = 0, timeout: float | None = None
     ) -> None:
@@ -76,48 +168,7 @@ class Messages:
         order. Raises `InvalidRankError`, `SelfSendError`, `PeerLostError` and
         `CollectiveTimeoutError`. Moves the tensor's bytes once.
         """
-        self.wait(self.start_send(data, dst, tag=tag, timeout=timeout))
-
-    def start_send(
-        self,
-        data: Tensor | Buffer,
-        dst: int,
-        *,
-        tag: int = 0,
-        timeout: float | None = None,
-        background: bool = False,
-    ) -> Operation:
-        """Begin to send; its memory may be used again when the operation is done."""
-        self.check_peer(dst)
-        view = readable_bytes(data)
-        sends = (SendBytes(dst, 0, len(view)),)
-        return self._message("send", dst, tag, Round(sends=sends), (view,), timeout, background)
-
-    def start_recv(
-        self,
-        into: Tensor | Buffer,
-        src: int | None,
-        *,
-        tag: int = 0,
-        timeout: float | None = None,
-        background: bool = False,
-    ) -> tuple[Operation, Callable[[], int]]:
-        """Begin to receive. When the operation is done, call the function: it gives the sender."""
-        if src is None:
-            self._check_others()
-        else:
-            self.check_peer(src)
-        view, stand_in = writable_bytes(into)
-        peer = ANY if src is None else src
-        round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
-        operation = self._message("recv", peer, tag, round_, (view,), timeout, background)
-
-        def finish() -> int:
-            if stand_in is not None:
-                copy_bits(into.detach(), stand_in)
-            return self.group.to_local[operation.sender]
-
-        return operation, finish
+        self.isend(data, dst, tag=tag, timeout=timeout, background=False).wait()
 
     def recv(
         self, into: Tensor | Buffer, src: int | None, *, tag: int = 0, timeout: float | None = None
@@ -129,9 +180,7 @@ class Messages:
         dropped then. After a `CollectiveTimeoutError` the message is not lost: the next `recv`
         gets it. Also raises `InvalidRankError`, `SelfSendError` and `PeerLostError`.
         """
-        operation, finish = self.start_recv(into, src, tag=tag, timeout=timeout)
-        self.wait(operation)
-        return finish()
+        return self.irecv(into, src, tag=tag, timeout=timeout, background=False).wait()
 
     def sendrecv(
         self,
@@ -151,65 +200,62 @@ class Messages:
         round_ = Round(
             (SendBytes(dst, 0, len(outgoing)),), (ReceiveBytes(src, 0, len(view), buffer=1),)
         )
-        operation = self._message("sendrecv", dst, tag, round_, (outgoing, view), timeout)
-        self.wait(operation)
+        self._message("sendrecv", dst, tag, round_, (outgoing, view), timeout).wait()
         if stand_in is not None:
             copy_bits(into.detach(), stand_in)
 
-    def wait(self, operation: Operation, *, timeout: float | None = None) -> None:
-        """Block until an operation is done. Raises its error, each time it is called."""
-        if not operation.done:
-            if timeout is not None:
-                operation.expect_within(self._timeout(timeout))
-            began = monotonic()
-            awaited = self.engine.awaited
-            awaited.append(operation)
-            try:
-                self.engine.progress(operation)
-            except BaseException as interruption:
-                with self.engine.lock:
-                    self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
-                raise
-            finally:
-                awaited.remove(operation)
-                self._waited(monotonic() - began)
-        error = operation.error
-        if error is not None:
-            raise error.again() if isinstance(error, DistributedError) else error
+    def isend(
+        self,
+        data: Tensor | Buffer,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = True,
+    ) -> Work[None]:
+        """`send` that returns at once; the memory may be used again when the work is done.
 
-    def wait_any(self, operations: Sequence[Operation], *, timeout: float = math.inf) -> None:
-        """Block until one of some operations of this rank is done, of any groups; see `wait_any`.
-
-        Ranks are named in this group's numbers. ValueError if there are none.
+        With `background` it moves on while nobody waits for it.
         """
-        if not operations:
-            raise ValueError(f"rank {self.rank}: wait_any of nothing would wait for ever")
-        until = AnyOf(self.group, operations, check_timeout(timeout))
-        if until.done:
-            return
-        began = monotonic()
-        awaited = self.engine.awaited
-        awaited.append(until)
-        try:
-            self.engine.progress(until)
-        finally:
-            awaited.remove(until)
-            self._waited(monotonic() - began)
-        if until.error is not None:
-            raise until.error
+        self.check_peer(dst)
+        view = readable_bytes(data)
+        round_ = Round(sends=(SendBytes(dst, 0, len(view)),))
+        return self._message("send", dst, tag, round_, (view,), timeout, background=background)
 
-    def give_up(self, operation: Operation, reason: str) -> None:
-        """End a message of this group that is under way; its memory is the caller's again.
+    def irecv(
+        self,
+        into: Tensor | Buffer,
+        src: int | None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = True,
+    ) -> Work[int]:
+        """`recv` that returns at once; `wait()` gives the sender, and `into` is filled then.
 
-        One that has not come is had by the next receive; one that has not gone never comes.
+        Receives with one tag from one rank are served in the order in which they were posted. With
+        `background` it moves on while nobody waits for it.
         """
-        with self.engine.lock:
-            self.group.abandon(operation, reason)
-            self.engine.run_ready()
+        if src is not None:
+            self.check_peer(src)
+        elif self.world_size == 1:
+            raise SelfSendError(
+                f"rank {self.rank}: there is no other rank in this group to receive from",
+                rank=self.rank,
+            )
+        view, stand_in = writable_bytes(into)
+        peer = ANY if src is None else src
+        round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
 
-    def _waited(self, seconds: float) -> None:
-        """A call was blocked for so long."""
-        self.seconds_waiting += seconds
+        def sender() -> int:
+            if stand_in is not None:
+                copy_bits(into.detach(), stand_in)
+            return self.group.to_local[work.sender]
+
+        work: Work[int] = self._message(
+            "recv", peer, tag, round_, (view,), timeout, background=background, result=sender
+        )
+        return work
 
     def _message(
         self,
@@ -219,305 +265,142 @@ class Messages:
         round_: Round,
         buffers: tuple[memoryview, ...],
         timeout: float | None,
+        *,
         background: bool = False,
-    ) -> Operation:
+        result: Callable[[], T] | None = None,
+    ) -> Work[T]:
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
         signature = [f"tag {tag}"] if tag else []
         signature += ["from any rank"] if peer == ANY else []
-        with self.engine.lock:
-            operation = Operation(
-                self.group,
+        group, engine = self.group, self.engine
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
+        site = call_site()
+        with engine.lock:
+            call = Call(
                 name,
-                Channel(self.group.id, Kind.POINT_TO_POINT, tag),
-                self.group.next_message(name, peer),
-                (round_,),
-                buffers,
-                signature=", ".join(signature),
-                site=call_site(),
-                timeout=self._timeout(timeout),
+                group.next_message(name, peer),
+                ", ".join(signature),
+                group.suffix,
+                site,
+                started=engine.now(),
+                timeout=seconds,
             )
-            self.engine.issue(operation)
-        if background and not operation.done:
-            self.engine.in_background(operation)
-        return operation
+            channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
+            work = Work(group, call, channel, (round_,), buffers, result=result)
+            self._begin(work)
+        if background and not work.over:
+            engine.transport.background(work, patience=self._patience)
+        return work
 
-    def _timeout(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else check_timeout(timeout)
+    def wait_any(self, works: Sequence[Work[Any]], *, timeout: float = math.inf) -> None:
+        """Block until one of some works of this rank is done, of any groups; see `wait_any`.
 
-    def check_rank(self, rank: int, what: str = "rank") -> None:
-        """Raise `InvalidRankError` unless `rank` is one of this group's."""
-        try:
-            exists = 0 <= index(rank) < self.world_size
-        except TypeError:
-            exists = False
-        if not exists:
-            raise InvalidRankError(
-                f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
-                f"0 to {self.world_size - 1}",
-                rank=self.rank,
-                peer=rank,
-            )
+        Ranks are named in this group's numbers. ValueError if there are none.
+        """
+        if not works:
+            raise ValueError(f"rank {self.rank}: wait_any of nothing would wait for ever")
+        AnyOf(self.group, works, check_timeout(timeout)).wait()
 
-    def check_peer(self, peer: int) -> None:
-        """Raise unless `peer` is another rank of this group."""
-        self.check_rank(peer, "peer")
-        if peer == self.rank:
-            raise SelfSendError(
-                f"rank {self.rank}: a message to or from itself would wait for itself; "
-                "copy the tensor instead",
-                rank=self.rank,
-                peer=peer,
-            )
+    # Collectives ----------------------------------------------------------------------------
 
-    def _check_others(self) -> None:
-        """Raise unless there is another rank to receive from."""
-        if self.world_size == 1:
-            raise SelfSendError(
-                f"rank {self.rank}: there is no other rank in this group to receive from",
-                rank=self.rank,
-            )
-
-
-# ------------------------------------------------------------------------------
-# Collectives as a backend sees them: programs of its engine, issued in the group's order.
-
-
-class Calls(Messages):
-    """One rank's collectives with the other ranks of a group."""
-
-    def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
-        super().__init__(engine, group, timeout=timeout)
-        self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
-
-    def start(
+    def issue(
         self,
         name: str,
-        program: Iterable[Step],
+        program: Iterable[Program],
+        buffers: tuple[memoryview, ...] = (),
+        *,
+        combine: Combine | None = None,
+        result: Callable[[], T] | None = None,
+        signature: str = "",
+        fingerprint: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> Work[T]:
+        """Issue a collective: this rank's steps. Returns at once.
+
+        Every rank of the group issues its own part, in the same order. `fingerprint` has to be
+        equal on all of them. With `background` it moves on while nobody waits for it.
+        """
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
+        site = call_site()
+        with self.engine.lock:
+            call = self._next_collective(name, signature, fingerprint, site, seconds)
+            channel = Channel(self.group.id, Kind.COLLECTIVE, call.sequence)
+            work = Work(self.group, call, channel, program, buffers, combine=combine, result=result)
+            self._begin(work)
+        if background and not work.over:
+            self.engine.transport.background(work, patience=self._patience)
+        return work
+
+    def run(
+        self,
+        name: str,
+        program: Iterable[Program],
         buffers: tuple[memoryview, ...] = (),
         *,
         combine: Combine | None = None,
         signature: str = "",
         fingerprint: int = 0,
         timeout: float | None = None,
-        background: bool = False,
-    ) -> Operation:
-        """Issue a collective: this rank's steps. Returns at once.
-
-        Every rank of the group issues its own part, in the same order. `fingerprint` has to be
-        equal on all of them. With `background` it moves on while nobody waits for it.
-        """
-        group = self.group
-        seconds = self._timeout(timeout)
-        site = call_site()
-        if self._strict:
-            fingerprint ^= xxh3_64_intdigest(str(site).encode())
-        with self.engine.lock:
-            sequence = group.next_sequence(fingerprint)
-            operation = Operation(
-                group,
-                name,
-                Channel(group.id, Kind.COLLECTIVE, sequence),
-                sequence,
-                program,
-                buffers,
-                combine=combine,
-                signature=signature,
-                fingerprint=fingerprint,
-                rolling_hash=group.rolling_hash,
-                site=site,
-                timeout=seconds,
-            )
-            self.engine.issue(operation)
-        if background and not operation.done:
-            self.engine.in_background(operation)
-        return operation
-
-    def carry_out(
-        self,
-        name: str,
-        steps: Iterator[Epoch],
-        *,
-        signature: str = "",
-        fingerprint: int = 0,
-        timeout: float | None = None,
     ) -> None:
-        """Do a collective in which ranks only meet (`backends/shm`). Blocks until it is done.
+        """`issue` a collective, and block until it is done.
 
-        The same as `start` and `wait`. But where nothing is in the way, and the others come soon,
-        no operation has to be made, queued, and woken up.
+        Where nothing is in the way, this thread does the steps itself, as long as each is complete
+        at once or soon: then nothing is queued, and nobody has to be woken up. The first step that
+        is not, and any round of messages, becomes a work that goes on from there.
         """
+        seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine = self.group, self.engine
-        if timeout is not None:
-            check_timeout(timeout)
         site = call_site()
-        if self._strict:
-            fingerprint ^= xxh3_64_intdigest(str(site).encode())
         with engine.lock:
-            sequence, rolling_hash = group.next_sequence(fingerprint), group.rolling_hash
-            began = monotonic()
-            engine.glance(began)
+            call = self._next_collective(name, signature, fingerprint, site, seconds)
+            engine.transport.glance(call.started)
+            steps: Iterator[Program] = iter(program)
             if group.is_free():
                 try:
-                    waiting = _carried_out(steps, rolling_hash)
+                    left = _carried_out(steps, call)
                 except BaseException as error:
                     steps = _raising(error)
                 else:
-                    if waiting is None:
-                        group.was_done(
-                            Record(
-                                *(name, sequence, signature, group.suffix, site),
-                                *(fingerprint, began, monotonic(), False),
-                            )
-                        )
+                    if left is None:
+                        group.call_ended(call)
+                        engine.history.add(call)
                         return
-                    steps = chain((waiting,), steps)
-            operation = Operation(
-                group,
-                name,
-                Channel(group.id, Kind.COLLECTIVE, sequence),
-                sequence,
-                steps,
-                signature=signature,
-                fingerprint=fingerprint,
-                rolling_hash=rolling_hash,
-                site=site,
-                timeout=self._timeout(timeout),
-            )
-            self._issue(operation)
-        self.wait(operation)
+                    steps = chain((left,), steps)
+            channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
+            work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
+            self._begin(work)
+        work.wait()
 
-    def call(
-        self,
-        call: Call,
-        *,
-        signature: str = "",
-        fingerprint: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        """Do a collective that is the library's own (`Backend.native`). Blocks until it is done.
+    def _next_collective(
+        self, name: str, signature: str, fingerprint: int, site: CallSite, timeout: float
+    ) -> Call:
+        group = self.group
+        if self._strict:
+            fingerprint ^= xxh3_64_intdigest(str(site).encode())
+        return Call(
+            name,
+            group.next_collective(fingerprint),
+            signature,
+            group.suffix,
+            site,
+            started=self.engine.now(),
+            timeout=timeout,
+            fingerprint=fingerprint,
+            rolling_hash=group.rolling_hash,
+        )
 
-        The same as `start` and `wait`, but that no operation is made where it is over soon.
-        """
-        group, engine = self.group, self.engine
-        name, site, seconds = call.collective, call_site(), self._timeout(timeout)
-        with engine.lock:
-            sequence, rolling_hash = group.next_sequence(fingerprint), group.rolling_hash
-            began = monotonic()
-            engine.glance(began)
-            step: Step | None = call
-            if group.is_free():
-                step = engine.begin_call(group, call, seconds)
-                if step is None:
-                    ended = monotonic()
-                    self._waited(ended - began)
-                    group.was_done(
-                        Record(
-                            *(name, sequence, signature, group.suffix, site),
-                            *(fingerprint, began, ended, False),
-                        )
-                    )
-                    return
-            operation = Operation(
-                group,
-                name,
-                Channel(group.id, Kind.COLLECTIVE, sequence),
-                sequence,
-                (step,),
-                signature=signature,
-                fingerprint=fingerprint,
-                rolling_hash=rolling_hash,
-                site=site,
-                timeout=seconds,
-            )
-            self._issue(operation)
-        self.wait(operation)
-
-    def _issue(self, operation: Operation) -> None:
+    def _begin(self, work: Work[Any]) -> None:
         """Begin it here and now; an interrupt that comes meanwhile ends it. Lock held."""
         try:
-            self.engine.issue(operation)
+            self.group.issue(work)
+            self.engine.run_ready()
         except Exception:
             raise
         except BaseException as interruption:
-            self.group.abandon(operation, f"interrupted by {type(interruption).__name__}")
+            self.group.abandon(work, f"interrupted by {type(interruption).__name__}")
             raise
-
-    def fail(self, error: DistributedError, *, culprit: int | None = None) -> None:
-        """Break the group on every rank because of an error of this one, which raises it itself.
-
-        For code above the collectives that finds out, between two of them, that this rank cannot
-        go on: the others wait for it, and learn here why it will not come. They blame the error's
-        `peer`, or else this rank; or `culprit`, a rank of the job that need not be a member.
-        """
-        with self.engine.lock:
-            ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
-            whole = ranks[blamed] if culprit is None else culprit
-            failure = Failure(type(error), whole, ranks[self.rank], str(error))
-            self.group.fail(failure)
-            self.engine.run_ready()
-
-
-def _carried_out(steps: Iterator[Epoch], rolling_hash: int) -> Epoch | None:
-    """Do one step after the other; the one to which not everybody has come soon enough, or None."""
-    for epoch in steps:
-        epoch.begin(rolling_hash)
-        if not epoch.spin():
-            return epoch
-    return None
-
-
-def _raising(error: BaseException) -> Iterator[Epoch]:
-    """Steps that end in an error."""
-
-    def fail() -> Epoch:
-        raise error
-
-    return iter(fail, None)
-
-
-# ------------------------------------------------------------------------------
-
-DEFAULT_TIMEOUT = 60.0
-_BARRIER = Call("barrier")
-
-
-def _hash(label: str) -> int:
-    return xxh3_64_intdigest(label.encode()) if label else 0
-
-
-class Backend(Calls):
-    """One rank's view of one group of ranks, and the ways to move bytes between them.
-
-    rank         this rank, 0 <= rank < world_size
-    world_size   how many there are
-    timeout      seconds that a call waits at most, unless it is told otherwise
-    topology     for each rank the number of the host that it is on
-    links        what messages cost inside a host and between hosts; the same on every rank
-    seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
-                 that were made of it, too
-
-    Blocking calls block this rank only. After a failure of a collective the group is broken:
-    every later call on it raises the first cause at once. Use it in a `with` statement, or call
-    `close()`. Any thread may call, but the order of collectives is the order of the calls, and
-    has to be the same on every rank.
-    """
-
-    topology: tuple[int, ...]
-    native: Native | None  # collectives of the library that it stands on
-    devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
-
-    def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
-        super().__init__(engine, group, timeout=timeout)
-        # What a library does whole, nobody compares.
-        self.native = None if self._strict else engine.native_for(group)
-        self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
-        self.plans: dict[Hashable, object] = {}  # what collectives have worked out before
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
-
-    # Groups -------------------------------------------------------------------------------
 
     def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this, with the same label.
@@ -525,61 +408,49 @@ class Backend(Calls):
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
-        epochs = self._meets()
-        if epochs is not None:
-            self.carry_out(
-                "barrier", epochs, signature=label, fingerprint=_hash(label), timeout=timeout
-            )
-        else:
-            self.wait(self.start_barrier(label=label, timeout=timeout))
+        fingerprint = xxh3_64_intdigest(label.encode()) if label else 0
+        steps = self._barrier_steps()
+        self.run("barrier", steps, signature=label, fingerprint=fingerprint, timeout=timeout)
 
-    def start_barrier(
-        self, *, label: str = "", timeout: float | None = None, background: bool = False
-    ) -> Operation:
-        """Begin a barrier; when the operation is done, every rank has come."""
-        steps: Iterable[Step] | None = self._meets()
-        if steps is None and self.native is not None and self.native.has(_BARRIER):
-            steps = (_BARRIER,)
-        if steps is None:
-            steps = ring_barrier(self.rank, self.world_size)
-        return self.start(
+    def ibarrier(
+        self, *, label: str = "", timeout: float | None = None, background: bool = True
+    ) -> Work[None]:
+        """`barrier` that returns at once; when the work is done, every rank has come."""
+        return self.issue(
             "barrier",
-            steps,
+            self._barrier_steps(),
             signature=label,
-            fingerprint=_hash(label),
+            fingerprint=xxh3_64_intdigest(label.encode()) if label else 0,
             timeout=timeout,
             background=background,
         )
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all ranks share memory, in which collectives are done."""
-        control = self.group.shared
-        return control is not None and control.size == self.world_size
+    def _barrier_steps(self) -> Iterable[Program]:
+        shared = self.group.shared
+        if shared is not None and shared.size == self.world_size:
+            return (shared.epoch(first=True),)
+        native = self.native.step(NativeCall("barrier")) if self.native is not None else None
+        return (native,) if native is not None else ring_barrier(self.rank, self.world_size)
 
-    @property
-    def spares_a_processor(self) -> bool:
-        """Whether a collective gains from a thread that moves it on while this rank computes.
-
-        By messages it does, since bytes travel by themselves. In shared memory it is work like any
-        other, for which there has to be a processor that has none.
-        """
-        return not self.shares_memory or self.links.processors > self.world_size
-
-    def _meets(self) -> Iterator[Epoch] | None:
-        control = self.group.shared
-        if control is None or control.size < self.world_size:
-            return None
-        return iter((control.epoch(first=True),))
+    # Groups and memory ----------------------------------------------------------------------
 
     def subgroup(self, members: Iterable[int]) -> SubBackend:
         """A backend for some of this one's ranks. Each of them calls this; no bytes are sent."""
-
         return SubBackend(self, members)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialized tensor in memory that this backend sends without a copy."""
-        return self.engine.empty(shape, dtype)
+    def empty(
+        self,
+        *shape: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """An uninitialized tensor in memory that this backend sends without a copy.
+
+        device   where it is, the processor's memory by default; on another one it is torch's own
+        """
+        if device is not None and torch.device(device).type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self.engine.transport.alloc(shape, dtype)
 
     def common(
         self, count: int, dtype: torch.dtype = torch.float32, *, timeout: float | None = None
@@ -606,14 +477,102 @@ class Backend(Calls):
         """
         return common(self, count, dtype, timeout=timeout)
 
-    # The end ------------------------------------------------------------------------------
+    # SHIMS, until callers are converted -----------------------------------------------------
+
+    @property
+    def plans(self) -> dict[Hashable, object]:
+        """Shim."""
+        return self.cache
+
+    def start_send(
+        self,
+        data: Any,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> Work[None]:
+        """Shim."""
+        return self.isend(data, dst, tag=tag, timeout=timeout, background=background)
+
+    def start_recv(
+        self,
+        into: Any,
+        src: int | None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        background: bool = False,
+    ) -> tuple[Work[int], Callable[[], int]]:
+        """Shim."""
+        work = self.irecv(into, src, tag=tag, timeout=timeout, background=background)
+        return work, work.wait
+
+    def start_barrier(
+        self, *, label: str = "", timeout: float | None = None, background: bool = False
+    ) -> Work[None]:
+        """Shim."""
+        return self.ibarrier(label=label, timeout=timeout, background=background)
+
+    def wait(self, work: Work[Any], *, timeout: float | None = None) -> None:
+        """Shim."""
+        work.wait(timeout)
+
+    def give_up(self, work: Work[Any], reason: str) -> None:
+        """Shim."""
+        work.cancel(reason)
+
+    # What is checked before anything is sent ------------------------------------------------
+
+    def check_rank(self, rank: int, what: str = "rank") -> None:
+        """Raise `InvalidRankError` unless `rank` is one of this group's."""
+        try:
+            exists = 0 <= index(rank) < self.world_size
+        except TypeError:
+            exists = False
+        if not exists:
+            raise InvalidRankError(
+                f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
+                f"0 to {self.world_size - 1}",
+                rank=self.rank,
+                peer=rank,
+            )
+
+    def check_peer(self, peer: int) -> None:
+        """Raise unless `peer` is another rank of this group."""
+        self.check_rank(peer, "peer")
+        if peer == self.rank:
+            raise SelfSendError(
+                f"rank {self.rank}: a message to or from itself would wait for itself; "
+                "copy the tensor instead",
+                rank=self.rank,
+                peer=peer,
+            )
+
+    # The end --------------------------------------------------------------------------------
+
+    def fail(self, error: DistributedError, *, culprit: int | None = None) -> None:
+        """Break the group on every rank because of an error of this one, which raises it itself.
+
+        For code above the collectives that finds out, between two of them, that this rank cannot
+        go on: the others wait for it, and learn here why it will not come. They blame the error's
+        `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
+        """
+        with self.engine.lock:
+            ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
+            whole = ranks[blamed] if culprit is None else culprit
+            self.group.fail(Failure(type(error), whole, ranks[self.rank], str(error)))
+            self.engine.run_ready()
 
     def close(self) -> None:
         """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
         with self.engine.lock:
             if not self.group.closed:
                 self.group.close()
-                self.engine.announce_leaving(self.group)
+                if self.native is not None:
+                    self.native.close()
+                self.engine.tell_members(self.group, None)
                 self.engine.run_ready()
 
     def abort(self) -> None:
@@ -624,7 +583,8 @@ class Backend(Calls):
                 whole = group.ranks[group.rank]
                 reason = f"rank {group.name_of(group.rank)} was lost: it aborted"
                 group.close()
-                self.engine.tell(group, Failure(PeerLostError, whole, whole, reason))
+                failure = Failure(PeerLostError, whole, whole, reason)
+                self.engine.tell_members(group, failure.notice())
                 self.engine.run_ready()
 
     def __enter__(self) -> Self:
@@ -640,6 +600,26 @@ class Backend(Calls):
             self.close()
 
 
+def _carried_out(steps: Iterator[Program], call: Call) -> Program | None:
+    """Do one step after the other; the first that is not complete soon, or None."""
+    for step in steps:
+        if not isinstance(step, Step):
+            return step
+        step.begin(call)
+        if not step.ready(spin=True):
+            return step
+    return None
+
+
+def _raising(error: BaseException) -> Iterator[Program]:
+    """Steps that end in an error."""
+
+    def fail() -> Program:
+        raise error
+
+    return iter(fail, None)
+
+
 # ------------------------------------------------------------------------------
 # `SubBackend`: some of a backend's ranks, as a group of their own.
 
@@ -651,7 +631,7 @@ class SubBackend(Backend):
     members   sorted and without repeats, as ranks of `parent`
 
     Every member makes it, in the same order among groups of the same members; nothing is sent.
-    It moves bytes over its parent's connections, but neither waits for the parent's operations
+    It moves bytes over its parent's connections, but neither waits for the parent's works
     nor mixes with them. Closing it leaves the parent open.
 
     Raises `InvalidWorldSizeError` for no members; `InvalidRankError` if one is not a rank of the
@@ -690,42 +670,6 @@ class SubBackend(Backend):
     def to_local(self, global_: int) -> int | None:
         """This group's number for rank `global_` of the parent; None if it is no member."""
         return self.members.index(global_) if global_ in self.members else None
-
-    def _waited(self, seconds: float) -> None:
-        super()._waited(seconds)
-        self.parent._waited(seconds)
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As the parent's: memory is one, whichever group it is sent in."""
-        return self.parent.empty(*shape, dtype=dtype)
-
-
-# ------------------------------------------------------------------------------
-# What links cost, as estimates for the choice of an algorithm.
-
-
-class LinkCost(NamedTuple):
-    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
-
-    latency: float  # seconds until the receiver can go on
-    overhead: float  # seconds of work for each message sent or received
-    bandwidth: float  # bytes a second
-    duplex: bool  # whether sending and receiving at the same time takes no longer than either
-
-
-class Links(NamedTuple):
-    """The links of a group. All ranks of a host share one bandwidth out of it, and one into it."""
-
-    inside: LinkCost  # a host
-    between: LinkCost  # hosts
-    processors: float = inf  # of a host, which its ranks share; the same number on all of them
-
-
-# Inside a host a byte costs a processor's time on either side, between hosts the wire's. Measured
-# with 2, 3 and 4 processes on two processors, as the times of all algorithms of all_reduce, from
-# 8 bytes to 16 MiB, in turn.
-INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
-BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
 
 
 # ------------------------------------------------------------------------------

@@ -19,19 +19,18 @@ asked raises after a while all the same, with only its own side of the story.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
-from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core.failure import Failure
-from phalanx.core.recorder import Record
 from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.work import Operation
+    from phalanx.core.work import Call, Work
 ASK_EVERY = 0.5  # seconds that a collective waits before it asks whether the others are in it, too
 ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
 
@@ -47,113 +46,141 @@ class Checker:
     """One rank's knowledge of what the members of one group are doing."""
 
     def __init__(self, group: Group) -> None:
+        self.ask_every = ASK_EVERY
         self.desync: Desync | None = None
         self._group = group
-        self._recent: deque[Record] = deque(maxlen=64)
+        self._recent: deque[Call] = deque(maxlen=64)
         self._unexpected: dict[int, Ask] = {}  # member -> what it asked about an operation to come
 
-    def ended(self, record: Record) -> None:
+    def ended(self, call: Call) -> None:
         """A collective is over on this rank."""
-        self._recent.append(record)
+        self._recent.append(call)
 
     def is_busy(self) -> bool:
         """Whether somebody has asked something, or ranks disagree."""
         return bool(self._unexpected) or self.desync is not None
 
-    def check(self, operation: Operation) -> None:
+    def begins(self, work: Work[Any]) -> None:
         """A collective begins: compare it with what others have asked about it before."""
         if not self._unexpected:
             return
         for peer, ask in list(self._unexpected.items()):
-            if ask.sequence <= operation.sequence:
+            if ask.sequence <= work.sequence:
                 del self._unexpected[peer]
-                if ask.sequence == operation.sequence:
+                if ask.sequence == work.sequence:
                     self.asked(peer, ask)
 
-    def ask(self, operation: Operation) -> None:
-        """Ask those it waits for whether they are in this collective, too."""
+    def attend(self, now: float) -> float:
+        """Break the group if the other side of a desync has said nothing; when to look again."""
+        desync = self.desync
+        if desync is None:
+            return math.inf
+        if now >= desync.deadline:
+            self._group.fail(desync.failure)
+        return desync.deadline
+
+    def ask_if_due(self, work: Work[Any], now: float) -> float:
+        """Ask, now and then, those that a collective waits for whether they are in it, too.
+
+        Returns when that is due again.
+        """
+        if now >= work.ask_at:
+            work.ask_at = now + self.ask_every
+            self.ask(work)
+        return work.ask_at
+
+    def ask(self, work: Work[Any]) -> None:
+        """Ask those that a collective waits for whether they are in it, too."""
+        group, call = self._group, work.call
+        ask = Ask(call.sequence, call.fingerprint, shortened(call.describe()))
+        for peer in work.waits_for():
+            group.engine.transport.control(peer, group.id, ask)
+
+    def tell_neighbour(self, call: Call) -> None:
+        """Tell the next member the rolling hash at a collective that another library does whole.
+
+        It compares when it comes to that collective, or has been in it. Nobody waits for an answer.
+        """
         group = self._group
-        ask = Ask(operation.sequence, operation.fingerprint, shortened(operation.describe()))
-        for peer in operation.waits_for_global():
-            group.engine.ask(peer, group.id, ask)
+        peer = group.ranks[(group.rank + 1) % group.size]
+        ask = Ask(call.sequence, call.fingerprint, shortened(call.describe()), 0, call.rolling_hash)
+        group.engine.transport.control(peer, group.id, ask)
 
     def asked(self, peer: int, ask: Ask) -> None:
-        """A member (a rank of the job) asks whether this rank is, was, or will be in that, too."""
-        mine = self._known(ask.sequence)
+        """A member (a global rank) asks whether this rank is, was, or will be in that, too."""
+        group, mine = self._group, self._known(ask.sequence)
         if mine is None:
-            if ask.sequence >= self._group.next_number:
+            if ask.sequence >= group.issued:
                 self._unexpected[peer] = ask
-        elif mine[0] != ask.fingerprint:
-            group = self._group
-            reason = f"{mine[1]} met {ask.what} from rank {group.name_of_global(peer)}"
+        elif mine.fingerprint != ask.fingerprint:
+            what = mine.describe()
+            reason = f"{what} met {ask.what} from rank {group.name_of_global(peer)}"
             here = group.engine.rank
-            group.fail(
-                Failure(DesyncError, peer, here, reason, mine[1], ask.sequence, met=ask.what)
-            )
+            group.fail(Failure(DesyncError, peer, here, reason, what, ask.sequence, met=ask.what))
+        elif ask.rolling_hash and ask.rolling_hash != mine.rolling_hash:
+            self.has_diverged(mine, peer)
 
-    def met_another(self, operation: Operation, peer: int) -> None:
-        """A message came from `peer` (of the job) that another operation has sent."""
+    def met_another(self, call: Call, peer: int) -> None:
+        """A message came from `peer` (a global rank) that another collective has sent."""
         name = self._group.name_of_global(peer)
-        mine = operation.describe()
-        reason = f"{mine} met another operation, or other arguments, from rank {name}"
-        self._open(peer, operation.sequence, operation.fingerprint, mine, reason)
+        reason = f"{call.describe()} met another operation, or other arguments, from rank {name}"
+        self._open(peer, call, reason)
 
-    def has_diverged(self, operation: Operation, peer: int) -> None:
-        """`peer` (a global rank) arrived at an epoch with another rolling hash."""
+    def has_diverged(self, call: Call, peer: int) -> None:
+        """`peer` (a global rank) is in this collective with another rolling hash."""
+        if self.desync is not None:
+            return
         name = self._group.name_of_global(peer)
-        mine = operation.describe()
         reason = (
-            f"{mine} met another operation, or other arguments, from rank {name}, there or in a "
-            "collective before it"
+            f"{call.describe()} met another operation, or other arguments, from rank {name}, there "
+            "or in a collective before it"
         )
         # The oldest first: it answers where they have diverged.
-        past = [
-            Ask(record.sequence, record.fingerprint, shortened(record.describe()))
-            for record in self._recent
-        ]
-        self._open(peer, operation.sequence, operation.fingerprint, mine, reason, past)
+        self._open(peer, call, reason, past=self._recent)
 
     def got_unexpected_message(self, number: int, peer: int) -> None:
         """A member sent something for a collective in which nothing was expected from it."""
-        group = self._group
-        fingerprint, mine = self._known(number) or (0, f"collective #{number}{group.suffix}")
-        name = group.name_of_global(peer)
+        group, call = self._group, self._known(number)
+        mine = call.describe() if call is not None else f"collective #{number}{group.suffix}"
         reason = (
-            f"{mine} was sent something by rank {name} that it did not expect: the two called "
-            "different things, or with other arguments"
+            f"{mine} was sent something by rank {group.name_of_global(peer)} that it did not "
+            "expect: the two called different things, or with other arguments"
         )
-        self._open(peer, number, fingerprint, mine, reason)
+        if call is not None:
+            self._open(peer, call, reason)
+        else:
+            self._ask_about(peer, [Ask(number, 0, shortened(mine))], mine, reason, number)
 
-    def _open(
-        self,
-        peer: int,
-        sequence: int,
-        fingerprint: int,
-        mine: str,
-        reason: str,
-        past: Iterable[Ask] = (),
+    def _open(self, peer: int, call: Call, reason: str, past: Iterable[Call] = ()) -> None:
+        asks = [
+            Ask(each.sequence, each.fingerprint, shortened(each.describe()))
+            for each in (*past, call)
+        ]
+        self._ask_about(peer, asks, call.describe(), reason, call.sequence)
+
+    def _ask_about(
+        self, peer: int, asks: Iterable[Ask], mine: str, reason: str, sequence: int
     ) -> None:
+        """Break the group soon: with the other side's words, if it says them in time."""
         group = self._group
         if self.desync is not None or group.failure is not None:
             return
         failure = Failure(DesyncError, peer, group.engine.rank, reason, mine, sequence)
-        self.desync = Desync(monotonic() + ANSWER_WITHIN, failure)
-        for ask in (*past, Ask(sequence, fingerprint, shortened(mine))):
-            group.engine.ask(peer, group.id, ask)
+        self.desync = Desync(group.engine.now() + ANSWER_WITHIN, failure)
+        for ask in asks:
+            group.engine.transport.control(peer, group.id, ask)
 
-    def description_for(self, failure: Failure) -> str:
-        """What this rank was doing when it, as `failure` says, did not do what others did."""
-        known = self._known(failure.sequence)
-        return known[1] if known is not None else ""
+    def description_of(self, sequence: int) -> str:
+        """What this rank did, does or will do as its collective of this number, if it knows."""
+        known = self._known(sequence)
+        return known.describe() if known is not None else ""
 
-    def _known(self, sequence: int) -> tuple[int, str] | None:
-        """The fingerprint and description of a collective of this rank, if it is remembered."""
-        for operation in self._group.queued():
-            if operation.sequence == sequence:
-                return operation.fingerprint, operation.describe()
-        for record in reversed(self._recent):
-            if record.sequence == sequence:
-                return record.fingerprint, record.describe()
+    def _known(self, sequence: int) -> Call | None:
+        """A collective of this rank, if it is under way or remembered."""
+        calls = [work.call for work in self._group.queued()]
+        for call in (*calls, *reversed(self._recent)):
+            if call.sequence == sequence:
+                return call
         return None
 
 

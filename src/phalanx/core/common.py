@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor, UntypedStorage
 
 from phalanx.core.steps import ReceiveBytes, Round, SendBytes
-from phalanx.core.work import check_timeout
+from phalanx.core.work import Work, check_timeout
 from phalanx.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _NUMBERS = struct.Struct("<4q")
 
 Place = tuple[int, int, int]
 """Where memory is, for others to attach it: what that means is the backend's own."""
-UNKNOWN_SITE: Place = (0, 0, 0)
+NOWHERE: Place = (0, 0, 0)
 
 
 class Source(ABC):
@@ -62,7 +62,7 @@ class Own(Source):
 
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
         """Ordinary memory."""
-        return zeros(size), UNKNOWN_SITE
+        return zeros(size), NOWHERE
 
     def attach(self, place: Place, size: int) -> UntypedStorage:
         """Nobody does."""
@@ -88,13 +88,13 @@ def common(
         check_timeout(timeout)
     if len(set(backend.topology)) > 1:
         return None
-    source = Own() if backend.world_size == 1 else backend.engine.common(backend.group)
+    source = Own() if backend.world_size == 1 else backend.engine.transport.common(backend.group)
     if source is None:
         return None
     exchange = _Exchange(source, rank, backend.world_size, size)
     signature = f"{str(dtype).removeprefix('torch.')} [{count}]"
     try:
-        operation = backend.start(
+        work: Work[None] = backend.issue(
             NAME,
             exchange.steps(),
             exchange.buffers(),
@@ -102,16 +102,16 @@ def common(
             fingerprint=xxhash.xxh3_64_intdigest(f"{NAME} {signature}".encode()),
             timeout=timeout,
         )
-        backend.wait(operation)
+        work.wait()
         verdict = exchange.verdict
         if verdict.blamed != NOBODY:
             raise BackendUnavailableError(
-                f"rank {rank}: {operation.describe()}: rank {verdict.blamed} cannot have {size:,} "
+                f"rank {rank}: {work.describe()}: rank {verdict.blamed} cannot have {size:,} "
                 f"bytes in common with the others: {verdict.problem}",
                 rank=rank,
                 peer=None if verdict.blamed == rank else verdict.blamed,
                 op=NAME,
-                sequence=operation.sequence,
+                sequence=work.sequence,
             )
         assert exchange.storage is not None
         # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
@@ -125,7 +125,7 @@ class _Word(NamedTuple):
     """What ranks tell each other: that all is well, and where; or who cannot go on, and why."""
 
     blamed: int = NOBODY
-    place: Place = UNKNOWN_SITE
+    place: Place = NOWHERE
     problem: str = ""
 
     def written(self) -> bytes:

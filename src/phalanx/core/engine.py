@@ -1,231 +1,155 @@
-"""The engine under every backend: it starts rounds, moves bytes, and tells who waits for what.
+"""The engine: it begins steps, matches messages with receives, and tells who waits for what.
 
-A backend is `post` and `progress`; the rest is built on them, once, and is the same for all:
+    Backend.run, issue   a call becomes a program of steps, and perhaps a Work
+    engine.begin         one step: a round's sends and receives, or an epoch, or a library's handle
+    transport.wait       bytes move until it is done, or its deadline has passed
+    work.advance         the next step
 
-    issue(operation)          begin; returns at once
-      post(operation, round)  start one round's sends and receives; returns a ticket
-    progress(operation)        move bytes until it is done, or its deadline has passed
-
-Many operations are open at a time, of many groups. All state is guarded by `lock`; the methods
-that say so are called with it held.
+Many works are open at a time, of many groups. All state is guarded by `lock`; the methods that say
+so are called with it held. Three collaborators hear of what happens: the checker of each group (do
+ranks agree), the watchdog (deadlines, who waits for whom), the recorder (last calls, trace).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
 from phalanx.core.matching import Matching, is_full
-from phalanx.core.recorder import History, Record, Trace
-from phalanx.core.steps import (
-    ANY,
-    NOTHING,
-    Call,
-    Native,
-    PostedReceive,
-    PostedSend,
-    Round,
-    Step,
-    Ticket,
-)
-from phalanx.core.work import Operation
+from phalanx.core.recorder import History, Trace
+from phalanx.core.steps import ANY, NOTHING, PostedRound, Step
+from phalanx.core.transport import Control, Transport
+from phalanx.core.work import Wait, Work
 from phalanx.errors import PeerLostError
-from phalanx.wire.control import Answer, Ask, shortened
+from phalanx.wire.control import Answer, Ask, FailureNotice, shortened
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
-    from phalanx.core.common import Source
-    from phalanx.core.steps import SharedGroup
-    from phalanx.core.work import Wait
+    from phalanx.core.steps import Native
+
+log = logging.getLogger("phalanx")
+
 NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
+MOST_GROUPS = 4096  # of which early control messages are kept
 
 
-class Engine(ABC):
-    """Moves the bytes of one rank; shared by its backend and all sub-groups of it."""
+class Engine:
+    """The works of one rank, of all its groups, over one transport.
+
+    lock       guards all of it; ranks that are threads of one process may share one
+    ready      works whose step is complete; shared likewise
+    now        the clock, in seconds: every time in the core is read from it
+    transport  set by the transport's constructor
+    native     for each group, what another library carries out whole
+    """
+
+    transport: Transport
 
     def __init__(
         self,
         rank: int,
         world_size: int,
+        *,
         lock: threading.RLock | None = None,
+        ready: deque[Work[Any]] | None = None,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.matching = Matching(self._came_too_late)
+        self.now = now
         self.lock = lock if lock is not None else threading.RLock()
+        self.ready: deque[Work[Any]] = deque() if ready is None else ready
+        self.polled: dict[Work[Any], Step] = {}  # whose step does not say when it is complete
+        self.callbacks: deque[tuple[Callable[[Any], object], Work[Any]]] = deque()
         self.groups: dict[int, Group] = {}
-        self.ready: deque[Operation] = deque()  # operations whose round is complete
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
-        self.awaited: list[Wait] = []  # what threads wait for, oldest first
+        self.waits: list[Wait] = []  # what threads wait for, oldest first
         self.full: dict[int, Answer] = {}  # peers that take no more messages for now
+        self.matching = Matching(self._came_too_late)
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
         self.matching.traced = self.trace is not None
-        self._future = EarlyControls()
+        self.query_numbers = itertools.count(1)
+        self.native: Callable[[Group], Native | None] = _no_library
+        self._early = EarlyControls()
         self._advancing = False
-        self.query_numbers = itertools.count(1)  # their numbers
-
-    # What a backend implements ------------------------------------------------------------
-
-    @abstractmethod
-    def transmit(self, send: PostedSend) -> None:
-        """Start to send a message; calls `send.complete()` when its memory is free again."""
-
-    @abstractmethod
-    def reach(self, peer: int) -> None:
-        """A receive from this peer was posted: there may be room now for what it sends."""
-
-    @abstractmethod
-    def progress(self, until: Wait) -> None:
-        """Move bytes until that is done; past its deadline it fails. Lock not held."""
-
-    @abstractmethod
-    def look_at(self, operation: Operation) -> None:
-        """Move the bytes that can be moved without waiting. Lock not held."""
-
-    @abstractmethod
-    def tell(self, group: Group, failure: Failure) -> None:
-        """Let the other members of a group know that it is broken."""
-
-    @abstractmethod
-    def announce_leaving(self, group: Group) -> None:
-        """Let the other members of a group know that this rank has closed it."""
-
-    @abstractmethod
-    def ask(self, peer: int, group: int, ask: Ask) -> None:
-        """Ask a peer about an operation of a group, or what it waits for. Lock held."""
-
-    @abstractmethod
-    def answer(self, peer: int, answer: Answer) -> None:
-        """Say what this rank waits for. Lock held."""
-
-    @abstractmethod
-    def retract(self, send: PostedSend) -> None:
-        """A send was given up: its memory must not be read from now on."""
 
     @property
     def one_thread(self) -> bool:
-        """Whether only the rank's own thread may wait: then there is no work in the background."""
+        """SHIM, until callers are converted."""
+        return self.transport.single_thread
+
+    # Works ----------------------------------------------------------------------------------
+
+    def begin(self, work: Work[Any], step: Step) -> bool:
+        """Begin a step of a work; whether it is complete already. Lock held."""
+        step.begin(work.call)
+        if step.notifies:
+            return step.ready()
+        if self._is_complete(work, step):
+            return True
+        self.polled[work] = step
+        for peer in step.waits_for():
+            self.check_reachable(work, peer)
+        self.transport.watch()
         return False
 
-    def settle(self, send: PostedSend) -> bool:
-        """Whether a send whose time is over has gone all the same: then it is complete."""
-        return False
-
-    @abstractmethod
-    def operation_done(self, operation: Operation) -> None:
-        """An operation has ended: wake whoever waits for it. Lock held."""
-
-    def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
-        """A call begins that may end without waiting: see, now and then, what has come meanwhile.
-
-        Lock held.
-        """
-
-    def shared_group(self, group: Group) -> SharedGroup | None:
-        """Shared memory of those members of a group that this rank shares any with."""
-        return None
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in memory that is sent without a copy."""
-        return torch.empty(shape, dtype=dtype)
-
-    def common(self, group: Group) -> Source | None:
-        """Where memory comes from that all members of a group have in common, if they have any.
-
-        The same answer on every one of them.
-        """
-        return None
-
-    def in_background(self, operation: Operation) -> None:  # noqa: B027 - not all need to do a thing
-        """See to it that this operation moves on while nobody waits for it. Lock not held."""
-
-    def native_for(self, group: Group) -> Native | None:
-        """What a library under this engine can carry out whole for a group."""
-        return None
-
-    def begin_call(self, group: Group, call: Call, seconds: float) -> Step | None:
-        """Begin what a library can carry out whole, in a group in which nothing is in the way.
-
-        None if it has ended within so many seconds, or soon; else the step with which an operation
-        sees it to its end. Lock held.
-        """
-        return call
-
-    # What is the same for all -------------------------------------------------------------
-
-    def issue(self, operation: Operation) -> None:
-        """Begin an operation. Raises if its group is broken or closed. Lock not held."""
-        with self.lock:
-            operation.group.issue(operation)
-            self.run_ready()
-
-    def post(self, operation: Operation, step: Step) -> Ticket:
-        """Start one step. An engine that has other steps than rounds extends this. Lock held."""
-        assert type(step) is Round
-        return self.post_round(operation, step)
-
-    def post_round(self, operation: Operation, round_: Round) -> Ticket:
-        """Start one round. Receives first, so that a message never finds its receive missing."""
-        ticket = Ticket(operation)
-        ranks = operation.group.ranks
-        for peer, start, stop, buffer, combine in round_.receives:
-            whole = ranks[peer] if peer != ANY else ANY
-            posted = PostedReceive(ticket, whole, buffer, start, stop, combine)
-            ticket.receives.append(posted)
-        for peer, start, stop, buffer in round_.sends:
-            ticket.sends.append(PostedSend(ticket, ranks[peer], buffer, start, stop))
-        operation.ticket = ticket
+    def post(self, posted: PostedRound) -> None:
+        """Start a round. Receives first, so that a message never finds its receive missing."""
+        work, transport = posted.work, self.transport
         if self.matching.traced:
-            ticket.posted = monotonic()
-            operation.sent += sum(send.stop - send.start for send in round_.sends)
-            operation.received += sum(recv.stop - recv.start for recv in round_.receives)
-        for posted in ticket.receives:
-            self.matching.expect(operation.channel, posted)
-        for send in ticket.sends:
-            if operation.done:
+            posted.trace(work)
+        for receive in posted.receives:
+            self.matching.post(work.channel, receive)
+        for send in posted.sends:
+            if work.over:
                 break
-            self.check_reachable(operation, send.peer)
-            self.transmit(send)
-        for posted in ticket.receives:
-            if operation.done:
+            self.check_reachable(work, send.peer)
+            transport.send(send)
+        for receive in posted.receives:
+            if work.over:
                 break
-            if not posted.done:
-                self.check_reachable(operation, posted.peer)
+            if not receive.done:
+                self.check_reachable(work, receive.peer)
             # Also if done: there is room again for what comes next.
-            for peer in ranks if posted.peer == ANY else (posted.peer,):
-                self.reach(peer)
-        ticket.arm()
-        return ticket
+            for peer in work.group.ranks if receive.peer == ANY else (receive.peer,):
+                transport.room(peer)
+        posted.posted = True
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, posted: PostedRound) -> None:
         """Give up what is left of a round. Lock held."""
-        for posted in ticket.receives:
-            if not posted.done:
-                posted.done = True
-                self.matching.withdraw(posted)
-                posted.view = NOTHING
-        for send in ticket.sends:
+        for receive in posted.receives:
+            if not receive.done:
+                receive.done = True
+                self.matching.withdraw(receive)
+                receive.view = NOTHING
+        for send in posted.sends:
             if not send.done:
                 send.done = True
-                self.retract(send)
+                self.transport.cancel(send)
                 send.view = NOTHING
 
+    def look(self) -> None:
+        """See which of the steps that have to be polled are complete. Lock held."""
+        if self.polled:
+            for work, step in list(self.polled.items()):
+                if self._is_complete(work, step) and self.polled.pop(work, None) is not None:
+                    self.ready.append(work)
+
     def run_ready(self) -> None:
-        """Advance the operations whose rounds are complete. Lock held."""
+        """Go on with the works whose steps are complete. Lock held."""
+        self.look()
         if self._advancing:
             return
         self._advancing = True
@@ -235,11 +159,84 @@ class Engine(ABC):
         finally:
             self._advancing = False
 
+    def _is_complete(self, work: Work[Any], step: Step) -> bool:
+        """Look at a step that has to be polled. Ranks that diverge are told, once."""
+        try:
+            complete = step.ready()  # first: who comes between the two looks is to be checked
+        except Exception as error:
+            work.group.work_failed(work, error)
+            return False
+        diverged = step.diverged()
+        if diverged is None:
+            return complete
+        work.group.checker.has_diverged(work.call, diverged)
+        return False
+
+    def wait(self, until: Wait) -> None:
+        """Block until that is over. Lock not held."""
+        began = self.now()
+        self.waits.append(until)
+        try:
+            self.transport.wait(until)
+        finally:
+            self.waits.remove(until)
+            until.group.was_blocked(self.now() - began)
+        self.run_callbacks()
+
+    def poll(self, work: Work[Any]) -> None:
+        """Move what can be moved without waiting. Lock not held."""
+        self.transport.poll(work)
+        self.run_callbacks()
+
+    def run_callbacks(self) -> None:
+        """Call what `Work.on_done` was given, of works that are done. Lock not held."""
+        while self.callbacks:
+            try:
+                callback, work = self.callbacks.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                callback(work)
+            except Exception:
+                log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
+
+    def ended(self, work: Work[Any]) -> None:
+        """A work is over. Lock held."""
+        self.polled.pop(work, None)
+        self.history.add(work.call)
+        if self.trace is not None:
+            self.trace.ended(work)
+        self.transport.wake(work)
+
+    def check_reachable(self, work: Work[Any], peer: int) -> None:
+        """Raise `PeerLostError` if a work would wait for a rank that has left."""
+        group = work.group
+        anyone = peer == ANY
+        if not group.others() if anyone else self.transport.has_left(peer) or peer in group.left:
+            who = "every other rank" if anyone else f"rank {group.name_of_global(peer)}"
+            raise PeerLostError(
+                f"rank {group.rank}: {work.describe()}: {who} left",
+                rank=group.rank,
+                peer=group.to_local.get(peer),
+                op=work.name,
+                sequence=work.sequence,
+            )
+
+    def _came_too_late(self, channel: Channel, peer: int) -> bool:
+        """Whether a message is for a collective that is over on this rank: a disagreement."""
+        group = self.groups.get(channel.group)
+        if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
+            return False
+        group.checker.got_unexpected_message(channel.number, peer)
+        return True
+
+    # Groups and peers -----------------------------------------------------------------------
+
     def add_group(self, group: Group) -> None:
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
-            early = self._future.take(group.id)
+            early = self._early.take(group.id)
             group.left |= early.leavers
             lost = (self.lost[rank] for rank in group.ranks if rank in self.lost)
             failure = early.failure or next(lost, None)
@@ -248,44 +245,65 @@ class Engine(ABC):
             for peer, ask in early.asks.items():
                 group.checker.asked(peer, ask)
 
-    def failure_came(self, group_id: int, failure: Failure) -> None:
-        """Another member says that a group is broken. Lock held."""
+    def tell_members(self, group: Group, message: Control) -> None:
+        """Tell the other members of a failure, or (None) that this rank has closed the group.
+
+        The culprit of a failure is told, too, if it lives.
+        """
+        for rank in group.ranks:
+            if rank != self.rank:
+                self.transport.control(rank, group.id, message)
+
+    def on_control(self, peer: int, group_id: int, message: Control) -> None:
+        """A control message came from a peer. Lock held."""
+        if isinstance(message, FailureNotice):
+            self._failure_came(group_id, Failure.from_notice(message))
+        elif isinstance(message, Ask):
+            self._asked(group_id, peer, message)
+        elif isinstance(message, Answer):
+            self._answered(peer, message)
+        else:
+            self._member_left(group_id, peer)
+
+    def _failure_came(self, group_id: int, failure: Failure) -> None:
+        """Another member says that a group is broken."""
         if self.matching.is_over(group_id):
             return
         self.run_ready()  # what is complete has not failed
         group = self.groups.get(group_id)
         if group is None:
-            early = self._future.of(group_id)
+            early = self._early.of(group_id)
             early.failure = early.failure or failure
         else:
             # Told on: a member that is not connected to the reporter may be to this rank.
             group.fail(failure)
 
-    def asked(self, group_id: int, peer: int, ask: Ask) -> None:
-        """A peer asks about an operation of a group, or what this rank waits for. Lock held."""
+    def _asked(self, group_id: int, peer: int, ask: Ask) -> None:
+        """A peer asks about a collective of a group, or what this rank waits for."""
         self.run_ready()
         group = self.groups.get(group_id)
-        if ask.wait_for:
-            self.answer(peer, self.state_for(peer, group, ask))
+        if ask.query:
+            self.tell_state(peer, group, ask)
         elif ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.checker.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.matching.is_over(group_id):
-            self._future.of(group_id).asks[peer] = ask
+            self._early.of(group_id).asks[peer] = ask
 
-    def state_for(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> Answer:
-        """What keeps this rank from what a peer waits for, as an answer to it."""
+    def tell_state(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> None:
+        """Tell a peer what keeps this rank from what it waits for, and how much of it is kept."""
         kept = self.matching.unexpected_bytes[peer]
-        operation = self._obstacle(group, ask.sequence)
-        if operation is None:
-            return Answer([], "", kept, ask.wait_for)
-        return Answer(
-            operation.waits_for_global(),
-            shortened(operation.describe()),
-            kept,
-            ask.wait_for,
-            operation.group.id,
-            operation.sequence if operation.is_collective else -1,
-        )
+        obstacle = self._obstacle(group, ask.sequence)
+        answer = Answer([], "", kept, ask.query)
+        if obstacle is not None:
+            answer = Answer(
+                obstacle.waits_for(),
+                shortened(obstacle.describe()),
+                kept,
+                ask.query,
+                obstacle.group.id,
+                obstacle.sequence if obstacle.is_collective else -1,
+            )
+        self.transport.control(peer, 0, answer)
 
     def _obstacle(self, group: Group | None, sequence: int) -> Wait | None:
         """What has to end before this rank can do what it is waited for, if that is known.
@@ -294,29 +312,35 @@ class Engine(ABC):
         this rank waits in; else anything that is under way in that group.
         """
         under_way = group.under_way() if group is not None else []
-        for operation in under_way:
-            if operation.is_collective and operation.sequence <= sequence:
-                return operation
-        return next(iter([*self.awaited, *under_way]), None)
+        for work in under_way:
+            if work.is_collective and work.sequence <= sequence:
+                return work
+        return next(iter([*self.waits, *under_way]), None)
 
-    def answered(self, peer: int, answer: Answer) -> None:
-        """A peer says what it waits for. Lock held."""
+    def _answered(self, peer: int, answer: Answer) -> None:
+        """A peer says what it waits for."""
         if is_full(answer.kept):
             self.full[peer] = answer
         else:
             self.full.pop(peer, None)
         under_way = [group.under_way() for group in self.groups.values()]
-        query_numbers = {each.wait_for for each in chain(self.awaited, *under_way)}
-        for wait_for in query_numbers:
-            if wait_for is not None and wait_for.number == answer.wait_for:
-                wait_for.answered(peer, answer)
+        for query in {each.query for each in chain(self.waits, *under_way)}:
+            if query is not None and query.number == answer.query:
+                query.answered(peer, answer)
 
-    def operation_ended(self, operation: Operation, record: Record) -> None:
-        """An operation is over. Lock held."""
-        self.history.add(record)
-        if self.trace is not None:
-            self.trace.ended(operation, record)
-        self.operation_done(operation)
+    def _member_left(self, group_id: int, peer: int) -> None:
+        """A peer has closed a group, of which this rank may not have heard yet."""
+        group = self.groups.get(group_id)
+        if group is not None:
+            group.member_left(peer)
+        elif not self.matching.is_over(group_id):
+            self._early.of(group_id).leavers.add(peer)
+
+    def peer_left(self, peer: int) -> None:
+        """A peer has closed everything, in good order. Lock held."""
+        for group in list(self.groups.values()):
+            if peer in group.to_local:
+                group.member_left(peer)
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone without a word: every group that it is in is broken. Lock held."""
@@ -329,52 +353,19 @@ class Engine(ABC):
             if peer in group.to_local:
                 group.fail(failure)
 
-    def member_left(self, group_id: int, peer: int) -> None:
-        """A peer has closed a group, of which this rank may not have heard yet. Lock held."""
-        group = self.groups.get(group_id)
-        if group is not None:
-            group.member_left(peer)
-        elif not self.matching.is_over(group_id):
-            self._future.of(group_id).leavers.add(peer)
-
-    def peer_left(self, peer: int) -> None:
-        """A peer has closed everything, in good order. Lock held."""
+    def fail_all(self, reason: str) -> None:
+        """A fault of this rank: whoever waits for it, here or elsewhere, hears of it. Lock held."""
         for group in list(self.groups.values()):
-            if peer in group.to_local:
-                group.member_left(peer)
+            group.fail(Failure(PeerLostError, self.rank, self.rank, reason))
+        self.run_ready()
 
-    def has_left(self, peer: int) -> bool:
-        """Whether a peer has closed in good order."""
-        return False
 
-    def _came_too_late(self, channel: Channel, peer: int) -> bool:
-        """Whether a message is for a collective that is over on this rank: a disagreement."""
-        group = self.groups.get(channel.group)
-        if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
-            return False
-        group.checker.got_unexpected_message(channel.number, peer)
-        return True
-
-    def check_reachable(self, operation: Operation, peer: int) -> None:
-        """Raise `PeerLostError` if an operation would wait for a rank that has left."""
-        group = operation.group
-        anyone = peer == ANY
-        gone = not group.others() if anyone else self.has_left(peer) or peer in group.left
-        if gone:
-            who = "every other rank" if anyone else f"rank {group.name_of_global(peer)}"
-            raise PeerLostError(
-                f"rank {group.rank}: {operation.describe()}: {who} left",
-                rank=group.rank,
-                peer=group.to_local.get(peer),
-                op=operation.name,
-                sequence=operation.sequence,
-            )
+def _no_library(group: Group) -> None:
+    return None
 
 
 # ------------------------------------------------------------------------------
-# What others have said of groups that are not made here yet: they may be ahead of this rank.
-
-MOST_GROUPS = 4096  # the oldest are forgotten then
+# Early control messages: what others say of groups that are not made here yet.
 
 
 @dataclass
@@ -387,7 +378,7 @@ class EarlyControl:
 
 
 class EarlyControls:
-    """The groups that others speak of, by their identity."""
+    """The groups that others speak of, by their identity; the oldest are forgotten at last."""
 
     def __init__(self) -> None:
         self._known: dict[int, EarlyControl] = {}

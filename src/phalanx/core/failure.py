@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx import errors
@@ -11,7 +10,7 @@ from phalanx.wire.control import FailureNotice, shortened
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.work import Operation
+    from phalanx.core.work import Call
 
 
 class Failure(NamedTuple):
@@ -58,22 +57,22 @@ class Failure(NamedTuple):
 # The words of errors: what a failure is called, as it looks from one operation of one rank.
 
 
-def closed_error(operation: Operation) -> MisuseError:
-    """The error of an operation on a backend that is closed."""
-    rank = operation.group.rank
+def closed_error(call: Call, group: Group) -> MisuseError:
+    """The error of a call on a backend that is closed."""
     return MisuseError(
-        f"rank {rank}: {operation.describe()} on a backend that is closed",
-        rank=rank,
-        op=operation.name,
-        sequence=operation.sequence,
+        f"rank {group.rank}: {call.describe()} on a backend that is closed",
+        rank=group.rank,
+        op=call.name,
+        sequence=call.sequence,
     )
 
 
-def error_for(failure: Failure, operation: Operation, *, later: bool = False) -> DistributedError:
-    """The error of an operation that fails with its group; `later`: that had failed before."""
-    group = operation.group
+def error_for(
+    failure: Failure, call: Call, group: Group, *, later: bool = False
+) -> DistributedError:
+    """The error of a call that fails with its group; `later`: that had failed before."""
     broken = "the group is broken: " if later else ""
-    mine = operation.describe()
+    mine = call.describe()
     if failure.error is DesyncError and failure.signature:
         culprit, own, reason = _disagreement(failure, group)
         text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
@@ -82,15 +81,14 @@ def error_for(failure: Failure, operation: Operation, *, later: bool = False) ->
         if failure.reporter not in (group.engine.rank, culprit):
             reason = f"{reason} (as rank {failure.reporter} of the job found)"
         text = f"{mine}: {broken}{reason}"
+    seconds = group.engine.now() - call.started
     return failure.error(
         f"rank {group.rank}: {text}",
         rank=group.rank,
         peer=group.to_local.get(culprit),
-        op=operation.name,
-        sequence=operation.sequence,
-        seconds=monotonic() - operation.started
-        if failure.error is CollectiveTimeoutError
-        else None,
+        op=call.name,
+        sequence=call.sequence,
+        seconds=seconds if failure.error is CollectiveTimeoutError else None,
     )
 
 
@@ -99,7 +97,7 @@ def _disagreement(failure: Failure, group: Group) -> tuple[int, str, str]:
     here = group.engine.rank
     if failure.culprit == here:
         other, theirs = failure.reporter, failure.signature
-        own = failure.met or group.checker.description_for(failure)
+        own = failure.met or group.checker.description_of(failure.sequence)
         name = group.name_of_global(other)
         return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
     other, own = failure.culprit, failure.signature

@@ -13,13 +13,12 @@ import struct
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.core.checker import ASK_EVERY, EMPTY_HASH, Checker, extend_hash
+from phalanx.core.checker import EMPTY_HASH, Checker, extend_hash
 from phalanx.core.failure import Failure, closed_error, error_for
-from phalanx.core.recorder import Record
-from phalanx.core.watchdog import WaitForGraph, query_lead_time
+from phalanx.core.steps import PostedRound
+from phalanx.core.watchdog import check_deadline
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -31,8 +30,8 @@ from phalanx.errors import (
 if TYPE_CHECKING:
     from phalanx.core.engine import Engine
     from phalanx.core.steps import SharedGroup
-    from phalanx.core.work import Operation, Wait
-if TYPE_CHECKING:
+    from phalanx.core.work import Call, Wait, Work
+
     W = TypeVar("W", bound=Wait)
 
 log = logging.getLogger("phalanx")
@@ -43,55 +42,59 @@ WORLD_ID = 0
 class Group:
     """One rank's view of one group.
 
-    ranks      its members as ranks of the whole job; a member's place here is its rank in the group
+    ranks      its members as global ranks; a member's place here is its rank in the group
     to_local   the other way round
+    parent     the group that it was made of
+    finished   the number of its collectives that are over on this rank
+    shared     memory that members on this rank's host share
     """
 
-    def __init__(self, engine: Engine, ident: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, engine: Engine, ident: int, ranks: tuple[int, ...], parent: Group | None = None
+    ) -> None:
         self.engine = engine
         self.id = ident
         self.ranks = ranks
+        self.parent = parent
         self.to_local = {rank: place for place, rank in enumerate(ranks)}
         self.rank = self.to_local[engine.rank]
         self.size = len(ranks)
+        self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
         self.failure: Failure | None = None
         self._untold = False  # whether no call has raised the failure
         self.closed = False
-        self.left: set[int] = set()  # members, as ranks of the job, that have closed the group
-        self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
-        self.finished = 0  # collectives of this group that are over on this rank, the last being
+        self.left: set[int] = set()  # members, as global ranks, that have closed the group
+        self.finished = 0
+        self.issued = 0
+        self.rolling_hash = EMPTY_HASH  # of all collectives that were issued
+        self.seconds_waiting = 0.0
         self.checker = Checker(self)
-        self.next_number = 0  # of the next collective
-        self.rolling_hash = EMPTY_HASH  # of all that were issued
-        self.shared: SharedGroup | None = None  # shared memory of the members on this host
-        self._queue: deque[Operation] = deque()
-        self._messages: set[Operation] = set()
+        self.shared: SharedGroup | None = None
+        self._queue: deque[Work[Any]] = deque()
+        self._messages: set[Work[Any]] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
         self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
         engine.add_group(self)
-        self.shared = engine.shared_group(self)
+        self.shared = engine.transport.shared(self)
 
-    def _child_id(self, ranks: tuple[int, ...]) -> int:
-        """The identity of the next group of these members that is made from this one."""
+    def child(self, ranks: tuple[int, ...]) -> Group:
+        """A new group of some of the members, known by them and how many there were before."""
         earlier = self._children[ranks]
         self._children[ranks] += 1
         content = struct.pack(f"<QI{len(ranks)}I", self.id, earlier, *ranks)
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-    def child(self, ranks: tuple[int, ...]) -> Group:
-        """A new group of some of the members."""
-        group = Group(self.engine, self._child_id(ranks), ranks)
+        ident = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        group = Group(self.engine, ident, ranks, self)
         self._made.add(group)
         if self.closed:
             group.close()
         return group
 
-    def next_sequence(self, fingerprint: int = 0) -> int:
+    def next_collective(self, fingerprint: int) -> int:
         """The number of the next collective of this group, now that it is known what it is."""
         self.rolling_hash = extend_hash(self.rolling_hash, fingerprint)
-        self.next_number += 1
-        return self.next_number - 1
+        self.issued += 1
+        return self.issued - 1
 
     def next_message(self, direction: str, peer: int) -> int:
         """The number of the next message to or from this peer."""
@@ -104,154 +107,52 @@ class Group:
         whole = self.ranks[local]
         return str(local) if whole == local else f"{local} (rank {whole} of the job)"
 
-    def others(self) -> list[int]:
-        """The other members, by their ranks here, that have not left."""
-        engine = self.engine
-        return [
-            local
-            for local, whole in enumerate(self.ranks)
-            if local != self.rank and whole not in self.left and not engine.has_left(whole)
-        ]
-
     def name_of_global(self, rank: int) -> str:
-        """The same for a rank of the job, which need not be a member."""
+        """The same for a global rank, which need not be a member."""
         local = self.to_local.get(rank)
         return f"{rank} of the job" if local is None else self.name_of(local)
 
-    # Operations ---------------------------------------------------------------------------
+    def others(self) -> list[int]:
+        """The other members, by their ranks here, that have not left."""
+        has_left = self.engine.transport.has_left
+        return [
+            local
+            for local, whole in enumerate(self.ranks)
+            if local != self.rank and whole not in self.left and not has_left(whole)
+        ]
 
-    def issue(self, operation: Operation) -> None:
-        """Begin an operation, or put it behind the collectives that were issued before."""
-        self.check_usable(operation)
-        if not operation.is_collective:
-            self._messages.add(operation)
-            operation.advance()
+    def was_blocked(self, seconds: float) -> None:
+        """A call of this group has blocked for so long."""
+        group: Group | None = self
+        while group is not None:
+            group.seconds_waiting += seconds
+            group = group.parent
+
+    # Works ----------------------------------------------------------------------------------
+
+    def issue(self, work: Work[Any]) -> None:
+        """Begin a work, or put it behind the collectives that were issued before."""
+        self.check_usable(work.call)
+        if not work.is_collective:
+            self._messages.add(work)
+            work.advance()
         else:
-            self._queue.append(operation)
-            self.checker.check(operation)
-            if self._queue and self._queue[0] is operation:
-                operation.advance()
+            self._queue.append(work)
+            self.checker.begins(work)
+            if self._queue and self._queue[0] is work:
+                work.advance()
 
-    def queued(self) -> Iterator[Operation]:
+    def queued(self) -> Iterator[Work[Any]]:
         """The collectives that are under way, in their order."""
         return iter(self._queue)
 
-    def under_way(self) -> list[Operation]:
+    def under_way(self) -> list[Work[Any]]:
         """Everything that has begun and not ended; the collectives first, in their order."""
         return [*self._queue, *self._messages]
 
-    def head_of_queue(self, operation: W) -> Operation | W:
-        """The operation that has to end before this one can: itself, if it is under way."""
-        return self._queue[0] if operation.is_collective and self._queue else operation
-
-    def may_finish(self, operation: Operation) -> bool:
-        """Whether an operation that has all that it needs is complete: not while ranks disagree."""
-        if not operation.is_collective:
-            return True
-        if self.checker.desync is not None:
-            return False
-        sender = self.engine.matching.unexpected_from(operation.channel)
-        if sender is not None:
-            self.checker.got_unexpected_message(operation.sequence, sender)
-        return sender is None
-
-    def operation_done(self, operation: Operation) -> None:
-        """An operation has ended: the next one in the queue may begin."""
-        record = Record.of(operation, monotonic())
-        if operation.is_collective:
-            was_head = self._queue[0] is operation
-            self._queue.remove(operation)
-            self.checker.ended(record)
-            if operation.error is None:
-                self.finished = operation.sequence + 1
-            if was_head and self._queue:
-                self.engine.ready.append(self._queue[0])
-        else:
-            self._messages.discard(operation)
-        self.engine.operation_ended(operation, record)
-
-    def operation_failed(self, operation: Operation, error: Exception) -> None:
-        """An operation cannot be completed. If it is a collective, neither can the group."""
-        if operation.done:
-            return
-        if not operation.is_collective:
-            if isinstance(error, CollectiveTimeoutError) and self._has_gone(operation):
-                self.engine.run_ready()
-            else:
-                operation.fail(error)
-            return
-        kind: type[DistributedError] = PeerLostError
-        culprit = self.rank
-        reason = f"rank {self.rank} failed in {operation.describe()}: {error!r}"
-        if isinstance(error, DistributedError):
-            kind, reason = type(error), str(error)
-            culprit = self.rank if error.peer is None else error.peer
-        failure = Failure(
-            kind,
-            self.ranks[culprit],
-            self.engine.rank,
-            reason,
-            operation.describe(),
-            operation.sequence,
-        )
-        self._give_up()
-        operation.fail(error)
-        self.fail(failure)
-
-    def _has_gone(self, operation: Operation) -> bool:
-        """Whether a message that timed out arrives all the same: resent, it would come twice."""
-        ticket = operation.ticket
-        if ticket is None or not all(posted.done for posted in ticket.receives):
-            return False
-        return all(send.done or self.engine.settle(send) for send in ticket.sends)
-
-    def attend(self, operation: Operation) -> float:
-        """See to what is due while an operation is under way; seconds until this is needed again.
-
-        A collective that waits asks whether the others are in it, too. Past its deadline it fails,
-        and what is queued behind it; shortly before, it asks who waits for whom.
-        """
-        now = monotonic()
-        desync = self.checker.desync
-        if desync is not None and now >= desync.deadline:
-            self.fail(desync.failure)
-        head = self.head_of_queue(operation)
-        first = min(operation, head, key=lambda other: other.deadline)
-        inquire_at = first.deadline - query_lead_time(first.timeout)
-        if now >= inquire_at and first.wait_for is None and not first.done:
-            first.wait_for = WaitForGraph(first)
-            first.wait_for.begin()
-        if now >= first.deadline and not first.done:
-            assert first.wait_for is not None
-            self.operation_failed(first, first.wait_for.verdict())
-        if head.is_collective and now >= head.ask_at and not head.done:
-            head.ask_at = now + ASK_EVERY
-            self.checker.ask(head)
-        due = first.deadline if first.wait_for is not None else inquire_at
-        if head.is_collective:
-            due = min(due, head.ask_at)
-        if desync is not None:
-            due = min(due, desync.deadline)
-        return 0.0 if operation.done else due - now
-
-    def abandon(self, operation: Operation, reason: str) -> None:
-        """The caller was interrupted while it waited."""
-        if operation.done:
-            return
-        error = MisuseError(
-            f"rank {self.rank}: {operation.describe()} was given up: {reason}",
-            rank=self.rank,
-            op=operation.name,
-            sequence=operation.sequence,
-        )
-        self.operation_failed(operation, error)
-
-    def break_alone(self, operation: Operation, error: DistributedError) -> None:
-        """End an operation and break the group without telling: the others know it, too."""
-        self._give_up()
-        operation.fail(error)
-        culprit = self.ranks[error.peer or 0]
-        self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
+    def head_of_queue(self, wait: W) -> Work[Any] | W:
+        """What has to end before this wait can: the wait itself, unless it is queued."""
+        return self._queue[0] if wait.is_collective and self._queue else wait
 
     def is_free(self) -> bool:
         """Whether a collective may be done at once, by the caller itself: nothing is in the way."""
@@ -264,13 +165,107 @@ class Group:
             or self.engine.trace
         )
 
-    def was_done(self, record: Record) -> None:
-        """A collective was begun and ended by the caller itself."""
-        self.finished = record.sequence + 1
-        self.checker.ended(record)
-        self.engine.history.add(record)
+    def may_finish(self, work: Work[Any]) -> bool:
+        """Whether a work whose steps are done is complete: not while ranks disagree."""
+        if not work.is_collective:
+            return True
+        if self.checker.desync is not None:
+            return False
+        sender = self.engine.matching.unexpected_from(work.channel)
+        if sender is not None:
+            self.checker.got_unexpected_message(work.sequence, sender)
+        return sender is None
 
-    # Failure ------------------------------------------------------------------------------
+    def call_ended(self, call: Call) -> None:
+        """A collective is over, well or not."""
+        call.ended = self.engine.now()
+        if not call.failed:
+            self.finished = call.sequence + 1
+        self.checker.ended(call)
+
+    def work_ended(self, work: Work[Any]) -> None:
+        """A work is over: the next one in the queue may begin."""
+        work.call.failed = work.error is not None
+        if work.is_collective:
+            was_head = self._queue[0] is work
+            self._queue.remove(work)
+            self.call_ended(work.call)
+            if was_head and self._queue:
+                self.engine.ready.append(self._queue[0])
+        else:
+            work.call.ended = self.engine.now()
+            self._messages.discard(work)
+        self.engine.ended(work)
+
+    def work_failed(self, work: Work[Any], error: Exception) -> None:
+        """A work cannot be completed. If it is a collective, neither can the group."""
+        if work.over:
+            return
+        if not work.is_collective:
+            if isinstance(error, CollectiveTimeoutError) and self._has_gone(work):
+                self.engine.run_ready()
+            else:
+                work.fail(error)
+            return
+        kind: type[DistributedError] = PeerLostError
+        culprit = self.rank
+        reason = f"rank {self.rank} failed in {work.describe()}: {error!r}"
+        if isinstance(error, DistributedError):
+            kind, reason = type(error), str(error)
+            culprit = self.rank if error.peer is None else error.peer
+        failure = Failure(
+            kind,
+            self.ranks[culprit],
+            self.engine.rank,
+            reason,
+            work.describe(),
+            work.sequence,
+        )
+        self._give_up()
+        work.fail(error)
+        self.fail(failure)
+
+    def _has_gone(self, work: Work[Any]) -> bool:
+        """Whether a message that timed out arrives all the same: resent, it would come twice."""
+        step = work.step
+        if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
+            return False
+        return all(send.done or self.engine.transport.settle(send) for send in step.sends)
+
+    def abandon(self, work: Work[Any], reason: str) -> None:
+        """The caller does not want it any more: it was interrupted, or gave it up."""
+        if work.over:
+            return
+        error = MisuseError(
+            f"rank {self.rank}: {work.describe()} was given up: {reason}",
+            rank=self.rank,
+            op=work.name,
+            sequence=work.sequence,
+        )
+        self.work_failed(work, error)
+
+    def break_alone(self, work: Work[Any], error: DistributedError) -> None:
+        """End a work and break the group without telling: the others know it, too."""
+        self._give_up()
+        work.fail(error)
+        culprit = self.ranks[error.peer or 0]
+        self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
+
+    def attend(self, work: Work[Any]) -> float:
+        """See to what is due while a work is under way; seconds until this is needed again.
+
+        A collective that waits asks whether the others are in it, too. Past its deadline it fails,
+        and what is queued behind it.
+        """
+        now = self.engine.now()
+        due = self.checker.attend(now)
+        head = self._queue[0] if work.is_collective and self._queue else work
+        due = min(due, check_deadline(min(work, head, key=lambda each: each.deadline), now))
+        if head.is_collective and not head.over:
+            due = min(due, self.checker.ask_if_due(head, now))
+        return 0.0 if work.over else due - now
+
+    # Failure --------------------------------------------------------------------------------
 
     def fail(self, failure: Failure, *, tell: bool = True) -> None:
         """Break the group: whatever is under way in it ends with this failure."""
@@ -279,11 +274,11 @@ class Group:
         self.failure = failure
         self._give_up()
         self._untold = not self.under_way()
-        for operation in self.under_way():
-            operation.fail(error_for(failure, operation))
+        for work in self.under_way():
+            work.fail(error_for(failure, work.call, self))
         self.engine.matching.forget_group(self.id)
         if tell:
-            self.engine.tell(self, failure)
+            self.engine.tell_members(self, failure.notice())
 
     def member_left(self, rank: int) -> None:
         """A member has closed the group, in good order: only who waits for it cannot go on."""
@@ -291,11 +286,9 @@ class Group:
         if self.checker.desync is not None:
             self.fail(self.checker.desync.failure)  # nobody will say what it was doing
         failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_global(rank)} left")
-        waiting = self._messages | set(list(self._queue)[:1])
-        for operation in waiting:
-            ticket = operation.ticket
-            if ticket is not None and ticket.needs(rank):
-                self.operation_failed(operation, error_for(failure, operation))
+        for work in self._messages | set(list(self._queue)[:1]):
+            if work.step is not None and work.step.needs(rank):
+                self.work_failed(work, error_for(failure, work.call, self))
 
     def close(self) -> None:
         """End what is under way, and what was made of it; later calls are a `MisuseError`."""
@@ -306,8 +299,8 @@ class Group:
         for child in self._made:
             child.close()
         self._give_up()
-        for operation in self.under_way():
-            operation.fail(closed_error(operation))
+        for work in self.under_way():
+            work.fail(closed_error(work.call, self))
         self.engine.matching.forget_group(self.id)
         self.engine.groups.pop(self.id, None)
         if self.shared is not None:
@@ -331,12 +324,12 @@ class Group:
                 self.failure.reason,
             )
 
-    def check_usable(self, operation: Operation) -> None:
+    def check_usable(self, call: Call) -> None:
         """Raise the first failure of the group, or that it is closed."""
         if self.closed or self.engine.closed:
-            raise closed_error(operation)
+            raise closed_error(call, self)
         if self.failure is not None:
             self._untold = False
-            error = error_for(self.failure, operation, later=True)
+            error = error_for(self.failure, call, self, later=True)
             self.engine.history.note_on(error)
             raise error

@@ -51,7 +51,7 @@ class Matching:
             int
         )  # that are kept of each peer
 
-    def expect(self, channel: Channel, posted: PostedReceive) -> None:
+    def post(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive was posted. Raises if the message that is already here does not fit it."""
         if not posted.order:
             posted.order = next(self._order)
@@ -127,14 +127,13 @@ class Matching:
         posted = self._take_from_line(channel, peer)
         if posted is not None:
             if self.traced:
-                posted.ticket.first_heard()
+                posted.round.first_heard()
             problem = _misfit(arrival, posted)
             if problem is None:
                 arrival.posted = posted
                 self._arriving[posted] = arrival
             elif isinstance(problem, SizeMismatchError):
-                operation = posted.ticket.operation
-                operation.group.operation_failed(operation, problem)
+                posted.work.group.work_failed(posted.work, problem)
             else:
                 _dispute(posted, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
@@ -203,12 +202,12 @@ class Matching:
 
     def withdraw(self, posted: PostedReceive) -> None:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""
-        operation = posted.ticket.operation
-        channel = operation.channel
+        work = posted.work
+        channel = work.channel
         arrival = self._arriving.pop(posted, None)
         if arrival is None:
             self._leave_line((channel, posted.peer), posted)
-        elif operation.is_collective:
+        elif work.is_collective:
             arrival.forget()
         else:
             arrival.take_back()
@@ -226,11 +225,11 @@ class Matching:
 
     def _expect_again(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive lost its message; one that does not fit it is its error, nobody else's."""
-        operation = posted.ticket.operation
+        work = posted.work
         try:
-            self.expect(channel, posted)
+            self.post(channel, posted)
         except DistributedError as error:
-            operation.group.operation_failed(operation, error)
+            work.group.work_failed(work, error)
 
     def cancelled(self, arrival: IncomingMessage) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
@@ -260,32 +259,32 @@ class Matching:
 
 def _dispute(posted: PostedReceive, peer: int) -> None:
     """What came is another operation's. The receive stays open until the two have talked."""
-    operation = posted.ticket.operation
-    operation.group.checker.met_another(operation, peer)
+    work = posted.work
+    work.group.checker.met_another(work.call, peer)
 
 
 def _misfit(arrival: IncomingMessage, posted: PostedReceive) -> DistributedError | None:
     """Why this message is not what this receive expects, or None."""
-    operation = posted.ticket.operation
-    group = operation.group
+    work = posted.work
+    group = work.group
     expected = posted.stop - posted.start
-    if arrival.fingerprint == operation.fingerprint and arrival.total == expected:
+    if arrival.fingerprint == work.call.fingerprint and arrival.total == expected:
         return None
     peer = group.to_local[arrival.peer]
     known = {
         "rank": group.rank,
         "peer": peer,
-        "op": operation.name,
-        "sequence": operation.sequence,
+        "op": work.name,
+        "sequence": work.sequence,
     }
-    if arrival.fingerprint != operation.fingerprint:
+    if arrival.fingerprint != work.call.fingerprint:
         return DesyncError(
-            f"rank {group.rank}: {operation.describe()} met another operation, or other "
+            f"rank {group.rank}: {work.describe()} met another operation, or other "
             f"arguments, from rank {group.name_of(peer)}",
             **known,  # type: ignore[arg-type]
         )
     return SizeMismatchError(
-        f"rank {group.rank}: {operation.describe()} expected {expected} bytes from rank "
+        f"rank {group.rank}: {work.describe()} expected {expected} bytes from rank "
         f"{group.name_of(peer)}, which sent {arrival.total} bytes",
         **known,  # type: ignore[arg-type]
     )
@@ -462,10 +461,10 @@ class IncomingMessage:
 
 def combine_into(posted: PostedReceive, start: int, block: memoryview) -> None:
     """Reduce bytes that came into the receiver's memory, from byte `start` of its buffer on."""
-    operation = posted.ticket.operation
-    if len(block) and not operation.done:
-        assert operation.combine is not None
+    work = posted.work
+    if len(block) and not work.over:
+        assert work.combine is not None
         try:
-            operation.combine(posted.buffer, start, block)
+            work.combine(posted.buffer, start, block)
         except Exception as error:
-            operation.group.operation_failed(operation, error)
+            work.group.work_failed(work, error)

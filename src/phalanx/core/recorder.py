@@ -17,44 +17,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.errors import BackendUnavailableError
-from phalanx.wire.frame import Kind
 
 if TYPE_CHECKING:
-    from phalanx.core.work import Operation
+    from phalanx.core.work import Call, Work
 SHOWN = 8  # operations in an error's note
-
-
-class Record(NamedTuple):
-    """An operation that has ended. It keeps no tensor alive."""
-
-    name: str
-    sequence: int
-    signature: str
-    suffix: str
-    site: CallSite
-    fingerprint: int
-    started: float
-    ended: float
-    failed: bool
-
-    @classmethod
-    def of(cls, operation: Operation, now: float) -> Record:
-        """What is to be kept of an operation that has just ended."""
-        return cls(
-            operation.name,
-            operation.sequence,
-            operation.signature,
-            operation.group.suffix,
-            operation.site,
-            operation.fingerprint,
-            operation.started,
-            now,
-            operation.error is not None,
-        )
-
-    def describe(self) -> str:
-        """As `Operation.describe`."""
-        return describe(self.name, self.sequence, self.signature, self.suffix, self.site)
 
 
 class History:
@@ -62,22 +28,22 @@ class History:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._records: deque[Record] = deque(maxlen=SHOWN)
+        self._calls: deque[Call] = deque(maxlen=SHOWN)
 
-    def add(self, record: Record) -> None:
-        """An operation has ended."""
-        self._records.append(record)
+    def add(self, call: Call) -> None:
+        """A call is over."""
+        self._calls.append(call)
 
     def note_on(self, error: BaseException) -> None:
         """Add a note to an error, once, that lists the last operations (Python 3.11 shows it)."""
-        if self._records and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+        if self._calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
             error.add_note("\n".join(self._lines()))
 
     def _lines(self) -> Iterator[str]:
         yield f"the last operations of rank {self._rank}, which ended in this order:"
-        for record in self._records:
-            how = "failed after" if record.failed else "took"
-            yield f"  {record.describe()} {how} {_duration(record.ended - record.started)}"
+        for call in self._calls:
+            how = "failed after" if call.failed else "took"
+            yield f"  {call.describe()} {how} {_duration(call.ended - call.started)}"
 
 
 def _duration(seconds: float) -> str:
@@ -132,30 +98,30 @@ class Trace:
                 f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
             ) from error
 
-    def ended(self, operation: Operation, record: Record) -> None:
-        """Write down an operation that is over."""
-        seconds = record.ended - record.started
-        collective = operation.channel.kind is Kind.COLLECTIVE
+    def ended(self, work: Work[Any]) -> None:
+        """Write down a work that is over."""
+        call, collective = work.call, work.is_collective
+        seconds = call.ended - call.started
         arguments: dict[str, Any] = {
-            "sequence": record.sequence,
-            "bytes": len(operation.buffers[0]) if operation.buffers else 0,
-            "sent": operation.sent,
-            "received": operation.received,
-            "group": record.suffix.removeprefix(" in the group of ") or "world",
-            "waiting_us": round(operation.waited * 1e6, 1),
-            "moving_us": round((seconds - operation.waited) * 1e6, 1),
-            "signature": record.signature,
-            "where": str(record.site),
+            "sequence": call.sequence,
+            "bytes": len(work.buffers[0]) if work.buffers else 0,
+            "sent": work.sent,
+            "received": work.received,
+            "group": call.suffix.removeprefix(" in the group of ") or "world",
+            "waiting_us": round(work.waited * 1e6, 1),
+            "moving_us": round((seconds - work.waited) * 1e6, 1),
+            "signature": call.signature,
+            "where": str(call.site),
         }
-        if operation.error is not None:
-            arguments["error"] = str(operation.error)
+        if work.error is not None:
+            arguments["error"] = str(work.error)
         event = {
             "ph": "X",
-            "name": record.name,
+            "name": call.name,
             "cat": "collective" if collective else "message",
             "pid": self._rank,
-            "tid": self._thread(operation.group.id, arguments["group"], collective),
-            "ts": round((record.started + self._since) * 1e6, 1),
+            "tid": self._thread(work.group.id, arguments["group"], collective),
+            "ts": round((call.started + self._since) * 1e6, 1),
             "dur": round(seconds * 1e6, 1),
             "args": arguments,
         }
@@ -238,14 +204,3 @@ def call_site() -> CallSite:
             return CallSite(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return UNKNOWN_SITE
-
-
-# ------------------------------------------------------------------------------
-# How operations are named in messages.
-
-
-def describe(name: str, sequence: int, signature: str, suffix: str, site: CallSite) -> str:
-    """`all_reduce #41 (float32 [32], sum, ring) in the group of ranks [0, 2] at train.py:57`."""
-    details = f" ({signature})" if signature else ""
-    where = f" at {site}" if site.line else ""
-    return f"{name} #{sequence}{details}{suffix}{where}"

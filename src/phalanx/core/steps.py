@@ -1,25 +1,34 @@
-"""One round, bound to bytes: the sends and receives that may happen together.
+"""Steps: what a collective or a message of one rank consists of, one after the other.
 
-Collectives are written over chunk numbers; a plan binds them to byte ranges once, and what a
-backend gets to see is this. Peers are ranks of the group. `buffer` says in which of the
-operation's buffers the range lies.
+A program is an iterator of steps. There are three kinds:
+
+    Round    messages that may happen together, bound to bytes: what plans are made of
+    epoch    a barrier in shared memory (`transport/shm/control.py`)
+    native   a collective that another library carries out whole (`native/`)
+
+A `Round` is data, shared by all calls of its kind; `PostedRound` is one that is under way. The
+others are steps themselves. What a rank does alone between two steps, such as to add what has
+arrived, the program does when it is asked for the next step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
+from typing_extensions import override
 
 if TYPE_CHECKING:
-    from phalanx.core.work import Operation
+    from phalanx.core.work import Call, Work
+
 ANY = -1  # as the peer of a receive: whoever sends first
+NOTHING = memoryview(b"")  # instead of memory that is not needed any more: these are in cycles
 
 
 class SendBytes(NamedTuple):
-    """`buffers[buffer][start:stop]` goes to `peer`."""
+    """`buffers[buffer][start:stop]` goes to `peer`, a rank of the group."""
 
     peer: int
     start: int
@@ -44,47 +53,211 @@ class Round(NamedTuple):
     receives: tuple[ReceiveBytes, ...] = ()
 
 
-Step = Any
-"""What an engine carries out, and an operation waits for: a `Round`, or what it has besides."""
+class Step(ABC):
+    """One step under way. Ranks are global ranks."""
+
+    __slots__ = ()
+
+    notifies: ClassVar[bool] = (
+        False  # whether it says itself when it is complete; else it is polled
+    )
+    wakes: ClassVar[bool] = (
+        True  # whether this rank is woken when it may be; else from time to time
+    )
+    blocks: ClassVar[bool] = False  # whether a thread may wait in `block`
+
+    @abstractmethod
+    def begin(self, call: Call) -> None:
+        """Do this rank's part. Called again, it does nothing."""
+
+    @abstractmethod
+    def ready(self, *, spin: bool = False) -> bool:
+        """Whether it is complete. With `spin` it may wait for that, a bounded time."""
+
+    def block(self, seconds: float) -> bool:
+        """Wait for it, with the lock released meanwhile, for about so long at most. Lock held.
+
+        False if that cannot be now: it has not waited.
+        """
+        return False
+
+    @abstractmethod
+    def waits_for(self) -> list[int]:
+        """The ranks without which it does not complete."""
+
+    def needs(self, rank: int) -> bool:
+        """Whether it cannot complete, now that this rank has left."""
+        return rank in self.waits_for()
+
+    def diverged(self) -> int | None:
+        """A rank that is seen to take part in another collective, if there is one."""
+        return None
+
+    def cancel(self) -> None:  # noqa: B027 - an epoch, for one, holds nothing
+        """Give up what is left of it: the caller's memory is neither read nor written any more."""
 
 
-class Epoch(Protocol):
-    """A barrier in shared memory, as a step of a collective."""
-
-    def begin(self, rolling_hash: int) -> None:
-        """Arrive, having been asked to do all that this rolling hash stands for."""
-        ...
-
-    def spin(self) -> bool:
-        """Wait a bounded time; whether all have arrived, with the same rolling hash."""
-        ...
+Program: TypeAlias = "Round | Step"
+"""What a program yields."""
 
 
-class SharedGroup(Protocol):
-    """The memory that members of a group share on this rank's host, as the core sees it."""
+class PostedReceive:
+    """A receive that waits for its message.
+
+    peer    a global rank; of a receive from `ANY`, the one whose message it has met
+    order   receives of one channel take messages in this order
+    """
+
+    __slots__ = (
+        "buffer",
+        "combine",
+        "done",
+        "from_any",
+        "order",
+        "peer",
+        "round",
+        "start",
+        "stop",
+        "view",
+    )
+
+    def __init__(
+        self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int, combine: bool
+    ) -> None:
+        self.round = posted
+        self.peer = peer
+        self.from_any = peer == ANY
+        self.order = 0
+        self.buffer = buffer
+        self.start = start
+        self.stop = stop
+        self.combine = combine
+        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
+        self.done = False
 
     @property
-    def size(self) -> int:
-        """How many of the group's members share it."""
-        ...
+    def work(self) -> Work[Any]:
+        """Whose receive it is."""
+        return self.round.work
 
-    def epoch(self, *, first: bool = False) -> Epoch:
-        """The step in which this rank arrives at the next epoch."""
-        ...
+    def complete(self) -> None:
+        """The message is where it belongs."""
+        if not self.done:
+            self.done = True
+            self.view = NOTHING
+            posted = self.round
+            del self.round  # which lists this: the garbage collector would have to come
+            posted.part_done()
 
-    def give_up(self) -> None:
-        """What is under way has failed: memory that this rank has shown may be written now."""
-        ...
 
-    def close(self) -> None:
-        """This rank takes part no more."""
-        ...
+class PostedSend:
+    """A message on its way out. `peer` is a global rank."""
+
+    __slots__ = ("done", "peer", "round", "view")
+
+    def __init__(self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int) -> None:
+        self.round = posted
+        self.peer = peer
+        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
+        self.done = False
+
+    @property
+    def work(self) -> Work[Any]:
+        """Whose message it is."""
+        return self.round.work
+
+    def complete(self) -> None:
+        """The memory may be used again."""
+        if not self.done:
+            self.done = True
+            self.view = NOTHING
+            posted = self.round
+            del self.round  # which lists this: the garbage collector would have to come
+            posted.part_done()
+
+
+class PostedRound(Step):
+    """A round under way: complete when all its sends and receives are.
+
+    The last part to finish puts the work into the engine's queue of those that can go on.
+    """
+
+    __slots__ = ("_heard", "_left", "_posted_at", "posted", "receives", "sends", "work")
+
+    notifies: ClassVar[bool] = True
+
+    def __init__(self, work: Work[Any], round_: Round) -> None:
+        self.work = work
+        ranks = work.group.ranks
+        self.receives = [
+            PostedReceive(self, ranks[peer] if peer != ANY else ANY, buffer, start, stop, combine)
+            for peer, start, stop, buffer, combine in round_.receives
+        ]
+        self.sends = [
+            PostedSend(self, ranks[peer], buffer, start, stop)
+            for peer, start, stop, buffer in round_.sends
+        ]
+        self._left = len(self.sends) + len(self.receives)
+        self.posted = False  # whether all parts are: until then nobody is told of the end
+        self._posted_at = 0.0  # if it is traced
+        self._heard = False  # whether a byte has come, if it is traced
+
+    @override
+    def begin(self, call: Call) -> None:
+        """Post every receive, then start every send (the engine does that)."""
+        self.work.group.engine.post(self)
+
+    @override
+    def ready(self, *, spin: bool = False) -> bool:
+        return self.posted and self._left == 0
+
+    def part_done(self) -> None:
+        """One send or receive is complete."""
+        self._left -= 1
+        if self.posted and self._left == 0:
+            self.work.group.engine.ready.append(self.work)
+
+    def trace(self, work: Work[Any]) -> None:
+        """It is posted while operations are traced: count what it moves."""
+        self._posted_at = monotonic()
+        work.sent += sum(len(send.view) for send in self.sends)
+        work.received += sum(receive.stop - receive.start for receive in self.receives)
+
+    def first_heard(self) -> None:
+        """A message of this round begins to come (called while operations are traced)."""
+        if not self._heard:
+            self._heard = True
+            self.work.waited += monotonic() - self._posted_at
+
+    @override
+    def needs(self, rank: int) -> bool:
+        nobody = ANY if not self.work.group.others() else rank
+        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        return any(part.peer in (rank, nobody) for part in parts if not part.done)
+
+    @override
+    def waits_for(self) -> list[int]:
+        group = self.work.group
+        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        peers: dict[int, None] = {}  # in order: receives come first
+        for part in parts:
+            if part.done:
+                continue
+            if part.peer == ANY:
+                peers.update(dict.fromkeys(group.ranks[local] for local in group.others()))
+            else:
+                peers[part.peer] = None
+        return list(peers)
+
+    @override
+    def cancel(self) -> None:
+        self.work.group.engine.withdraw(self)
 
 
 def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
-    """Nobody leaves before everybody has come: a token goes round the ring twice.
+    """Nobody leaves before everybody has arrived: a token goes round the ring twice.
 
-    The first wave tells rank 0 that all have come, the second tells all that rank 0 knows.
+    The first wave tells rank 0 that all have arrived, the second tells all that rank 0 knows.
 
         0 -> 1 -> 2 -> 0     all are here
         0 -> 1 -> 2 -> 0     all may leave
@@ -100,170 +273,32 @@ def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
 
 
 # ------------------------------------------------------------------------------
-# A ticket: one posted round, and what of it is still under way.
-
-NOTHING = memoryview(b"")  # instead of memory that is not needed any more: these are in cycles
+# What shared memory and other libraries bring, as the core sees it.
 
 
-class PostedReceive:
-    """A receive that waits for its message.
+class SharedGroup(Protocol):
+    """The memory that members of a group share on this rank's host."""
 
-    peer    a rank of the whole job; of a receive from `ANY`, the one whose message it has met
-    order   receives of one channel take messages in this order
-    """
+    @property
+    def size(self) -> int:
+        """How many of the group's members share it."""
+        ...
 
-    __slots__ = (
-        "buffer",
-        "combine",
-        "done",
-        "from_any",
-        "order",
-        "peer",
-        "start",
-        "stop",
-        "ticket",
-        "view",
-    )
+    def epoch(self, *, first: bool = False) -> Step:
+        """The step in which this rank arrives at the next epoch."""
+        ...
 
-    def __init__(
-        self, ticket: Ticket, peer: int, buffer: int, start: int, stop: int, combine: bool
-    ) -> None:
-        self.ticket = ticket
-        self.peer = peer
-        self.from_any = peer == ANY
-        self.order = 0
-        self.buffer = buffer
-        self.start = start
-        self.stop = stop
-        self.combine = combine
-        self.view = ticket.operation.bytes_of(buffer, start, stop)
-        self.done = False
+    def give_up(self) -> None:
+        """What is under way has failed: memory that this rank has shown may be written now."""
+        ...
 
-    def complete(self) -> None:
-        """The message is where it belongs."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            ticket = self.ticket
-            del self.ticket  # which lists this: the garbage collector would have to come
-            ticket.part_done()
-
-
-class PostedSend:
-    """A message on its way out. `peer` is a rank of the whole job."""
-
-    __slots__ = ("done", "peer", "ticket", "view")
-
-    def __init__(self, ticket: Ticket, peer: int, buffer: int, start: int, stop: int) -> None:
-        self.ticket = ticket
-        self.peer = peer
-        self.view = ticket.operation.bytes_of(buffer, start, stop)
-        self.done = False
-
-    def complete(self) -> None:
-        """The memory may be used again."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            ticket = self.ticket
-            del self.ticket  # which lists this: the garbage collector would have to come
-            ticket.part_done()
-
-
-class Meeting(Protocol):
-    """What an operation may wait for, besides messages: that others come to the same point."""
-
-    def absent(self) -> list[int]:
-        """Those that have not come, as ranks of the whole job."""
+    def close(self) -> None:
+        """This rank takes part no more."""
         ...
 
 
-class Ticket:
-    """One step under way: done when all its sends and receives are, or everyone has come."""
-
-    __slots__ = (
-        "_armed",
-        "_left",
-        "done",
-        "epoch",
-        "heard",
-        "operation",
-        "posted",
-        "receives",
-        "sends",
-    )
-
-    def __init__(self, operation: Operation, epoch: Meeting | None = None) -> None:
-        self.operation = operation
-        self.epoch = epoch
-        self.sends: list[PostedSend] = []
-        self.receives: list[PostedReceive] = []
-        self.done = False
-        self.posted = 0.0  # when, if it is traced
-        self.heard = False  # whether a byte has come, if it is traced
-        self._left = 0
-        self._armed = False
-
-    def arm(self, *, epoch: bool = False) -> None:
-        """Everything is posted: from now on the last part to finish calls the engine.
-
-        epoch   whether others have still to come
-        """
-        self._left += len(self.sends) + len(self.receives) + epoch
-        self._armed = True
-        if self._left == 0:
-            self.done = True
-
-    def part_done(self) -> None:
-        """One send or receive is complete, or the epoch is."""
-        self._left -= 1
-        if self._armed and self._left == 0:
-            self.done = True
-            self.operation.group.engine.ready.append(self.operation)
-
-    def first_heard(self) -> None:
-        """A message of this round begins to come (called while operations are traced)."""
-        if not self.heard:
-            self.heard = True
-            self.operation.waited += monotonic() - self.posted
-
-    def needs(self, rank: int) -> bool:
-        """Whether this round cannot be completed without a rank (of the job) that has left."""
-        group = self.operation.group
-        if rank in self._absent():
-            return True
-        nobody = ANY if not group.others() else rank
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        return any(part.peer in (rank, nobody) for part in parts if not part.done)
-
-    def outstanding_peers(self) -> list[int]:
-        """The peers (ranks of the group) that this step waits for; receives come first."""
-        group = self.operation.group
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        peers: dict[int, None] = dict.fromkeys(group.to_local[peer] for peer in self._absent())
-        for part in parts:
-            if part.done:
-                continue
-            if part.peer == ANY:
-                peers.update(dict.fromkeys(group.others()))
-            else:
-                peers[group.to_local[part.peer]] = None
-        return list(peers)
-
-    def _absent(self) -> list[int]:
-        return self.epoch.absent() if self.epoch is not None and not self.done else []
-
-
-# ------------------------------------------------------------------------------
-# Collectives that a backend has of its own: another library's, which know its wires better.
-#
-# `collectives/` asks the backend first (`Backend.native`). What the library has, it carries out
-# whole: the `Call` is then the one step of the operation. What it has not is done with rounds of
-# messages, as on any backend.
-
-
-class Call(NamedTuple):
-    """One collective, ready to begin: what it is, and this rank's memory.
+class NativeCall(NamedTuple):
+    """One collective of another library, ready to begin: what it is, and this rank's memory.
 
     collective   `all_reduce`, `reduce`, `broadcast`, `all_gather`, `gather`, `scatter`,
                  `reduce_scatter`, `all_to_all` or `barrier`
@@ -291,8 +326,14 @@ class Call(NamedTuple):
 
 
 class Native(ABC):
-    """What a backend's own library can do."""
+    """What another library under a backend can carry out whole."""
 
     @abstractmethod
-    def has(self, call: Call) -> bool:
-        """Whether the library carries out such a call: the same answer on every rank."""
+    def step(self, call: NativeCall) -> Step | None:
+        """The step that does it, or None if the library has not this collective.
+
+        The same answer on every rank.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not all need to do a thing
+        """The group was closed. Lock held."""

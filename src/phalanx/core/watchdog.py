@@ -1,4 +1,4 @@
-"""Overdue: whose fault it is that a deadline passes.
+"""The watchdog: whose fault it is that a deadline passes.
 
 Shortly before, the rank asks those it waits for what they wait for, and then those, and so on. The
 chain ends with whoever waits for nobody, or does not answer because it is in no call at all:
@@ -21,11 +21,27 @@ from phalanx.wire.control import Answer, Ask
 
 if TYPE_CHECKING:
     from phalanx.core.work import Wait
+
 LONGEST_QUERY = 0.4  # seconds before the deadline at which it begins
 
 
+def check_deadline(wait: Wait, now: float) -> float:
+    """See to the deadline of a wait; when to look again, on the same clock. Lock held.
+
+    Shortly before it the rank asks who waits for whom; past it, the wait ends with an error.
+    """
+    ask_at = wait.deadline - query_lead_time(wait.timeout)
+    if now >= ask_at and wait.query is None and not wait.over:
+        wait.query = WaitForGraph(wait)
+        wait.query.begin()
+    if now >= wait.deadline and not wait.over:
+        assert wait.query is not None
+        wait.expire(wait.query.timeout_error())
+    return ask_at if wait.query is None else wait.deadline
+
+
 def query_lead_time(timeout: float) -> float:
-    """How long before the deadline an query begins, for such a timeout."""
+    """How long before the deadline it is asked who waits for whom, for such a timeout."""
     return min(LONGEST_QUERY, timeout / 4)
 
 
@@ -52,21 +68,21 @@ def chain_of_waits(
 
 
 class WaitForGraph:
-    """The questions of one operation, or wait, and what came back. Ranks are those of the job."""
+    """Who waits for whom, as far as this rank has asked, for one wait. Ranks are global ranks."""
 
-    def __init__(self, operation: Wait) -> None:
-        self._operation = operation
-        self._engine = operation.group.engine
-        self._first = operation.waits_for_global()
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._engine = wait.group.engine
+        self._first = wait.waits_for()
         self.number = next(self._engine.query_numbers)
-        sequence = operation.sequence if operation.is_collective else -1
-        mine = Answer(list(self._first), "", group=operation.group.id, sequence=sequence)
+        sequence = wait.sequence if wait.is_collective else -1
+        mine = Answer(list(self._first), "", group=wait.group.id, sequence=sequence)
         self._answers: dict[int, Answer | None] = {self._engine.rank: mine}
         self._to_follow: deque[Answer] = deque([mine])
         self._following = False
 
     def begin(self) -> None:
-        """Ask those that the operation waits for."""
+        """Ask those that it waits for."""
         self._follow()
 
     def answered(self, peer: int, answer: Answer) -> None:
@@ -88,37 +104,37 @@ class WaitForGraph:
                     # A peer that takes no more cannot read the question: what it said last counts.
                     self._answers[rank] = self._engine.full.get(rank)
                     question = Ask(answer.sequence, 0, "", self.number)
-                    self._engine.ask(rank, answer.group, question)
+                    self._engine.transport.control(rank, answer.group, question)
         self._following = False
 
-    def verdict(self) -> CollectiveTimeoutError:
+    def timeout_error(self) -> CollectiveTimeoutError:
         """The error for the deadline that has passed."""
-        operation = self._operation
-        group = operation.group
+        wait = self._wait
+        group = wait.group
         chain, ends = chain_of_waits(self._first, self._answers)
         # The end of the chain may be no member: then the last one that is, in this group's numbers.
         members = [rank for rank in chain if rank in group.to_local]
         culprit = group.to_local[members[-1]] if members else None
-        head = group.head_of_queue(operation)
-        behind = f" (it is queued behind {head.describe()})" if head is not operation else ""
+        head = group.head_of_queue(wait)
+        behind = f" (it is queued behind {head.describe()})" if head is not wait else ""
         return CollectiveTimeoutError(
-            f"rank {group.rank}: {operation.describe()} waited {operation.timeout:g} s for "
-            f"{self._whom(chain)}{behind}{''.join(self._story(chain, ends))}",
+            f"rank {group.rank}: {wait.describe()} waited {wait.timeout:g} s for "
+            f"{self._whom(chain)}{behind}{''.join(self._explain(chain, ends))}",
             rank=group.rank,
             peer=culprit,
-            op=operation.name,
-            sequence=operation.sequence,
-            seconds=operation.timeout,
+            op=wait.name,
+            sequence=wait.sequence,
+            seconds=wait.timeout,
         )
 
     def _whom(self, chain: list[int]) -> str:
         # The chain goes on from its first rank: which comes last, so that "which" is its.
         ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
-        names = ", ".join(self._operation.group.name_of_global(rank) for rank in ranks) or "nobody"
+        names = ", ".join(self._wait.group.name_of_global(rank) for rank in ranks) or "nobody"
         return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
-    def _story(self, chain: list[int], ends: bool) -> Iterator[str]:
-        name = self._operation.group.name_of_global
+    def _explain(self, chain: list[int], ends: bool) -> Iterator[str]:
+        name = self._wait.group.name_of_global
         kept = self._engine.matching.unexpected_bytes[chain[-1]] if chain else 0
         if chain and self._answers.get(chain[-1]) is None and is_full(kept):
             # It may have answered: nothing is read from it.

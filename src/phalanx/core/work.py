@@ -1,29 +1,36 @@
-"""An operation: steps that one rank carries out, one after the other.
+"""Work: one request under way, which is what an asynchronous call returns.
 
-Everything that a backend does is one of these, whether a caller waits for it or not: a send is an
-operation of one round, a ring all-reduce one of 2(p-1) rounds. The engine carries out a step and
-then calls `advance()`; nobody else drives it. What a rank does by itself between two steps, such as
-to add what has come, is done by the program when it is asked for the next one.
+    Call     what was asked for: name, number in the group, signature, call site, deadline
+    Work     a call that is being carried out: its program of steps, and the memory they work on
+    AnyOf    what a thread waits for in `wait_any`: the first of several works
+
+The engine carries out a step and then calls `advance()`; nobody else drives a work. A send is a
+work of one round, a ring all-reduce one of 2(p-1) rounds. A blocking call whose steps complete at
+once never becomes a work (`Backend.run`): then the call is all that is kept of it.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from phalanx.core.checker import ASK_EVERY, EMPTY_HASH
-from phalanx.core.recorder import UNKNOWN_SITE, CallSite, describe
-from phalanx.core.steps import NOTHING, Step
-from phalanx.core.watchdog import WaitForGraph, query_lead_time
+from typing_extensions import override
+
+from phalanx.core.recorder import CallSite
+from phalanx.core.steps import PostedRound, Program, Round, Step
+from phalanx.core.watchdog import WaitForGraph, check_deadline
+from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.steps import Ticket
-Combine = Callable[[int, int, memoryview], None]  # (buffer, first byte, what came)
+
+T = TypeVar("T")
+Combine = Callable[[int, int, memoryview], None]  # (buffer, first byte, what arrived)
+SHOWN = 3  # of the works that a thread waits for, in messages
 
 
 def check_timeout(timeout: float) -> float:
@@ -33,313 +40,387 @@ def check_timeout(timeout: float) -> float:
     return float(timeout)
 
 
-class Operation:
-    """One rank's part in one collective or message.
+class Call:
+    """What a rank was asked to do, for agreement, messages, errors and traces. It holds no tensor.
 
-    program      the steps; a generator may do what is to be done between them
-    buffers      the memory that the rounds speak of, as bytes
-    combine      reduces bytes that came into a buffer
-    signature    what the operation is, for messages; `fingerprint` is its hash on the wire
-    rolling_hash of a collective: all that the group was asked to do up to it (checker.py)
-    site         the user's line that asked for it
-    ask_at       when to ask the others whether they are in it, too
-    query      whose fault it is that the deadline is about to pass
-    sender       of a received message: whose it was, as a rank of the job
+    sequence      its number: among the group's collectives, or the messages to or from a peer
+    signature     what it is, for messages; `fingerprint` is its hash on the wire
+    rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
+    site          the user's line that asked for it
+    started, ended  on the engine's clock
     """
 
     __slots__ = (
-        "_steps",
-        "ask_at",
-        "buffers",
-        "channel",
-        "combine",
-        "deadline",
-        "done",
-        "error",
+        "ended",
+        "failed",
         "fingerprint",
-        "group",
         "name",
-        "received",
         "rolling_hash",
-        "sender",
-        "sent",
         "sequence",
         "signature",
         "site",
         "started",
-        "ticket",
+        "suffix",
         "timeout",
-        "wait_for",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        sequence: int,
+        signature: str,
+        suffix: str,
+        site: CallSite,
+        *,
+        started: float,
+        timeout: float,
+        fingerprint: int = 0,
+        rolling_hash: int = 0,
+    ) -> None:
+        self.name = name
+        self.sequence = sequence
+        self.signature = signature
+        self.suffix = suffix  # which group, if it is not that of all ranks
+        self.site = site
+        self.fingerprint = fingerprint
+        self.rolling_hash = rolling_hash
+        self.timeout = timeout
+        self.started = started
+        self.ended = 0.0
+        self.failed = False
+
+    def describe(self) -> str:
+        """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""
+        details = f" ({self.signature})" if self.signature else ""
+        where = f" at {self.site}" if self.site.line else ""
+        return f"{self.name} #{self.sequence}{details}{self.suffix}{where}"
+
+
+class Wait(ABC):
+    """What a thread blocks on. Ranks are named in the numbers of `group`.
+
+    name, sequence   for errors; the sequence is -1 if it has none
+    deadline         on the engine's clock
+    over             whether the thread goes on
+    query            who waits for whom, asked shortly before the deadline (watchdog.py)
+    """
+
+    group: Group
+    name: str
+    sequence: int
+    timeout: float
+    deadline: float
+    query: WaitForGraph | None
+    error: Exception | None
+    over: bool
+    is_collective = False  # whether every member of the group takes part, in the group's order
+
+    @abstractmethod
+    def attend(self) -> float:
+        """See to what is due; seconds until this is needed again. Lock held."""
+
+    @abstractmethod
+    def expire(self, error: DistributedError) -> None:
+        """The deadline has passed."""
+
+    @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """End the wait with an error."""
+
+    @abstractmethod
+    def waits_for(self) -> list[int]:
+        """The global ranks from or to which bytes are still to move."""
+
+    @abstractmethod
+    def parts(self) -> Iterable[Work[Any]]:
+        """The works that it waits for."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it is, for messages."""
+
+    def waits_for_members(self) -> list[int]:
+        """`waits_for` as ranks of the group, if they are members."""
+        local = self.group.to_local
+        return [local[rank] for rank in self.waits_for() if rank in local]
+
+
+class Work(Wait, Generic[T]):
+    """What an asynchronous call returns: a collective or a message that may still be under way.
+
+    The tensors that were given to it must not be written before it is done; one that is worked on
+    in place, or that is received into, must not be read either. Any number may be outstanding on
+    one backend; collectives of one group run in the order in which they were issued. A work need
+    not be waited for, but its error is then seen only by the next call.
+
+    program    an iterator of steps
+    buffers    the memory that its rounds speak of, as bytes
+    combine    reduces bytes that arrive into a buffer
+    result     called once, by `wait`, for the value that it returns
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_finish",
+        "_result",
+        "_steps",
+        "_taken",
+        "ask_at",
+        "buffers",
+        "call",
+        "channel",
+        "combine",
+        "deadline",
+        "error",
+        "group",
+        "over",
+        "query",
+        "received",
+        "sender",
+        "sent",
+        "step",
+        "timeout",
         "waited",
     )
 
     def __init__(
         self,
         group: Group,
-        name: str,
+        call: Call,
         channel: Channel,
-        sequence: int,
-        program: Iterable[Step],
+        program: Iterable[Program],
         buffers: tuple[memoryview, ...] = (),
         *,
         combine: Combine | None = None,
-        signature: str = "",
-        fingerprint: int = 0,
-        rolling_hash: int = EMPTY_HASH,
-        site: CallSite = UNKNOWN_SITE,
-        timeout: float,
+        result: Callable[[], T] | None = None,
     ) -> None:
         self.group = group
-        self.name = name
+        self.call = call
         self.channel = channel
-        self.sequence = sequence
         self.buffers = buffers
         self.combine = combine
-        self.signature = signature
-        self.fingerprint = fingerprint
-        self.rolling_hash = rolling_hash
-        self.site = site
-        self.timeout = timeout
-        self.started = monotonic()
-        self.deadline = self.started + timeout
-        self.ask_at = self.started + ASK_EVERY
-        self.wait_for: WaitForGraph | None = None
-        self.sender = -1
-        # If it is traced: seconds until the first byte of each round came, and bytes moved.
-        self.waited = 0.0
-        self.sent = self.received = 0
-        self.ticket: Ticket | None = None
-        self.done = False
-        self.error: Exception | None = None
-        self._steps: Iterator[Step] = iter(program)
+        self.timeout = call.timeout
+        self.deadline = call.started + call.timeout
+        self.ask_at = call.started + group.checker.ask_every
+        self.query = None
+        self.sender = -1  # of a received message: whose it was, as a global rank
+        self.waited = 0.0  # if it is traced: seconds until the first byte of each round arrived,
+        self.sent = self.received = 0  # and bytes moved
+        self.step: Step | None = None  # under way
+        self.over = False
+        self.error = None
+        self._steps: Iterator[Program] = iter(program)
+        self._finish = result
+        self._result: T | None = None
+        self._callbacks: list[Callable[[Work[T]], object]] = []
+
+    # What a user holds ----------------------------------------------------------------------
 
     @property
-    def is_collective(self) -> bool:
+    def op_name(self) -> str:
+        """Which collective or message it is, such as `all_reduce`."""
+        return self.call.name
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Moves what can be moved meanwhile."""
+        if not self.over:
+            self.group.engine.poll(self)
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until it is done and return its result; again, the same object.
+
+        Raises its error, each time it is called. `timeout` is in seconds from now, and replaces the
+        one that it was issued with; when it passes, the work fails.
+        """
+        if not self.over:
+            group = self.group
+            if timeout is not None:
+                self.timeout = check_timeout(timeout)
+                self.deadline = group.engine.now() + timeout
+                self.query = None
+            try:
+                group.engine.wait(self)
+            except BaseException as interruption:
+                with group.engine.lock:
+                    group.abandon(self, f"interrupted by {type(interruption).__name__}")
+                raise
+        error = self.error
+        if error is not None:
+            raise error.again() if isinstance(error, DistributedError) else error
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def cancel(self, reason: str) -> None:
+        """End it; its memory is the caller's again. A collective breaks its group.
+
+        A message that has not arrived is had by the next receive; one that has not gone never goes.
+        """
+        with self.group.engine.lock:
+            self.group.abandon(self, reason)
+            self.group.engine.run_ready()
+
+    def on_done(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(work)` once, when it is done, well or not; at once if it is.
+
+        It is called by a thread of this rank that waits or polls, or by the one in the background,
+        with no lock held. It may issue works, and wait for others. What it raises is logged.
+        """
+        with self.group.engine.lock:
+            if not self.over:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    # What the engine does with it -----------------------------------------------------------
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For errors."""
+        return self.call.name
+
+    @property
+    def sequence(self) -> int:  # type: ignore[override]
+        """For errors."""
+        return self.call.sequence
+
+    @property
+    def is_collective(self) -> bool:  # type: ignore[override]
         """Whether every member of the group takes part, in the group's order."""
         return self.channel.kind is Kind.COLLECTIVE
 
-    def bytes_of(self, buffer: int, start: int, stop: int) -> memoryview:
-        """A part of one of the buffers."""
-        return self.buffers[buffer][start:stop] if stop > start else NOTHING
-
-    def first_step(self) -> Step | None:
-        """The step with which it begins, before it does; None: there is none."""
-        first = next(self._steps, None)
-        if first is not None:
-            self._steps = chain((first,), self._steps)
-        return first
-
     def advance(self) -> None:
-        """Go on from the round that is complete, as far as possible without waiting."""
-        post = self.group.engine.post
+        """Go on from the step that is complete, as far as possible without waiting. Lock held."""
+        engine = self.group.engine
         try:
-            for step in self._steps:
-                if self.done:
+            for item in self._steps:
+                if self.over:
                     return
-                self.ticket = post(self, step)
-                if not self.ticket.done:
+                step = PostedRound(self, item) if isinstance(item, Round) else item
+                self.step = step
+                if not engine.begin(self, step):
                     return
-            if not self.done and self.group.may_finish(self):
-                self._finish()
+            if not self.over and self.group.may_finish(self):
+                self._end()
         except Exception as error:
-            self.group.operation_failed(self, error)
+            self.group.work_failed(self, error)
         except BaseException as interruption:
             # It hit a thread that may wait for something else; nobody can take these steps again.
             self.group.abandon(self, f"interrupted by {type(interruption).__name__}")
             raise
 
+    @override
     def fail(self, error: Exception) -> None:
-        """End with an error: nothing is written into the operation's memory from now on."""
-        if self.done:
+        """End with an error: nothing is written into the caller's memory from now on."""
+        if self.over:
             return
         self.error = error
         self.group.engine.history.note_on(error)
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            self.group.engine.withdraw(ticket)
-        self._finish()
+        step, self.step = self.step, None
+        if step is not None:
+            step.cancel()
+        self._end()
 
-    def _finish(self) -> None:
-        self.done = True
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None and ticket.receives:
-            self.sender = ticket.receives[0].peer
-        self.group.operation_done(self)
+    def _end(self) -> None:
+        self.over = True
+        step, self.step = self.step, None
+        if type(step) is PostedRound and step.receives:
+            self.sender = step.receives[0].peer
+        self.group.work_ended(self)
         # Or the memory would only be free when the garbage collector comes.
         self.buffers, self.combine, self._steps = (), None, iter(())
+        if self._callbacks:
+            self.group.engine.callbacks.extend((each, self) for each in self._callbacks)
+            self._callbacks = []
 
-    def expect_within(self, seconds: float) -> None:
-        """Set a new deadline, counted from now."""
-        self.timeout = seconds
-        self.deadline = monotonic() + seconds
-        self.wait_for = None
-
+    @override
     def attend(self) -> float:
-        """See to what is due while it is under way; seconds until this is needed again."""
         return self.group.attend(self)
 
-    def parts(self) -> Iterable[Operation]:
-        """What a thread waits for that waits for this."""
+    @override
+    def expire(self, error: DistributedError) -> None:
+        self.group.work_failed(self, error)
+
+    @override
+    def parts(self) -> Iterable[Work[Any]]:
         return (self,)
 
+    @override
     def waits_for(self) -> list[int]:
-        """The ranks of the group from or to which bytes are still to move."""
-        head = self.group.head_of_queue(self)
-        return head.ticket.outstanding_peers() if head.ticket is not None else []
+        step = self.group.head_of_queue(self).step
+        return step.waits_for() if step is not None else []
 
-    def waits_for_global(self) -> list[int]:
-        """The same, as ranks of the job."""
-        return [self.group.ranks[peer] for peer in self.waits_for()]
-
+    @override
     def describe(self) -> str:
-        """What the operation is: `all_reduce #41 (float32 [32, 32], sum) at train.py:57`."""
-        return describe(self.name, self.sequence, self.signature, self.group.suffix, self.site)
+        return self.call.describe()
 
 
-# ------------------------------------------------------------------------------
-# Any of several operations: what a thread waits for that goes on when one of them is done.
-#
-#   receive from rank 1   - - - - - - - - -
-#   receive from rank 2   - - - - done          here the thread goes on, and waits for nothing else
-#   send to rank 3        - - - - - - - - -
-#
-# It is no operation: it moves nothing, and what it waits for goes on without it.
+class AnyOf(Wait):
+    """Done when one of some works is, of one rank, and of any groups. It moves nothing itself.
 
-SHOWN = 3  # of the operations, in messages
+    receive from rank 1   - - - - - - - - -
+    receive from rank 2   - - - - done          here the thread goes on
+    send to rank 3        - - - - - - - - -
 
-
-class Wait(Protocol):
-    """What a thread may wait for: an `Operation`, or `AnyOf` several."""
-
-    @property
-    def group(self) -> Group:
-        """In whose numbers ranks are named."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """What it is."""
-        ...
-
-    @property
-    def sequence(self) -> int:
-        """Its number in the group; -1 if it has none."""
-        ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that it may take."""
-        ...
-
-    @property
-    def deadline(self) -> float:
-        """When these have passed."""
-        ...
-
-    @property
-    def done(self) -> bool:
-        """Whether the thread goes on."""
-        ...
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether every member of the group takes part, in the group's order."""
-        ...
-
-    @property
-    def wait_for(self) -> WaitForGraph | None:
-        """Whose fault it is that the deadline is about to pass."""
-        ...
-
-    def attend(self) -> float:
-        """See to what is due; seconds until this is needed again."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """End the wait with an error."""
-        ...
-
-    def describe(self) -> str:
-        """What it is, for messages."""
-        ...
-
-    def waits_for(self) -> list[int]:
-        """The ranks of the group from or to which bytes are still to move."""
-        ...
-
-    def waits_for_global(self) -> list[int]:
-        """The same, as ranks of the job."""
-        ...
-
-    def parts(self) -> Iterable[Operation]:
-        """The operations that it waits for."""
-        ...
-
-
-class AnyOf:
-    """Done when one of some operations is, of one rank, and of any groups.
-
-    group     in whose numbers ranks are named: that of the backend which is asked
-    timeout   seconds; when they have passed, the wait ends with an error, and nothing else does
+    timeout   seconds; when they have passed, the wait ends with an error, and the works go on
     """
 
     name = "wait_any"
     sequence = -1
-    is_collective = False
 
-    def __init__(
-        self, group: Group, operations: Iterable[Operation], timeout: float = math.inf
-    ) -> None:
+    def __init__(self, group: Group, works: Iterable[Work[Any]], timeout: float = math.inf) -> None:
         self.group = group
-        self.operations = tuple(operations)
+        self.works = tuple(works)
         self.timeout = timeout
-        self.deadline = monotonic() + timeout
-        self.wait_for: WaitForGraph | None = None
-        self.error: Exception | None = None
+        self.deadline = group.engine.now() + timeout
+        self.query = None
+        self.error = None
+
+    def wait(self) -> None:
+        """Block until one is done. Raises what ends the wait, not what ends the works."""
+        if not self.over:
+            self.group.engine.wait(self)
+        if self.error is not None:
+            raise self.error
 
     @property
-    def done(self) -> bool:
+    def over(self) -> bool:  # type: ignore[override]
         """Whether one is, or the wait has ended with an error."""
-        return self.error is not None or any(each.done for each in self.operations)
+        return self.error is not None or any(each.over for each in self.works)
 
+    @override
     def attend(self) -> float:
-        """See to what is due for any of them; past the deadline, end with an error. Lock held."""
-        due = min(each.attend() for each in self.operations)
-        if self.done:
-            return 0.0
-        now = monotonic()
-        inquire_at = self.deadline - query_lead_time(self.timeout)
-        if now >= inquire_at and self.wait_for is None:
-            self.wait_for = WaitForGraph(self)
-            self.wait_for.begin()
-        if now >= self.deadline:
-            assert self.wait_for is not None
-            self.fail(self.wait_for.verdict())
-            return 0.0
-        return min(due, (inquire_at if self.wait_for is None else self.deadline) - now)
+        due = min(each.attend() for each in self.works)
+        now = self.group.engine.now()
+        due = min(due, check_deadline(self, now) - now)
+        return 0.0 if self.over else due
 
+    @override
+    def expire(self, error: DistributedError) -> None:
+        self.fail(error)
+
+    @override
     def fail(self, error: Exception) -> None:
-        """End the wait. What it waits for goes on."""
-        if not self.done:
+        if not self.over:
             self.error = error
             self.group.engine.history.note_on(error)
 
-    def parts(self) -> Iterable[Operation]:
-        """The operations."""
-        return self.operations
+    @override
+    def parts(self) -> Iterable[Work[Any]]:
+        return self.works
 
-    def waits_for_global(self) -> list[int]:
-        """From or to whom bytes are still to move in any of them, as ranks of the job."""
-        whole = chain.from_iterable(each.waits_for_global() for each in self.operations)
-        return list(dict.fromkeys(whole))
-
+    @override
     def waits_for(self) -> list[int]:
-        """The same, as ranks of the group, if they are members."""
-        local = self.group.to_local
-        return [local[rank] for rank in self.waits_for_global() if rank in local]
+        return list(dict.fromkeys(chain.from_iterable(each.waits_for() for each in self.works)))
 
+    @override
     def describe(self) -> str:
         """`wait_any (recv #3, recv #0 and 5 more)`."""
-        shown = ", ".join(each.describe() for each in self.operations[:SHOWN])
-        more = len(self.operations) - SHOWN
+        shown = ", ".join(each.describe() for each in self.works[:SHOWN])
+        more = len(self.works) - SHOWN
         return f"{self.name} ({shown}{f' and {more} more' if more > 0 else ''})"
+
+
+Operation = Work  # SHIM, until callers are converted

@@ -1,37 +1,55 @@
-"""What is asked of another library that moves bytes between ranks: torch's process groups, MPI.
+"""Another library's collectives, as steps of ours: torch's process groups, MPI.
 
-`LibraryEngine` runs over anything that has these two interfaces. A `Library` starts things, a
-`Handle` says when they are over.
+    Library      one rank's view of one group of the library's: it starts collectives
+    Handle       one of these under way
+    NativeStep   the same, as the only step of a program
+    Natives      the library's group for each group of ranks
+
+Messages, agreement, blame, sub-groups and deadlines are not the library's business: ranks that it
+brings together have a mesh of their own for these (backend.py).
+
+What a library does whole cannot be compared before it runs. So a rank that waits asks the others
+whether they are in the same collective (core/checker.py), and each barrier and every tenth
+collective a rank tells its neighbour the rolling hash of all that the group was asked to do.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from typing_extensions import override
 
-from phalanx.core.steps import Call, Native, Ticket
-from phalanx.core.work import Operation
+from phalanx.core.failure import Failure
+from phalanx.core.group import WORLD_ID, Group
+from phalanx.core.steps import Native, NativeCall, Step
 from phalanx.errors import DistributedError, PeerLostError
+
+if TYPE_CHECKING:
+    from phalanx.core.engine import Engine
+    from phalanx.core.work import Call
+
+NOBODY = -1  # as a culprit: the library does not say who
+SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
+SAY_WHO_WITHIN = 0.5  # seconds in which the mesh may tell who has caused a failed collective
+FINISH_WITHIN = 1.0  # seconds for a collective to end of which a member has left, having ended it
+TELL_EVERY = 10  # collectives between two in which a rank tells its rolling hash
 
 
 class Abilities(NamedTuple):
     """What a library has of what not every library has. The same on every rank.
 
-    devices      kinds of device on which its collectives take tensors: `cpu`, `cuda`
-    subgroups    whether some of its ranks can form a group of their own
-    ordered      whether a collective runs behind those that were started before, and behind what
-                 this thread's stream does, without being waited for in between (NCCL)
-    calls_back   whether it says when a message is over, by calling `news`; else it is asked again
-                 and again, and moves bytes when it is
+    devices    kinds of device on which its collectives take tensors: `cpu`, `cuda`
+    subgroups  whether some of its ranks can form a group of their own
+    on_stream  whether its groups have to be formed by the thread that uses them, whose current
+               device and stream they take
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
     subgroups: bool = True
-    ordered: bool = False
-    calls_back: bool = False
+    on_stream: bool = False
 
 
 class Handle(ABC):
@@ -60,18 +78,15 @@ class Handle(ABC):
         """
 
 
-class Library(Native):
+class Library(ABC):
     """One rank's view of one group of the library's. Its methods do not block unless they say so.
 
     name         of the library, for messages
     rank, size   this rank in the group, and how many there are
     can          what it has of what not every library has
-    news         to be called, by any thread, when a message is over; see `Abilities.calls_back`
 
-    Besides: `has(call)` says whether it carries out such a collective, the same on every rank. It
-    is asked for every collective, so it has to be quick. Messages and collectives do not mix,
-    whatever their tags. Methods are called by one thread at a time, except `subgroup`, which runs
-    in a thread of its own beside the others.
+    Methods are called by one thread at a time, except `subgroup`, which runs in a thread of its own
+    beside the others.
     """
 
     name: str
@@ -79,29 +94,20 @@ class Library(Native):
     size: int
     can: Abilities
 
-    def __init__(self) -> None:
-        self.news: Callable[[], None] = _nothing
-
     @abstractmethod
-    def collective(self, call: Call) -> Handle:
-        """Start a collective for which `has` is true; every rank starts the same ones in order."""
+    def has(self, call: NativeCall) -> bool:
+        """Whether it carries out such a collective: the same answer on every rank.
 
-    @abstractmethod
-    def send(self, view: memoryview, peer: int, tag: int) -> Handle:
-        """Start to send at least one byte; over when the memory is free. It may be read-only.
-
-        tag   0 or 1; messages of one peer and tag stay in order, and the two do not mix
-
-        It may wait for its receive to be posted, which is of exactly that size.
+        It is asked for every collective, so it has to be quick.
         """
 
     @abstractmethod
-    def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
-        """Start to receive the bytes that fill `view`; over when they are in."""
+    def collective(self, call: NativeCall) -> Handle:
+        """Start a collective for which `has` is true; every rank starts the same ones in order."""
 
     @abstractmethod
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        """The group of some of this one's ranks, in this order, for collectives only.
+        """The group of some of this one's ranks, in this order.
 
         Each of them calls this, and is blocked until all have, at most `timeout` seconds. `ident`
         (64 bits) is the group's alone, the same on all its members. Calls for several groups may
@@ -114,10 +120,7 @@ class Library(Native):
 
     @abstractmethod
     def close(self) -> None:
-        """End: nothing is under way any more but receives of messages that will not come.
-
-        Bounded in time; may be repeated, also after `abort`.
-        """
+        """End: nothing is under way any more. Bounded in time; may be repeated."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -127,38 +130,264 @@ class Library(Native):
         """
 
 
-def _nothing() -> None:
-    pass
+class Natives:
+    """The library's groups on one rank. Called with the engine's lock held.
+
+    The whole job's is there from the start. That of a sub-group is formed when its first collective
+    is called, in a thread of its own: it needs all members, who may be busy with other groups
+    first, and the mesh never waits for it.
+    """
+
+    def __init__(self, engine: Engine, world: Library) -> None:
+        self.engine = engine
+        self.world = world
+        self._groups: dict[int, NativeGroup] = {}
+        self._broken: list[Library] = []
+        self.unfinished: list[NativeCall] = []  # whose memory the library may still write
+
+    def of(self, group: Group) -> Native | None:
+        """What the library can do for a group; None where that is nothing."""
+        if group.size == 1 or (group.id != WORLD_ID and not self.world.can.subgroups):
+            return None
+        native = self._groups.get(group.id)
+        if native is None:
+            library = self.world if group.id == WORLD_ID else None
+            native = self._groups[group.id] = NativeGroup(self, group, library)
+        return native
+
+    def broke(self, library: Library) -> None:
+        """A collective was given up: the library's group is of no use any more."""
+        self._broken.append(library)
+        library.abort()
+
+    def forget(self, group: Group) -> None:
+        """A sub-group was closed."""
+        native = self._groups.pop(group.id, None) if group.id != WORLD_ID else None
+        if native is not None and native.library is not None:
+            native.library.close()
+
+    def close(self) -> None:
+        """Close all groups."""
+        libraries = [native.library for native in self._groups.values()]
+        self._groups.clear()
+        for library in [*libraries, *self._broken]:
+            if library is not None:
+                library.close()
+        self.world.close()
+        self._broken.clear()
+        self.unfinished.clear()
 
 
-# ------------------------------------------------------------------------------
-# A collective of a library's own that is under way: the ticket of a `Call`.
+class NativeGroup(Native):
+    """What the library does for one group of ranks.
+
+    library   the library's group; None before it is formed, and once it is broken
+    """
+
+    def __init__(self, natives: Natives, group: Group, library: Library | None) -> None:
+        self.natives = natives
+        self.group = group
+        self.library = library
+        self._waiting: list[NativeStep] = []  # for the library's group to be formed
+        self._forming = False
+
+    @override
+    def step(self, call: NativeCall) -> Step | None:
+        # By messages a barrier is slower, but it compares what the ranks do.
+        if call.collective == "barrier" or not self.natives.world.has(call):
+            return None
+        return NativeStep(self, call)
+
+    def start(self, step: NativeStep, timeout: float) -> None:
+        """Start a collective, or have it started when the library's group is formed."""
+        if self.library is None and self.natives.world.can.on_stream:
+            self.library = self._form(timeout)
+        if self.library is not None:
+            step.handle = self.library.collective(step.native)
+            return
+        self._waiting.append(step)
+        if not self._forming:
+            self._forming = True
+            name = f"phalanx rank {self.natives.engine.rank} forms a group"
+            threading.Thread(
+                target=self._form_beside, args=(timeout,), name=name, daemon=True
+            ).start()
+
+    def _form(self, timeout: float) -> Library:
+        return self.natives.world.subgroup(self.group.ranks, self.group.id, timeout)
+
+    def _form_beside(self, timeout: float) -> None:
+        library = problem = None
+        world, group, engine = self.natives.world, self.group, self.natives.engine
+        try:
+            library = self._form(timeout)
+        except Exception as error:  # whatever the library raises
+            problem = error
+        with engine.lock:
+            waiting, self._waiting = self._waiting, []
+            self._forming = False
+            if problem is not None:
+                reason = f"{world.name} could not form{group.suffix}: {first_line(problem)}"
+                group.fail(Failure(world.kind_of(problem), NOBODY, engine.rank, reason))
+            elif library is not None and (group.closed or group.failure is not None):
+                self.natives.broke(library)
+            elif library is not None:
+                self.library = library
+                for step in waiting:
+                    step.start()
+            engine.run_ready()
+
+    def break_off(self) -> None:
+        """A collective of this group was given up."""
+        library, self.library = self.library, None
+        if library is not None:
+            self.natives.broke(library)
+
+    @override
+    def close(self) -> None:
+        self.natives.forget(self.group)
 
 
-class CallTicket(Ticket):
-    """A collective of the library's under way: it needs all members, to the end."""
+class NativeStep(Step):
+    """One collective of the library under way: it needs all members, to the end.
 
-    __slots__ = ("busy", "call", "handle")
+    handle   None while the library's group is being formed
+    """
 
-    def __init__(self, operation: Operation, call: Call) -> None:
-        super().__init__(operation)
-        self.call = call
-        self.handle: Handle | None = None  # None: the group is being formed
-        self.busy = False  # a thread waits for the handle
+    __slots__ = (
+        "_begun",
+        "_busy",
+        "_call",
+        "_deadline",
+        "_group",
+        "_left",
+        "_over",
+        "_problem",
+        "handle",
+        "native",
+    )
+
+    wakes: ClassVar[bool] = False
+    blocks: ClassVar[bool] = True
+
+    def __init__(self, group: NativeGroup, native: NativeCall) -> None:
+        self._group = group
+        self.native = native
+        self.handle: Handle | None = None
+        self._begun = False
+        self._busy = False  # a thread waits for the handle
+        self._over = False
+        self._problem: Exception | None = None  # what the library says went wrong,
+        self._left: int | None = None  # or a member that has left,
+        self._deadline = 0.0  # and when that counts
+
+    @override
+    def begin(self, call: Call) -> None:
+        if not self._begun:
+            self._begun = True
+            self._call = call
+            if call.sequence % TELL_EVERY == 0:
+                self._group.group.checker.tell_neighbour(call)
+            self._group.start(self, call.timeout)
+
+    def start(self) -> None:
+        """The library's group is there at last."""
+        try:
+            self._group.start(self, self._call.timeout)
+        except Exception as error:  # as if it had been raised by `begin`
+            self._failed(error)
+
+    @override
+    def ready(self, *, spin: bool = False) -> bool:
+        if self.handle is None or self._busy or self._over or self._problem is not None:
+            self._check_deadline()
+            return self._over
+        try:
+            # On a stream it is done when the result is ordered behind it, before what comes next.
+            if self.handle.on_stream:
+                self._over = self.handle.wait(0.0)
+            elif spin:
+                self._over = self.handle.wait(min(SOON, self._call.timeout))
+            else:
+                self._over = self.handle.done()
+        except Exception as error:  # whatever the library raises
+            self._failed(error)
+        self._check_deadline()
+        return self._over
+
+    @override
+    def block(self, seconds: float) -> bool:
+        handle, lock = self.handle, self._group.natives.engine.lock
+        if handle is None or self._busy or self._over or self._problem is not None:
+            return False
+        problem = None
+        self._busy = True
+        lock.release()
+        try:
+            over = handle.wait(seconds)
+        except Exception as error:  # whatever the library raises
+            over, problem = False, error
+        finally:
+            lock.acquire()
+            self._busy = False
+        self._over = over
+        if problem is not None:
+            self._failed(problem)
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        """It has not ended well. The mesh may tell in a moment who is to blame."""
+        if self._problem is None:
+            self._problem = error
+            self._deadline = self._group.natives.engine.now() + SAY_WHO_WITHIN
+
+    def _check_deadline(self) -> None:
+        """Nobody else is to blame, or a member that has left had not ended this collective."""
+        engine, group = self._group.natives.engine, self._group.group
+        if self._over or (self._problem is None and self._left is None):
+            return
+        if engine.now() < self._deadline and self._left is None:
+            return
+        if self._problem is not None:
+            world = self._group.natives.world
+            reason = f"{world.name} says: {first_line(self._problem)}"
+            kind = world.kind_of(self._problem)
+            culprit = NOBODY if self._left is None else self._left
+            if self._left is not None:
+                kind, reason = PeerLostError, f"rank {group.name_of_global(self._left)} left"
+            call = self._call
+            group.fail(Failure(kind, culprit, engine.rank, reason, call.describe(), call.sequence))
+        elif engine.now() >= self._deadline and self._left is not None:
+            raise PeerLostError(
+                f"rank {group.rank}: {self._call.describe()}: rank "
+                f"{group.name_of_global(self._left)} left",
+                rank=group.rank,
+                peer=group.to_local.get(self._left),
+                op=self._call.name,
+                sequence=self._call.sequence,
+            )
+
+    @override
+    def waits_for(self) -> list[int]:
+        group = self._group.group
+        return [rank for rank in group.ranks if rank != group.engine.rank]
 
     @override
     def needs(self, rank: int) -> bool:
-        return not self.done and rank in self.operation.group.to_local
+        """A member that leaves may have ended this collective, which then ends here, too."""
+        if self._left is None:
+            self._left = rank
+            self._deadline = self._group.natives.engine.now() + FINISH_WITHIN
+        return False
 
     @override
-    def outstanding_peers(self) -> list[int]:
-        group = self.operation.group
-        return [rank for rank in range(group.size) if rank != group.rank]
+    def cancel(self) -> None:
+        if not self._over:
+            if self.handle is not None:
+                self._group.natives.unfinished.append(self.native)
+            self._group.break_off()
 
 
-class Begun(NamedTuple):
-    """A collective that was begun without an operation, as the step of one that goes on with it."""
-
-    call: Call
-    handle: Handle | None
-    error: BaseException | None = None  # what came of it, if that was not its end
+def first_line(error: Exception) -> str:
+    """A library's error as a part of a sentence."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,13 +13,12 @@ import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.core.steps import Call
+from phalanx.core.steps import NativeCall
 from phalanx.errors import UnsupportedOperationError
 from phalanx.native.base import Abilities, Handle, Library
 from phalanx.native.torch_group import GroupKind
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, or one of its backends
-END_WITHIN = 1.0  # seconds for each thread that waited for a message, once the group is at its end
 
 
 class Former(Protocol):
@@ -52,14 +49,12 @@ class ProcessGroupLibrary(Library):
         owned: bool,
         former: Former | None = None,
     ) -> None:
-        super().__init__()
         self.name = " and ".join(dict.fromkeys(kind.title for kind in kinds.values()))
         self.rank, self.size = group.rank(), group.size()
         self.can = Abilities(
             devices=frozenset(kinds),
             subgroups=former is not None,
-            ordered=any(kind.on_stream for kind in kinds.values()),
-            calls_back=True,
+            on_stream=any(kind.on_stream for kind in kinds.values()),
         )
         self._group = group
         self._kinds = kinds
@@ -67,43 +62,25 @@ class ProcessGroupLibrary(Library):
         self._first_kind = next(iter(kinds.values()))
         self._owned = owned
         self._former = former
-        self._waiters = Waiters(f"phalanx rank {self.rank}: {self.name}", self._tell)
         self._ended = False
 
-    def _kind(self, call: Call) -> GroupKind | None:
+    def _kind(self, call: NativeCall) -> GroupKind | None:
         tensor = call.source if call.source is not None else call.out
         if tensor is None:
             return self._first_kind
         return self._on_cpu if tensor.is_cpu else self._kinds.get(tensor.device.type)
 
-    def _tell(self) -> None:
-        self.news()
-
     @override
-    def has(self, call: Call) -> bool:
+    def has(self, call: NativeCall) -> bool:
         kind = self._kind(call)
         return kind is not None and kind.has(call)
 
     @override
-    def collective(self, call: Call) -> Handle:
+    def collective(self, call: NativeCall) -> Handle:
         kind = self._kind(call)
         assert kind is not None
-        work, finish = EMPTY_HASH[call.collective](self._group, call, kind)
+        work, finish = STARTERS[call.collective](self._group, call, kind)
         return (StreamWork if kind.on_stream else CollectiveWork)(work, finish)
-
-    @override
-    def send(self, view: memoryview, peer: int, tag: int) -> Handle:
-        tensor = _as_tensor(view)
-        handle = MessageWork(tensor)
-        self._waiters.wait_for(handle, self._group.send([tensor], peer, tag))
-        return handle
-
-    @override
-    def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
-        tensor = _as_tensor(view)
-        handle = MessageWork(tensor)
-        self._waiters.wait_for(handle, self._group.recv([tensor], peer, tag))
-        return handle
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
@@ -121,8 +98,7 @@ class ProcessGroupLibrary(Library):
         if self._former is not None:
             self._former.stop()
         self.abort()
-        if self._owned:
-            self._waiters.end(END_WITHIN)
+        if self._owned and self._group is not None:
             with suppress(RuntimeError):
                 self._group.shutdown()
         self._group = None
@@ -137,11 +113,6 @@ class ProcessGroupLibrary(Library):
                 kind.break_off(self._group)
 
 
-def _as_tensor(view: memoryview) -> Tensor:
-    """The bytes as a tensor. Torch warns of read-only memory, which is only read here: a copy."""
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-
-
 # ------------------------------------------------------------------------------
 # How each collective is started on a process group of torch's.
 #
@@ -152,14 +123,14 @@ dist: Any = torch.distributed  # of which builds of torch have more or less
 Started = tuple[Any, "Callable[[], object] | None"]
 
 
-def _all_reduce(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _all_reduce(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     assert call.out is not None
     values = _in_place(call)
     work = group.allreduce([values], _reduction(dist.AllreduceOptions(), call, kind))
     return work, _mean(values, group, call, kind)
 
 
-def _reduce(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _reduce(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     # Also on ranks that get no result it works in place.
     assert call.source is not None
     values = _in_place(call) if group.rank() == call.root else call.source.clone()
@@ -169,7 +140,7 @@ def _reduce(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
     return group.reduce([values], options), finish
 
 
-def _reduce_scatter(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _reduce_scatter(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     source, out = call.source, call.out
     assert source is not None
     assert out is not None
@@ -189,7 +160,7 @@ def _reduce_scatter(group: ProcessGroup, call: Call, kind: GroupKind) -> Started
     return work, finish
 
 
-def _broadcast(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _broadcast(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     options = dist.BroadcastOptions()
     options.rootRank = call.root
     values = _in_place(call) if group.rank() == call.root else call.out
@@ -197,34 +168,34 @@ def _broadcast(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
     return group.broadcast([_bits(values)], options), None
 
 
-def _all_gather(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _all_gather(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     assert call.out is not None
     return group._allgather_base(_bits(call.out), _bits(call.source)), None
 
 
-def _gather(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _gather(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     options = dist.GatherOptions()
     options.rootRank = call.root
     rows = [] if call.out is None else [_rows(call.out, group)]
     return group.gather(rows, [_bits(call.source)], options), None
 
 
-def _scatter(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _scatter(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     options = dist.ScatterOptions()
     options.rootRank = call.root
     rows = [] if call.source is None else [_rows(call.source, group)]
     return group.scatter([_bits(call.out)], rows, options), None
 
 
-def _all_to_all(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _all_to_all(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     return group.alltoall_base(_bits(call.out), _bits(call.source), [], []), None
 
 
-def _barrier(group: ProcessGroup, call: Call, kind: GroupKind) -> Started:
+def _barrier(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
     return group.barrier(), None
 
 
-EMPTY_HASH: Mapping[str, Callable[[ProcessGroup, Call, GroupKind], Started]] = MappingProxyType(
+STARTERS: Mapping[str, Callable[[ProcessGroup, NativeCall, GroupKind], Started]] = MappingProxyType(
     {
         "all_reduce": _all_reduce,
         "reduce": _reduce,
@@ -239,7 +210,7 @@ EMPTY_HASH: Mapping[str, Callable[[ProcessGroup, Call, GroupKind], Started]] = M
 )
 
 
-def _in_place(call: Call) -> Tensor:
+def _in_place(call: NativeCall) -> Tensor:
     """Where the result goes, with what this rank gives in it."""
     source, out = call.source, call.out
     if out is None:
@@ -277,7 +248,7 @@ _OPS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def _reduction(options: Any, call: Call, kind: GroupKind) -> Any:
+def _reduction(options: Any, call: NativeCall, kind: GroupKind) -> Any:
     assert call.op is not None
     if call.op != "sum":  # which it is by default
         average = call.op == "mean" and kind.averages
@@ -286,7 +257,7 @@ def _reduction(options: Any, call: Call, kind: GroupKind) -> Any:
 
 
 def _mean(
-    values: Tensor, group: ProcessGroup, call: Call, kind: GroupKind
+    values: Tensor, group: ProcessGroup, call: NativeCall, kind: GroupKind
 ) -> Callable[[], object] | None:
     """Of a sum that is to be a mean: what makes it one."""
     if call.op != "mean" or kind.averages:
@@ -358,74 +329,3 @@ class StreamWork(CollectiveWork):
             work.wait()
             self._end()
         return True
-
-
-class MessageWork(Handle):
-    """A message, for whose end a thread of `Waiters` waits: torch does not say it otherwise."""
-
-    __slots__ = ("_error", "_over", "memory")
-
-    def __init__(self, memory: object) -> None:
-        self.memory = memory  # kept alive until it is over
-        self._over = threading.Event()
-        self._error: Exception | None = None
-
-    def see_through(self, work: Work) -> None:
-        """Block until the message is over."""
-        try:
-            work.wait(FOREVER)
-        except Exception as error:  # raised where the handle is asked
-            self._error = error
-        self._over.set()
-
-    @override
-    def done(self) -> bool:
-        if not self._over.is_set():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    @override
-    def wait(self, seconds: float) -> bool:
-        self._over.wait(seconds)
-        return self.done()
-
-
-class Waiters:
-    """Threads that wait for messages: as many as there have been messages at a time."""
-
-    def __init__(self, name: str, news: Callable[[], None]) -> None:
-        self._name = name
-        self._news = news
-        self._tasks: queue.SimpleQueue[tuple[MessageWork, Work] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
-
-    def wait_for(self, handle: MessageWork, work: Work) -> None:
-        """Have the handle learn when the work is over."""
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-            else:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._tasks.put((handle, work))
-
-    def end(self, seconds: float) -> None:
-        """Let the threads end, those that wait when what they wait for has ended."""
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join(seconds)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            handle, work = task
-            handle.see_through(work)
-            del work, task, handle
-            self._news()
-            with self._lock:
-                self._idle += 1

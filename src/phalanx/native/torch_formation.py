@@ -5,22 +5,21 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, MisuseError
+from phalanx.native.backend import WHERE_BYTES, Where, open_mesh
 from phalanx.native.base import Library
 from phalanx.native.torch_calls import FOREVER, ProcessGroupLibrary
-from phalanx.native.torch_group import GLOO, KINDS, GroupKind, kinds_of
-from phalanx.transport.tcp.admission import listen_as_master, listen_at
+from phalanx.native.torch_group import KINDS, kinds_of
+from phalanx.transport.tcp.admission import listen_as_master
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import Endpoint, parse_address
 
@@ -29,22 +28,14 @@ ProcessGroup = Any
 Store = Any
 
 
-class Made(NamedTuple):
-    """What a backend over a library needs."""
-
-    collectives: Library
-    messages: Library | None
-    topology: tuple[int, ...]
-
-
-def epoch(
+def store_at(
     rank: int,
     world_size: int,
     master_addr: str,
     timeout: float,
     listener: socket.socket | None = None,
 ) -> Store:
-    """The store through which the ranks meet; rank 0 holds it at `master_addr`."""
+    """The store through which the ranks find each other; rank 0 holds it at `master_addr`."""
     if world_size == 1:
         if listener is not None:
             listener.close()
@@ -89,43 +80,26 @@ def connect(endpoint: Endpoint, rank: int, timeout: float) -> Store:
         ) from error
 
 
-def made(kind: str, rank: int, world_size: int, store: Store, prefix: str, timeout: float) -> Made:
-    """Groups of all ranks: one of this kind for collectives, one of Gloo's for messages.
-
-    Blocks until all ranks have come; `CollectiveTimeoutError` if they do not.
-    """
-    ranks = range(world_size)
-    deadline = monotonic() + timeout
-    topology = topology_of(PatientStore(store, prefix, timeout), rank, world_size, timeout)
-    hostname = interface_for(topology)
-    kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
-    former = Former(kind, rank, store, prefix, hostname)
+def where_of(store: Store, rank: int, host: str | None, timeout: float) -> Where:
+    """Where the mesh is, told by rank 0 through a store. Blocks until rank 0 has said so."""
+    if rank == 0:
+        where = open_mesh(host)
+        store.set("mesh", where.encode())
+        return where
     try:
-        group = former.form(ranks, 0, deadline - monotonic())
+        return Where.decode(bytes(store.get("mesh")))
     except RuntimeError as error:
         raise nobody_came(rank, timeout, error) from error
-    return Made(
-        ProcessGroupLibrary(group, kinds, owned=True, former=former),
-        messages_for(rank, world_size, store, prefix, topology, deadline - monotonic()),
-        topology,
-    )
 
 
-def messages_for(
-    rank: int,
-    world_size: int,
-    store: Store,
-    prefix: str,
-    topology: tuple[int, ...],
-    timeout: float,
-) -> Library:
-    """A Gloo group of all ranks, for messages. Blocks until all have come."""
-    former = Former("gloo", rank, store, f"{prefix}/messages", interface_for(topology))
+def form(kind: str, rank: int, world_size: int, former: Former, timeout: float) -> Library:
+    """A group of all ranks, of one of torch's kinds. Blocks until all ranks have come."""
+    kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
     try:
         group = former.form(range(world_size), 0, timeout)
     except RuntimeError as error:
         raise nobody_came(rank, timeout, error) from error
-    return ProcessGroupLibrary(group, {"cpu": GLOO}, owned=True)
+    return ProcessGroupLibrary(group, kinds, owned=True, former=former)
 
 
 def interface_for(topology: tuple[int, ...]) -> str | None:
@@ -184,16 +158,6 @@ def _nccl(store: Store, rank: int, size: int) -> ProcessGroup:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def topology_of(store: Store, rank: int, world_size: int, timeout: float) -> tuple[int, ...]:
-    """For each rank the number of its host: that of the first rank there."""
-    store.set(f"hosts/{rank}", host_id())
-    try:
-        hosts = [bytes(store.get(f"hosts/{other}")) for other in range(world_size)]
-    except RuntimeError as error:
-        raise nobody_came(rank, timeout, error) from error
-    return tuple(hosts.index(host) for host in hosts)
-
-
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
     """The error where not all ranks come to form a group."""
     return CollectiveTimeoutError(
@@ -213,32 +177,9 @@ def _seconds(seconds: float) -> timedelta:
 # ------------------------------------------------------------------------------
 # How a backend comes to stand on a process group that exists already.
 
-Kinds = Mapping[str, GroupKind]
 
-_ELSEWHERE = ("192.0.2.1", 9)  # nobody's (RFC 5737): the way there is the default route
-_LONGEST = 256  # bytes of an address
-
-
-def over(group: ProcessGroup, timeout: float) -> Made:
-    """A given process group, which stays as it is; None: that of `init_process_group`.
-
-    Beside it a Gloo group is formed, for messages. Blocks until all ranks have come.
-    """
-    group = _checked(group)
-    kinds = kinds_of(group)
-    topology = _ask_hosts(group, kinds)
-    if not dist.is_gloo_available():
-        return Made(ProcessGroupLibrary(group, kinds, owned=False), None, topology)
-    store, prefix = _store_of(group) or (_store_over(group, kinds, topology, timeout), "phalanx")
-    messages: Library = messages_for(group.rank(), group.size(), store, prefix, topology, timeout)
-    kind = _only_kind(kinds)
-    former = None
-    if kind is not None:
-        former = Former(kind, group.rank(), store, prefix, interface_for(topology))
-    return Made(ProcessGroupLibrary(group, kinds, owned=False, former=former), messages, topology)
-
-
-def _checked(group: ProcessGroup) -> ProcessGroup:
+def checked_group(group: ProcessGroup) -> ProcessGroup:
+    """A given process group; None: that of `init_process_group`."""
     if group is None:
         if not dist.is_initialized():
             raise MisuseError(
@@ -251,62 +192,43 @@ def _checked(group: ProcessGroup) -> ProcessGroup:
     return group
 
 
-def _store_of(group: ProcessGroup) -> tuple[Store, str] | None:
-    """The store through which a group was formed, and what is to be before our keys in it."""
+def where_over(group: ProcessGroup, timeout: float) -> Where:
+    """Where the mesh is, told by rank 0 through a given group: its store, or its own broadcast."""
+    rank, hosts = group.rank(), None
     with suppress(AttributeError, RuntimeError):
         store = group.get_group_store()
-        visit = store.add(f"phalanx/visits/{group.rank()}", 1)  # one more backend over it
-        return store, f"phalanx/{visit}"
-    return None
-
-
-def _store_over(
-    group: ProcessGroup, kinds: Kinds, topology: tuple[int, ...], timeout: float
-) -> Store:
-    """A new store, held by rank 0, which tells the others where by a collective of the group."""
-    device = next(iter(kinds))
-    where = torch.zeros(_LONGEST, dtype=torch.uint8, device=device)
-    listener = None
-    if group.rank() == 0:
-        host = interface_for(topology) or _own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = listen_at(family, (host, 0))
-        text = str(Endpoint(host, listener.getsockname()[1])).encode()
-        where[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        visit = store.add(f"phalanx/visits/{rank}", 1)  # one more backend over it
+        patient = PatientStore(store, f"phalanx/{visit}", timeout)
+        patient.set(f"hosts/{rank}", host_id())
+        hosts = {bytes(patient.get(f"hosts/{other}")) for other in range(group.size())}
+        return where_of(patient, rank, "127.0.0.1" if len(hosts) == 1 else None, timeout)
+    device = next(iter(kinds_of(group)))
+    numbers = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
+    group.allreduce([numbers]).wait()
+    told = torch.zeros(WHERE_BYTES, dtype=torch.uint8, device=device)
+    where = None
+    if rank == 0:
+        where = open_mesh("127.0.0.1" if len(set(numbers.tolist())) == 1 else None)
+        told.copy_(torch.frombuffer(bytearray(where.encode()), dtype=torch.uint8))
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([where], options).wait()
-    endpoint = parse_address(bytes(where.tolist()).rstrip(b"\0").decode())
-    if listener is not None:
-        return hold(listener, endpoint, timeout)
-    return connect(endpoint, group.rank(), timeout)
+    group.broadcast([told], options).wait()
+    return where or Where.decode(bytes(told.tolist()))
 
 
-def _own_address() -> str:
-    """This host's address on the interface of the default route. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(_ELSEWHERE)
-        return str(probe.getsockname()[0])
-
-
-def _only_kind(kinds: Kinds) -> str | None:
-    """By torch's name, the one kind of group that this is, if such groups can be made here."""
+def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
+    """A given process group as a library; sub-groups of it are formed through its store."""
+    kinds = kinds_of(group)
     names = {name for (name, device), kind in KINDS.items() if kinds.get(device) is kind}
-    return names.pop() if len(names) == 1 and len(kinds) == 1 else None
-
-
-def _ask_hosts(group: ProcessGroup, kinds: Kinds) -> tuple[int, ...]:
-    """For each rank the number of its host, by a collective of the group."""
-    device = next(iter(kinds))
-    hosts = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    hosts[group.rank()] = xxh3_64_intdigest(host_id().encode()) >> 1
-    group.allreduce([hosts]).wait()
-    return _first_places(hosts)
-
-
-def _first_places(hosts: Tensor) -> tuple[int, ...]:
-    numbers: list[int] = hosts.tolist()
-    return tuple(numbers.index(number) for number in numbers)
+    former = None
+    with suppress(AttributeError, RuntimeError):
+        store = group.get_group_store()
+        if len(names) == 1 and len(kinds) == 1:
+            visit = store.add(f"phalanx/groups/{group.rank()}", 1)
+            prefix = f"phalanx/groups/{visit}"
+            former = Former(names.pop(), group.rank(), store, prefix, interface_for(topology))
+    return ProcessGroupLibrary(group, kinds, owned=False, former=former)
 
 
 # ------------------------------------------------------------------------------

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
-from phalanx.core.steps import Call
+from phalanx.core.steps import NativeCall
 from phalanx.core.work import check_timeout
 from phalanx.errors import BackendUnavailableError, InvalidRankError, InvalidWorldSizeError
-from phalanx.native.engine import LibraryBackend
+from phalanx.native.backend import LibraryBackend
+from phalanx.wire.control import parse_address
 
 if TYPE_CHECKING:
     import socket
+
+    from phalanx.native.base import Library
 
 
 class TorchBackend(LibraryBackend):
@@ -28,22 +31,33 @@ class TorchBackend(LibraryBackend):
                     default that of `init_process_group`. It stays open when this is closed
     timeout         seconds that a call waits at most
 
-    Every rank of the group makes one, which blocks until all have. What the group has not (see
-    docs/backends.md) is done with messages, over a Gloo group that is formed for them, as are the
-    groups of sub-groups. So nothing mixes with what else the process group is used for, but
-    collectives, whose order has to be the same on every rank.
+    Every rank of the group makes one, which blocks until all have. It is a mesh as that of
+    `HybridBackend`, which the ranks form by way of the group, with the group's own collectives.
+    What the group has not (see docs/backends.md) is done over the mesh, so nothing mixes with what
+    else the process group is used for, but collectives, whose order has to be the same on every
+    rank.
 
     The group's own collectives cannot be compared before they run: ranks that call different ones
-    are told so only where they wait for each other, and some libraries end the process, or give
-    wrong numbers. Raises `MisuseError` if there is no group, `BackendUnavailableError`.
+    are told so where they wait for each other, and at every tenth collective; but some libraries
+    end the process, or give wrong numbers, before. PHALANX_STRICT=1 does without them. Raises
+    `MisuseError` if there is no group, `BackendUnavailableError`.
     """
 
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         check_timeout(timeout)
         check_available()
-        from phalanx.native import torch_formation as given  # noqa: PLC0415 - torch may lack what it needs
+        from phalanx.native import torch_formation  # noqa: PLC0415 - torch may lack what it needs
 
-        super().__init__(*given.over(process_group, timeout), timeout=timeout)
+        group = torch_formation.checked_group(process_group)
+        super().__init__(
+            group.rank(),
+            group.size(),
+            torch_formation.where_over(group, timeout),
+            lambda topology: torch_formation.library_over(group, topology),
+            name="the process group",
+            timeout=timeout,
+            all_came=True,
+        )
 
 
 class _NamedBackend(LibraryBackend):
@@ -71,17 +85,31 @@ class _NamedBackend(LibraryBackend):
                     rank=rank,
                 )
             check_timeout(timeout)
-            check_available(self.kind, "gloo")
-            from phalanx.native import torch_formation as groups  # noqa: PLC0415 - as above
+            check_available(self.kind)
+            from phalanx.native import torch_formation  # noqa: PLC0415 - as above
 
+            store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            store = groups.epoch(rank, world_size, master_addr, timeout, listener)
-            made = groups.made(self.kind, rank, world_size, store, prefix, timeout)
+            host = parse_address(master_addr).host if world_size > 1 else "127.0.0.1"
+            patient = torch_formation.PatientStore(store, prefix, timeout)
+            where = torch_formation.where_of(patient, rank, host, timeout)
         except BaseException:
             if listener is not None:
                 listener.close()
             raise
-        super().__init__(*made, timeout=timeout)
+
+        def join(topology: tuple[int, ...]) -> Library:
+            interface = torch_formation.interface_for(topology)
+            former = torch_formation.Former(self.kind, rank, store, prefix, interface)
+            return torch_formation.form(self.kind, rank, world_size, former, timeout)
+
+        super().__init__(
+            *(rank, world_size, where, join),
+            name=self.kind,
+            timeout=timeout,
+            job=job,
+            generation=generation,
+        )
 
 
 class GlooBackend(_NamedBackend):
@@ -93,7 +121,7 @@ class GlooBackend(_NamedBackend):
     job, generation   ranks of another job, or of an earlier start of it, are not met
     listener          for rank 0: a socket that listens at `master_addr` already
 
-    Blocks until all ranks have met. Gloo knows no token: whoever reaches the store can take part.
+    Blocks until all ranks have met. Torch's store knows no token: whoever reaches it can take part.
     Otherwise as `TorchBackend`. Raises `InvalidWorldSizeError`, `InvalidRankError`,
     `BackendUnavailableError` (this build of torch lacks it, or the port is in use),
     `CollectiveTimeoutError` if not all ranks come.
@@ -103,18 +131,18 @@ class GlooBackend(_NamedBackend):
 
 
 class NcclBackend(_NamedBackend):
-    """One rank of an NCCL group that is made for it, and a Gloo group for messages.
+    """One rank of an NCCL group that is made for it.
 
     As `GlooBackend`. CUDA tensors, on the device that is current (`torch.cuda.set_device`). Its
     collectives run on torch's streams: a call returns when the result is ordered before what this
-    thread's stream does next. CPU tensors go by messages.
+    thread's stream does next. CPU tensors go over the mesh.
     """
 
     kind = "nccl"
 
 
 class UccBackend(_NamedBackend):
-    """One rank of a UCC group that is made for it, and a Gloo group for messages.
+    """One rank of a UCC group that is made for it.
 
     As `GlooBackend`.
     """
@@ -180,7 +208,7 @@ class GroupKind:
     averages: bool = False
     break_off: Callable[[ProcessGroup], None] | None = None
 
-    def has(self, call: Call) -> bool:
+    def has(self, call: NativeCall) -> bool:
         """Whether groups of this kind carry out such a collective."""
         collective, source, out, op, _ = call
         if collective not in REDUCING:

@@ -9,14 +9,15 @@ import weakref
 from functools import partial
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend, CloseAtExit
+from phalanx.core.engine import Engine
 from phalanx.core.group import WORLD_ID, Group
 from phalanx.core.work import check_timeout
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 from phalanx.transport.shm.domain import Sharing, check
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
-from phalanx.transport.tcp.engine import TcpEngine
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
+from phalanx.transport.tcp.transport import TcpTransport
 from phalanx.wire.control import Address, parse_address
 from phalanx.wire.handshake import Identity
 
@@ -56,17 +57,19 @@ class MeshBackend(Backend):
         endpoint = parse_address(master_addr)
         seconds = check_heartbeat(heartbeat)
         secret = find_token() if token is None else token and check_token(token, "token=")
-        engine = TcpEngine(
+        engine = Engine(rank, world_size)
+        transport = TcpTransport(
+            engine,
             Identity(job, generation, rank, world_size),
             secret.encode(),
             loopback_only=not secret,
             heartbeat=seconds,
         )
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
-        self._engine = engine
+        self._transport = transport
         self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
-        mesh = engine.mesh
+        mesh = transport.mesh
         mesh.host = host
         try:
             if world_size > 1:
@@ -78,22 +81,22 @@ class MeshBackend(Backend):
                     mesh.open_acceptor(listener or listen_as_master(endpoint))
                 with engine.lock:
                     rendezvous = Rendezvous(mesh, endpoint, attach)
-                    addresses = rendezvous.run(self.timeout, engine.drive)
-                    engine.heartbeat_monitor.begin(_processes_on_host(rank, addresses))
+                    addresses = rendezvous.run(self.timeout, transport.drive)
+                    transport.heartbeat.begin(_processes_on_host(rank, addresses))
                 hosts = [address.host_id for address in addresses]
                 self.topology = tuple(hosts.index(host) for host in hosts)
                 if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
                     with engine.lock:
-                        engine.share(domain)
-                        self.group.shared = engine.shared_group(self.group)
+                        transport.share(domain)
+                        self.group.shared = transport.shared(self.group)
         except BaseException:
             with engine.lock:
-                engine.shut()
+                transport.shut()
             raise
         finally:
             if listener is not None and (rank != 0 or world_size == 1):
                 listener.close()
-            if mesh.domain is not None and engine.domain is None:  # it came to nothing
+            if mesh.domain is not None and transport.domain is None:  # it came to nothing
                 mesh.domain.close()
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
@@ -113,18 +116,18 @@ class MeshBackend(Backend):
         self._leave(farewell=0.0)
 
     def _leave(self, *, farewell: float) -> None:
-        engine = self._engine
+        engine, transport = self.engine, self._transport
         with engine.lock:
             if engine.closed:
                 return
             if farewell:
-                engine.poll()  # word of a failure may be waiting
+                transport.look()  # word of a failure may be waiting
             for group in list(engine.groups.values()):
                 group.close()
             engine.run_ready()
             if farewell:
-                engine.say_goodbye(farewell)
-            engine.shut()
+                transport.say_goodbye(farewell)
+            transport.shut()
         self._at_exit.cancel()
 
 
@@ -147,10 +150,8 @@ class _CloseInChild:
     def __call__(self) -> None:
         backend = self._backend()
         if backend is not None:
-            engine = backend.engine
-            assert isinstance(engine, TcpEngine)
-            backend.group.closed = engine.closed = True
-            engine.mesh.close_in_child()
+            backend.group.closed = backend.engine.closed = True
+            backend._transport.mesh.close_in_child()
 
 
 # ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import UntypedStorage
 from typing_extensions import override
@@ -24,13 +24,13 @@ from typing_extensions import override
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.core.common import Place, Source, zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.failure import Failure
 from phalanx.core.group import WORLD_ID, Group
 from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import PostedSend
-from phalanx.core.work import Operation, Wait
+from phalanx.core.transport import Control, Transport
+from phalanx.core.work import Wait, Work
 from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
-from phalanx.wire.control import Answer, Ask
+from phalanx.wire.control import Ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 class Scheduler(ABC):
     """How the ranks of a switch wait for each other."""
 
-    one_thread = False  # whether only a rank's own thread may wait
+    single_thread = False  # whether only a rank's own thread may wait
 
     @abstractmethod
-    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
-        """Return when that is done. Lock not held."""
+    def wait(self, engine: Engine, until: Wait) -> None:
+        """Return when that is over. Lock not held."""
 
     @abstractmethod
     def wake(self, rank: int) -> None:
-        """An operation of this rank has ended. Lock held."""
+        """A work of this rank has ended. Lock held."""
 
     @abstractmethod
-    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
+    def pause(self, engine: Engine, work: Work[Any]) -> None:
         """Let others run, and see to what is due, without waiting for anything. Lock not held."""
 
 
@@ -61,10 +61,10 @@ class FreeThreads(Scheduler):
         self._conditions = [threading.Condition(lock) for _ in range(size)]
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
+    def wait(self, engine: Engine, until: Wait) -> None:
         condition = self._conditions[engine.rank]
         with engine.lock:
-            while not until.done:
+            while not until.over:
                 left = until.attend()
                 if left <= 0:
                     engine.run_ready()
@@ -76,108 +76,95 @@ class FreeThreads(Scheduler):
         self._conditions[rank].notify_all()
 
     @override
-    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
+    def pause(self, engine: Engine, work: Work[Any]) -> None:
         with engine.lock:
-            if not until.done:
-                until.group.attend(until)
+            if not work.over:
+                work.attend()
                 engine.run_ready()
 
 
 class InProcessSwitch:
-    """What the ranks of one simulated group share."""
+    """What the ranks of one simulated group share. Whoever delivers last carries a work on."""
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
-        self.ready: deque[Operation] = deque()
+        ready: deque[Work[Any]] = deque()
         self.scheduler: Scheduler = FreeThreads(self.lock, size)
         self.store = MemoryStore(self.lock)
-        self.engines = [SimulatedEngine(self, rank, size) for rank in range(size)]
+        self.engines = [Engine(rank, size, lock=self.lock, ready=ready) for rank in range(size)]
+        self.transports = [SimulatedTransport(self, engine) for engine in self.engines]
 
 
-class SimulatedEngine(Engine):
+class SimulatedTransport(Transport):
     """Delivers by copying, under the switch's lock."""
 
-    def __init__(self, switch: InProcessSwitch, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size, switch.lock)
+    def __init__(self, switch: InProcessSwitch, engine: Engine) -> None:
         self.switch = switch
-        self.ready = switch.ready  # whoever delivers last carries the operation on
+        self.engine = engine
         self.left = False
+        engine.transport = self
 
     @property
     @override
-    def one_thread(self) -> bool:
-        return self.switch.scheduler.one_thread
+    def single_thread(self) -> bool:  # type: ignore[override]
+        return self.switch.scheduler.single_thread
 
     @override
     def common(self, group: Group) -> Source:
         return StoredMemory(self.switch.store)
 
     @override
-    def transmit(self, send: PostedSend) -> None:
-        operation = send.ticket.operation
+    def send(self, send: PostedSend) -> None:
+        work = send.work
         receiver = self.switch.engines[send.peer]
-        receiver.matching.deliver(operation.channel, self.rank, send.view, operation.fingerprint)
+        receiver.matching.deliver(work.channel, self.engine.rank, send.view, work.call.fingerprint)
         send.complete()
 
     @override
-    def reach(self, peer: int) -> None:
+    def cancel(self, send: PostedSend) -> None:
         pass
 
     @override
-    def retract(self, send: PostedSend) -> None:
+    def room(self, peer: int) -> None:
         pass
 
     @override
-    def progress(self, until: Wait) -> None:
-        self.switch.scheduler.wait(self, until)
-
-    @override
-    def look_at(self, operation: Operation) -> None:
-        self.switch.scheduler.pause(self, operation)
-
-    @override
-    def operation_done(self, operation: Operation) -> None:
-        self.switch.scheduler.wake(self.rank)
-
-    @override
-    def tell(self, group: Group, failure: Failure) -> None:
-        for rank in group.ranks:
-            if rank != self.rank:
-                self.switch.engines[rank].failure_came(group.id, failure)
-
-    @override
-    def announce_leaving(self, group: Group) -> None:
-        for rank in group.ranks:
-            if rank != self.rank:
-                self.switch.engines[rank].member_left(group.id, self.rank)
-
-    @override
-    def ask(self, peer: int, group: int, ask: Ask) -> None:
-        engine = self.switch.engines[peer]
-        if not engine.closed:
-            engine.asked(group, self.rank, ask)
-
-    @override
-    def answer(self, peer: int, answer: Answer) -> None:
-        self.switch.engines[peer].answered(self.rank, answer)
+    def control(self, peer: int, group: int, message: Control) -> None:
+        receiver = self.switch.engines[peer]
+        # Who has closed answers nobody, but may still be told things.
+        if not receiver.closed or not isinstance(message, Ask):
+            receiver.on_control(self.engine.rank, group, message)
 
     @override
     def has_left(self, peer: int) -> bool:
-        return self.switch.engines[peer].left
+        return self.switch.transports[peer].left
+
+    @override
+    def wait(self, until: Wait) -> None:
+        self.switch.scheduler.wait(self.engine, until)
+
+    @override
+    def poll(self, work: Work[Any]) -> None:
+        self.switch.scheduler.pause(self.engine, work)
+
+    @override
+    def wake(self, work: Work[Any]) -> None:
+        self.switch.scheduler.wake(self.engine.rank)
 
     def leave(self, *, lost: bool) -> None:
         """This rank takes part no more. Lock held."""
         if self.left:
             return
-        self.left = self.closed = True
+        rank = self.engine.rank
+        self.left = self.engine.closed = True
         for engine in self.switch.engines:
-            if engine is self:
+            if engine is self.engine:
                 continue
             if lost:
-                engine.peer_lost(self.rank, f"rank {self.rank} was lost: it aborted")
+                engine.peer_lost(rank, f"rank {rank} was lost: it aborted")
             else:
-                engine.peer_left(self.rank)
-        self.run_ready()
+                engine.peer_left(rank)
+        self.engine.run_ready()
 
 
 class SimulatedBackend(Backend):
@@ -189,7 +176,7 @@ class SimulatedBackend(Backend):
     copied.
     """
 
-    def __init__(self, engine: SimulatedEngine, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, engine: Engine, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
         super().__init__(engine, group, timeout=timeout)
         self.topology = (0,) * engine.world_size
@@ -210,9 +197,9 @@ class SimulatedBackend(Backend):
     @property
     def switch(self) -> InProcessSwitch:
         """What this group's ranks share."""
-        engine = self.engine
-        assert isinstance(engine, SimulatedEngine)
-        return engine.switch
+        transport = self.engine.transport
+        assert isinstance(transport, SimulatedTransport)
+        return transport.switch
 
     def close(self) -> None:
         """Leave: whoever waits for this rank, or will, gets a `PeerLostError` at once."""
@@ -223,11 +210,11 @@ class SimulatedBackend(Backend):
         self._leave(lost=True)
 
     def _leave(self, *, lost: bool) -> None:
-        engine = self.switch.engines[self.rank]
+        engine = self.engine
         with engine.lock:
             for group in list(engine.groups.values()):
                 group.close()
-            engine.leave(lost=lost)
+            self.switch.transports[engine.rank].leave(lost=lost)
 
 
 # ------------------------------------------------------------------------------
@@ -285,11 +272,11 @@ IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count 
 class CooperativeScheduler(Scheduler):
     """Schedules the ranks of a switch. Each rank's thread calls `enter` first and `leave` last."""
 
-    one_thread = True
+    single_thread = True
 
     def __init__(self, switch: InProcessSwitch, seed: int) -> None:
         size = len(switch.engines)
-        self._hub = switch
+        self._switch = switch
         self._draw = random.Random(seed)
         self._random_states = RandomStates(size, seed)
         self._turn = [threading.Semaphore(0) for _ in range(size)]
@@ -298,7 +285,7 @@ class CooperativeScheduler(Scheduler):
         self._ready = list(range(size))
         self._finished: set[int] = set()
         self._stopping = False
-        self._idle_looks = 0  # at operations that were not done, since one was last
+        self._idle_looks = 0  # at works that were not done, since one was last
         self.over = threading.Event()
         switch.scheduler = self
 
@@ -315,17 +302,17 @@ class CooperativeScheduler(Scheduler):
         self._pass_on()
 
     @override
-    def wait(self, engine: SimulatedEngine, until: Wait) -> None:
-        if until.done:
+    def wait(self, engine: Engine, until: Wait) -> None:
+        if until.over:
             return
         self._check_thread(engine.rank)
-        while not until.done:
+        while not until.over:
             self._waiting[engine.rank] = until
             self._pass_on()
             self._take(engine.rank)
 
     @override
-    def pause(self, engine: SimulatedEngine, until: Operation) -> None:
+    def pause(self, engine: Engine, work: Work[Any]) -> None:
         self._check_thread(engine.rank)
         self._idle_looks += 1
         if self._idle_looks > IDLE_LOOKS:
@@ -339,7 +326,7 @@ class CooperativeScheduler(Scheduler):
     def wake(self, rank: int) -> None:
         self._idle_looks = 0
         until = self._waiting.get(rank)
-        if until is not None and until.done:
+        if until is not None and until.over:
             del self._waiting[rank]
             self._ready.append(rank)
 
@@ -388,33 +375,33 @@ class CooperativeScheduler(Scheduler):
 
     def _deadlock(self) -> None:
         """Nobody can go on: ranks that disagree are told so, the others get the whole picture."""
-        with self._hub.lock:
+        with self._switch.lock:
             for part in [part for each in self._waiting.values() for part in each.parts()]:
-                if part.is_collective and not part.done:
+                if part.is_collective and not part.over:
                     part.group.checker.ask(part.group.head_of_queue(part))
-            self._hub.engines[0].run_ready()
+            self._switch.engines[0].run_ready()
         if self._ready:
             return
         picture = "; ".join(self._waits(sorted(self._waiting)))
-        with self._hub.lock:
-            for rank, operation in list(self._waiting.items()):
-                peers = operation.waits_for()
-                error = DeadlockError(
-                    f"rank {rank}: deadlock in {operation.describe()}: every rank waits and "
-                    f"nothing is in flight: {picture}",
-                    rank=operation.group.rank,
-                    peer=peers[0] if peers else None,
-                    op=operation.name,
-                    sequence=operation.sequence,
-                )
-                if operation.done:
+        with self._switch.lock:
+            for rank, wait in list(self._waiting.items()):
+                if wait.over:
                     continue
-                if isinstance(operation, Operation) and operation.is_collective:
-                    operation.group.break_alone(operation, error)
+                peers = wait.waits_for_members()
+                error = DeadlockError(
+                    f"rank {rank}: deadlock in {wait.describe()}: every rank waits and "
+                    f"nothing is in flight: {picture}",
+                    rank=wait.group.rank,
+                    peer=peers[0] if peers else None,
+                    op=wait.name,
+                    sequence=wait.sequence,
+                )
+                if isinstance(wait, Work) and wait.is_collective:
+                    wait.group.break_alone(wait, error)
                 else:
-                    operation.fail(error)
+                    wait.fail(error)
                 self.wake(rank)
-            self._hub.engines[0].run_ready()
+            self._switch.engines[0].run_ready()
 
     def _polls_in_vain(self, rank: int) -> DeadlockError:
         others = "; ".join(self._waits(sorted(self._waiting))) or "no other rank waits"
@@ -426,12 +413,9 @@ class CooperativeScheduler(Scheduler):
 
     def _waits(self, ranks: Iterable[int]) -> Iterable[str]:
         for rank in ranks:
-            operation = self._waiting[rank]
-            group = operation.group
-            whole = operation.waits_for_global()
+            wait = self._waiting[rank]
             whom = ", ".join(
                 f"{peer} (which has returned)" if peer in self._finished else str(peer)
-                for peer in whole
+                for peer in wait.waits_for()
             )
-            head = group.head_of_queue(operation)
-            yield f"rank {rank} waits for {whom} in {head.describe()}"
+            yield f"rank {rank} waits for {whom} in {wait.group.head_of_queue(wait).describe()}"

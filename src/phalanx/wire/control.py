@@ -62,16 +62,17 @@ class Ask(msgspec.Struct, frozen=True):
     sequence: int  # of the collective; -1: this is not about one
     fingerprint: int
     what: str  # that collective in words
-    wait_for: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
+    query: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
+    rolling_hash: int = 0  # not 0: of all collectives up to this one
 
 
 class Answer(msgspec.Struct, frozen=True):
     """What a rank waits for: `what` in words, or "" if it waits in no call."""
 
-    waits_for: list[int]  # ranks of the job
+    waits_for: list[int]  # global ranks
     what: str
     kept: int = 0  # bytes of the asker's messages that nobody here has received yet
-    wait_for: int = 0  # that of the `Ask`
+    query: int = 0  # that of the `Ask`
     group: int = 0  # that what it waits in is of,
     sequence: int = -1  # and its number there, if it is a collective
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 MAGIC = b"PHLX"
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD = 4 << 20
 MAX_CONTROL = 1 << 20
 STAGING = 64 << 10

@@ -356,7 +356,7 @@ class ServerCall:
             while self._under_way:
                 left = max(self._deadline - monotonic(), SHORTEST)
                 self._backend.wait_any([*self._under_way], timeout=left)
-                for operation in [each for each in self._under_way if each.done]:
+                for operation in [each for each in self._under_way if each.over]:
                     self._take(operation)
         finally:
             for operation, message in self._under_way.items():

@@ -289,7 +289,7 @@ class WorkerConnection:
         """The headers of messages that have come since; then raises the error that ends the
         connection, if there is one.
         """
-        for operation in [each for each in self._receives if each.done]:
+        for operation in [each for each in self._receives if each.over]:
             message = self._receives.pop(operation, None)
             if message is None:  # it was given up meanwhile
                 continue
@@ -302,7 +302,7 @@ class WorkerConnection:
             yield header
             if message is self._header and self._is_expecting:
                 self._expect(self._header, HEADERS)
-        for operation in [each for each in self._sends if each.done]:
+        for operation in [each for each in self._sends if each.over]:
             self._sends.remove(operation)
             self.pair.wait(operation)
         if self._deferred is not None:
@@ -333,7 +333,7 @@ class WorkerConnection:
 
         Later, if the last ones are still on their way to a worker that has asked again.
         """
-        if self._values_sent is not None and not self._values_sent.done:
+        if self._values_sent is not None and not self._values_sent.over:
             self._deferred = header, write
             return
         assert self._values is not None

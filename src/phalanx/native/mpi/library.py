@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.core.steps import Call
+from phalanx.core.steps import NativeCall
 from phalanx.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -49,7 +49,6 @@ class MpiLibrary(Library):
     name = "MPI"
 
     def __init__(self, mpi: Mpi, comm: Any, looks: int) -> None:
-        super().__init__()
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises
         self._mpi = mpi
         self._comm = comm
@@ -63,7 +62,7 @@ class MpiLibrary(Library):
         self.can = Abilities()
 
     @override
-    def has(self, call: Call) -> bool:
+    def has(self, call: NativeCall) -> bool:
         if not countable(call):
             return False
         if call.op is None:
@@ -73,30 +72,20 @@ class MpiLibrary(Library):
         dtype = call.source.dtype
         return (call.op, dtype) in REDUCED or self._is_exchanged(call)
 
-    def _is_exchanged(self, call: Call) -> bool:
+    def _is_exchanged(self, call: NativeCall) -> bool:
         assert call.source is not None
         assert call.op is not None
         return is_large(call, self.size) and folds(call.op, call.source.dtype)
 
     @override
-    def collective(self, call: Call) -> Handle:
+    def collective(self, call: NativeCall) -> Handle:
         large = call.op is not None and self._is_exchanged(call)
         steps = (EXCHANGED if large else STEPS)[call.collective]
         return MpiHandle(steps(self._communicator, call), self._pending, self._looks)
 
     @override
-    def send(self, view: memoryview, peer: int, tag: int) -> Handle:
-        request = self._comm.Isend([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending, self._looks)
-
-    @override
-    def recv(self, view: memoryview, peer: int, tag: int) -> Handle:
-        request = self._comm.Irecv([view, len(view), self._bytes], peer, tag)
-        return MpiHandle(message(request, view), self._pending, self._looks, is_receive=True)
-
-    @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        epoch(self._mpi, self._comm, members, ident, timeout + GRACE)
+        rendezvous(self._mpi, self._comm, members, ident, timeout + GRACE)
         whole = self._comm.Get_group()
         some = whole.Incl(list(members))
         try:
@@ -123,8 +112,6 @@ class MpiLibrary(Library):
         if self._ended or self._mpi.Is_finalized():
             return
         self._ended = True
-        for handle in list(self._pending):
-            handle.cancel()
         if self._pending:
             keyval = self._mpi.Comm.Create_keyval()
             self._mpi.COMM_SELF.Set_attr(keyval, self._pending)
@@ -146,14 +133,11 @@ class MpiHandle(Handle):
     looks    how many are taken at once by who waits
     """
 
-    __slots__ = ("_is_receive", "_looks", "_pending", "_request", "_steps")
+    __slots__ = ("_looks", "_pending", "_request", "_steps")
 
-    def __init__(
-        self, steps: Steps, pending: set[MpiHandle], looks: int, *, is_receive: bool = False
-    ) -> None:
+    def __init__(self, steps: Steps, pending: set[MpiHandle], looks: int) -> None:
         self._steps = steps
         self._looks = looks
-        self._is_receive = is_receive
         self._request: Request = next(steps, None)
         self._pending = pending
         if self._request is not None:
@@ -173,18 +157,6 @@ class MpiHandle(Handle):
     @override
     def wait(self, seconds: float) -> bool:
         return wait_until(self.done, seconds, self._looks)
-
-    def cancel(self) -> None:
-        """Give up a receive whose message has not come. MPI cancels nothing else."""
-        if self._is_receive and self._request is not None:
-            self._request.Cancel()
-            self.done()
-
-
-def message(request: Request, memory: memoryview) -> Steps:
-    """The one step of a message, and the memory that it keeps alive meanwhile."""
-    yield request
-    del memory
 
 
 # ------------------------------------------------------------------------------
@@ -217,16 +189,7 @@ def duplicate(comm: Any, timeout: float) -> Any:
     return copy
 
 
-def hosts(mpi: Mpi, comm: Any) -> tuple[int, ...]:
-    """For each rank the number of the host that it is on. All ranks are there, and call this."""
-    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    firsts = comm.allgather(shared.bcast(comm.Get_rank()))
-    shared.Free()
-    numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
-    return tuple(numbers[first] for first in firsts)
-
-
-def epoch(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float) -> None:
+def rendezvous(mpi: Mpi, comm: Any, members: Sequence[int], ident: int, timeout: float) -> None:
     """Wait until all members, ranks of `comm`, have called this for the group `ident`.
 
     Raises `CollectiveTimeoutError`, which names one that has not.

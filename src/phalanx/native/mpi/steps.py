@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.core.steps import Call
+from phalanx.core.steps import NativeCall
 from phalanx.errors import BackendUnavailableError
 from phalanx.wire.memory import copy_bits
 
@@ -86,7 +86,7 @@ class Communicator:
         return self._stage
 
 
-def _all_reduce(c: Communicator, call: Call) -> Steps:
+def _all_reduce(c: Communicator, call: NativeCall) -> Steps:
     source, out, op = _reduction(call)
     memory, operation = c.numbers(out, op)
     same = source.data_ptr() == out.data_ptr()
@@ -95,7 +95,7 @@ def _all_reduce(c: Communicator, call: Call) -> Steps:
         divide_(out, c.size)
 
 
-def _reduce(c: Communicator, call: Call) -> Steps:
+def _reduce(c: Communicator, call: NativeCall) -> Steps:
     assert call.source is not None
     assert call.op is not None
     source, operation = c.numbers(call.source, call.op)
@@ -110,7 +110,7 @@ def _reduce(c: Communicator, call: Call) -> Steps:
         divide_(out, c.size)
 
 
-def _reduce_scatter(c: Communicator, call: Call) -> Steps:
+def _reduce_scatter(c: Communicator, call: NativeCall) -> Steps:
     source, out, op = _reduction(call)
     (where, count, datatype), operation = c.numbers(source, op)
     given = [where, count // c.size, datatype]  # the count is that of a part, by mpi4py's rules
@@ -119,19 +119,19 @@ def _reduce_scatter(c: Communicator, call: Call) -> Steps:
         divide_(out, c.size)
 
 
-def _broadcast(c: Communicator, call: Call) -> Steps:
+def _broadcast(c: Communicator, call: NativeCall) -> Steps:
     from_here = call.source if c.rank == call.root else call.out
     yield c.comm.Ibcast(c.all_of(_given(from_here)), call.root)
     if c.rank == call.root and call.out is not None and call.source is not None:
         copy_bits(call.out, call.source)
 
 
-def _all_gather(c: Communicator, call: Call) -> Steps:
+def _all_gather(c: Communicator, call: NativeCall) -> Steps:
     source, out = _given(call.source), _given(call.out)
     yield c.comm.Iallgather(_unless_there(c, source, out), c.each_of(out))
 
 
-def _gather(c: Communicator, call: Call) -> Steps:
+def _gather(c: Communicator, call: NativeCall) -> Steps:
     source = _given(call.source)
     if c.rank != call.root:
         yield c.comm.Igather(c.all_of(source), None, call.root)
@@ -140,21 +140,21 @@ def _gather(c: Communicator, call: Call) -> Steps:
     yield c.comm.Igather(_unless_there(c, source, out), c.each_of(out), call.root)
 
 
-def _scatter(c: Communicator, call: Call) -> Steps:
+def _scatter(c: Communicator, call: NativeCall) -> Steps:
     out = c.all_of(_given(call.out))
     source = c.each_of(_given(call.source)) if c.rank == call.root else None
     yield c.comm.Iscatter(source, out, call.root)
 
 
-def _all_to_all(c: Communicator, call: Call) -> Steps:
+def _all_to_all(c: Communicator, call: NativeCall) -> Steps:
     yield c.comm.Ialltoall(c.each_of(_given(call.source)), c.each_of(_given(call.out)))
 
 
-def _barrier(c: Communicator, call: Call) -> Steps:
+def _barrier(c: Communicator, call: NativeCall) -> Steps:
     yield c.comm.Ibarrier()
 
 
-STEPS: Mapping[str, Callable[[Communicator, Call], Steps]] = MappingProxyType(
+STEPS: Mapping[str, Callable[[Communicator, NativeCall], Steps]] = MappingProxyType(
     {
         "all_reduce": _all_reduce,
         "reduce": _reduce,
@@ -174,7 +174,7 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _reduction(call: Call) -> tuple[Tensor, Tensor, str]:
+def _reduction(call: NativeCall) -> tuple[Tensor, Tensor, str]:
     assert call.op is not None
     return _given(call.source), _given(call.out), call.op
 
@@ -185,7 +185,7 @@ def _unless_there(c: Communicator, source: Tensor, out: Tensor) -> Any:
     return c.in_place if source.data_ptr() == place else c.all_of(source)
 
 
-def countable(call: Call) -> bool:
+def countable(call: NativeCall) -> bool:
     """Whether MPI can count the elements of a call."""
     tensors = (call.source, call.out)
     return all(tensor is None or tensor.numel() <= MOST for tensor in tensors)
@@ -232,7 +232,7 @@ class Piece(NamedTuple):
         return int(self.own.stop - self.own.start)
 
 
-def _exchange_all_reduce(c: Communicator, call: Call) -> Steps:
+def _exchange_all_reduce(c: Communicator, call: NativeCall) -> Steps:
     source, out = _flat(call.source), _flat(call.out)
     for piece in _pieces(c, source.numel(), source.itemsize):
         yield from _reduced(c, call, source, piece, out[piece.own])
@@ -242,7 +242,7 @@ def _exchange_all_reduce(c: Communicator, call: Call) -> Steps:
             yield c.comm.Iallgatherv(c.in_place, c.parts_of(out, piece.counts, piece.starts))
 
 
-def _exchange_reduce(c: Communicator, call: Call) -> Steps:
+def _exchange_reduce(c: Communicator, call: NativeCall) -> Steps:
     source = _flat(call.source)
     out = _flat(call.out) if c.rank == call.root else None
     for piece in _pieces(c, source.numel(), source.itemsize):
@@ -260,7 +260,7 @@ def _exchange_reduce(c: Communicator, call: Call) -> Steps:
             yield gather(c.all_of(own), None, call.root)
 
 
-def _exchange_reduce_scatter(c: Communicator, call: Call) -> Steps:
+def _exchange_reduce_scatter(c: Communicator, call: NativeCall) -> Steps:
     source, out = _flat(call.source), _flat(call.out)
     first = c.rank * out.numel()
     for piece in _pieces(c, out.numel(), source.itemsize, rows=True):
@@ -268,7 +268,7 @@ def _exchange_reduce_scatter(c: Communicator, call: Call) -> Steps:
         yield from _reduced(c, call, source, piece, out[into])
 
 
-EXCHANGED: Mapping[str, Callable[[Communicator, Call], Steps]] = MappingProxyType(
+EXCHANGED: Mapping[str, Callable[[Communicator, NativeCall], Steps]] = MappingProxyType(
     {
         "all_reduce": _exchange_all_reduce,
         "reduce": _exchange_reduce,
@@ -277,7 +277,7 @@ EXCHANGED: Mapping[str, Callable[[Communicator, Call], Steps]] = MappingProxyTyp
 )
 
 
-def is_large(call: Call, size: int) -> bool:
+def is_large(call: NativeCall, size: int) -> bool:
     """Whether a reduction is better done in this way: the same on every rank."""
     source = call.source
     if source is None or size == 1 or call.collective not in EXCHANGED:
@@ -285,7 +285,7 @@ def is_large(call: Call, size: int) -> bool:
     return source.nbytes >= size * LEAST_CHUNK
 
 
-def _reduced(c: Communicator, call: Call, source: Tensor, piece: Piece, own: Tensor) -> Steps:
+def _reduced(c: Communicator, call: NativeCall, source: Tensor, piece: Piece, own: Tensor) -> Steps:
     """Reduce this rank's part of everyone's `source` into `own`, which may be a part of it."""
     assert call.op is not None
     stage = c.stage(c.size - 1, piece.length, source.dtype)

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from phalanx.core.steps import Step
 from phalanx.transport.shm.segments import Block, Segment
 
 if TYPE_CHECKING:
+    from phalanx.core.work import Call
     from phalanx.transport.shm.domain import HostDomain
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
@@ -294,16 +297,16 @@ class PeerSlot:
 # An epoch, as a step of an operation.
 
 
-class ShmEpoch:
-    """A step: come to an epoch of a control block, and wait for the others.
+class ShmEpoch(Step):
+    """A step: arrive at an epoch of a control block, and wait for the others.
 
     first    whether a collective begins with it
     last     whether it ends one in which members' own tensors were read: one that has given up
-             here, and may have written them meanwhile, has not come, though its flag says so
+             here, and may have written them meanwhile, has not arrived, though its flag says so
     shown    for the first: where what this rank gives and gets lies, if others can see it there
     """
 
-    __slots__ = ("_first", "_last", "_shown", "_trail", "control", "value")
+    __slots__ = ("_first", "_last", "_rolling_hash", "_shown", "control", "value")
 
     def __init__(
         self,
@@ -318,34 +321,38 @@ class ShmEpoch:
         self._first = first
         self._last = last
         self._shown = shown
-        self._trail = 0
+        self._rolling_hash = 0
 
-    def begin(self, rolling_hash: int) -> None:
-        """Show what was written, and come. Again: nothing.
+    @override
+    def begin(self, call: Call) -> None:
+        """Show what was written, and arrive.
 
-        rolling_hash   of all that the group was asked to do, not of this collective alone: ranks
-                       that diverged before may do the same thing now, and a flag may arrive before
-                       the message that would tell
+        With the rolling hash of all that the group was asked to do, not of this collective alone:
+        ranks that diverged before may do the same thing now, and a flag may arrive before the
+        message that would tell.
         """
         if not self.value:
             if self._first:
-                self._trail = rolling_hash
-                self.control.enter(rolling_hash, self._shown)
+                self._rolling_hash = call.rolling_hash
+                self.control.enter(call.rolling_hash, self._shown)
             self.value = self.control.raise_flag()
 
-    def spin(self) -> bool:
-        """Wait a short while; True if all have come, with the same rolling hash."""
+    @override
+    def ready(self, *, spin: bool = False) -> bool:
+        """Whether all have arrived; if asked to spin, with the same rolling hash, too."""
+        if not spin:
+            return not self.waits_for()
         if not self.control.spin(self.value):
             return False
         if self._last and self.control.broken(self.value):
             return False
-        return not self._first or self.control.diverged(self.value, self._trail) is None
+        return not self._first or self.diverged() is None
 
-    def absent(self) -> list[int]:
-        """The ranks of the job that have not come."""
+    @override
+    def waits_for(self) -> list[int]:
         absent = self.control.absent(self.value)
         return sorted({*absent, *self.control.broken(self.value)}) if self._last else absent
 
+    @override
     def diverged(self) -> int | None:
-        """A rank of the job that has come to do something else, or after something else."""
-        return self.control.diverged(self.value, self._trail) if self._first else None
+        return self.control.diverged(self.value, self._rolling_hash) if self._first else None

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from phalanx.core.steps import Ticket
 from phalanx.errors import BackendUnavailableError
 from phalanx.transport.shm import queue as ring
-from phalanx.transport.shm.control import ControlBlock, PeerSlot, ShmEpoch
+from phalanx.transport.shm.control import ControlBlock, PeerSlot
 from phalanx.transport.shm.queue import RingBuffer
 from phalanx.transport.shm.segments import (
     Arena,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.core.group import Group
-    from phalanx.core.work import Operation
     from phalanx.wire.control import Address
 
 
@@ -91,12 +89,10 @@ class HostDomain:
         self.stalled: dict[
             RingBuffer, Callable[[], None]
         ] = {}  # full ring buffers, and what to do when not
-        self.watched: dict[Ticket, ShmEpoch] = {}
         self.wakeup, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
         self._rank = rank
         self._retired: list[ControlBlock] = []
-        self._disputed: set[Ticket] = set()
 
     @property
     def memory(self) -> int:
@@ -108,7 +104,7 @@ class HostDomain:
         """For the others: the number of the file that rings this rank's wakeup pipe."""
         return self._rope
 
-    def epoch(self, rank: int, process: int, memory: int, wakeup: int) -> None:
+    def add_peer(self, rank: int, process: int, memory: int, wakeup: int) -> None:
         """Another rank of this host. Raises OSError if its memory cannot be had."""
         local_peer = LocalPeer(rank, process, memory, wakeup)
         self.local_peers[rank] = local_peer
@@ -135,65 +131,26 @@ class HostDomain:
 
     # Waiting --------------------------------------------------------------------------------
 
-    def post(self, operation: Operation, epoch: ShmEpoch) -> Ticket:
-        """Come to an epoch."""
-        ticket = Ticket(operation, epoch)
-        operation.ticket = ticket
-        epoch.begin(operation.rolling_hash)
-        if self._is_complete(ticket, epoch):
-            ticket.arm()
-        else:
-            ticket.arm(epoch=True)
-            self.watched[ticket] = epoch
-        return ticket
-
     def stall(self, ring: RingBuffer, go_on: Callable[[], None]) -> None:
         """A ring buffer is full: when it is not, go on."""
         self.stalled[ring] = go_on
         self.begins_to_wait()
 
-    @property
-    def waits(self) -> bool:
-        """Whether something is to come of which only memory tells."""
-        return bool(self.watched or self.stalled)
-
-    def look(self) -> None:
-        """See which epochs everybody has come to, so that their operations are ready to go on;
-        and which ring buffers have room again.
-        """
-        for lane_, go_on in list(self.stalled.items()):
-            if not lane_.is_full:
-                del self.stalled[lane_]
+    def resume_stalled(self) -> None:
+        """See which ring buffers have room again, and go on with what goes through them."""
+        for full, go_on in list(self.stalled.items()):
+            if not full.is_full:
+                del self.stalled[full]
                 go_on()
-        for ticket, epoch in list(self.watched.items()):
-            if self._is_complete(ticket, epoch):
-                self.forget(ticket)
-                ticket.part_done()
-
-    def _is_complete(self, ticket: Ticket, epoch: ShmEpoch) -> bool:
-        absent = epoch.absent()  # first: who comes between the two looks is still to be checked
-        diverged = epoch.diverged()
-        if diverged is None:
-            return not absent
-        if ticket not in self._disputed:
-            self._disputed.add(ticket)
-            ticket.operation.group.checker.has_diverged(ticket.operation, diverged)
-        return False
-
-    def forget(self, ticket: Ticket) -> None:
-        """An operation was given up."""
-        self.watched.pop(ticket, None)
-        self._disputed.discard(ticket)
 
     def park(self) -> None:
-        """Say that this rank sleeps; then look again, for flags that were raised meanwhile.
+        """Say that this rank sleeps. Its caller then looks again, for flags raised meanwhile.
 
         Who raises a flag looks here afterwards. With a fence on both sides, at least one of the two
         sees what the other has written.
         """
         self.directory.words[ASLEEP] = 1
         self.fence()
-        self.look()
 
     @property
     def is_parked(self) -> bool:
@@ -390,7 +347,7 @@ class Sharing(enum.Enum):
             if address.memory < 0:
                 continue  # it has none, and says so itself
             try:
-                domain.epoch(peer, address.process, address.memory, address.wakeup)
+                domain.add_peer(peer, address.process, address.memory, address.wakeup)
             except OSError as error:
                 return (
                     f"the memory of rank {peer} (process {address.process}) cannot be attached: "

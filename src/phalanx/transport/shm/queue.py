@@ -58,8 +58,8 @@ class RingBuffer:
 
     def parts(self, send: PostedSend) -> Iterator[Part | None]:
         """A message, piece by piece; None while there is no room."""
-        operation = send.ticket.operation
-        group, kind, number = operation.channel
+        work = send.work
+        group, kind, number = work.channel
         view, total = send.view, len(send.view)
         channel = Channel(group, Kind.PIECE, number)
         for offset in range(0, total, PIECE):
@@ -71,7 +71,7 @@ class RingBuffer:
             self._sent += 1
             if self._commons.weak_order:
                 self._commons.fence()
-            what = _PIECE.pack(kind, operation.fingerprint, total, offset, len(piece))
+            what = _PIECE.pack(kind, work.call.fingerprint, total, offset, len(piece))
             header = pack_header(channel, length=len(what), total=len(what))
             yield header + what, NOTHING, len(piece)
 

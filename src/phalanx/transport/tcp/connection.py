@@ -143,8 +143,7 @@ class Connection:
 
     def _tell_room(self) -> None:
         """There is no room for what the peer sends, or there is again: which it may wait for."""
-        engine = self.mesh.engine
-        engine.answer(self.peer, engine.state_for(self.peer))
+        self.mesh.engine.tell_state(self.peer)
 
     def message(self, header: Header) -> IncomingMessage | None:
         """A frame of a message begins (from the decoder)."""
@@ -274,8 +273,8 @@ class Outgoing:
 
 
 def _parts(send: PostedSend) -> Iterator[Part]:
-    operation = send.ticket.operation
-    for header, payload in frames(operation.channel, send.view, operation.fingerprint):
+    work = send.work
+    for header, payload in frames(work.channel, send.view, work.call.fingerprint):
         yield header, payload, len(payload)
 
 
@@ -307,10 +306,9 @@ class SendQueue:
 
     def _sent_at_once(self, send: PostedSend) -> bool:
         """Whether the socket takes a small message, as it nearly always does."""
-        operation = send.ticket.operation
-        size = len(send.view)
+        work, size = send.work, len(send.view)
         header = pack_header(
-            operation.channel, fingerprint=operation.fingerprint, length=size, total=size
+            work.channel, fingerprint=work.call.fingerprint, length=size, total=size
         )
         message = header + send.view
         try:
@@ -330,7 +328,7 @@ class SendQueue:
         self._control.append(header + payload)
         self.flush()
 
-    def retract(self, send: PostedSend) -> None:
+    def cancel(self, send: PostedSend) -> None:
         """Give up a message. If it has begun, finish its frame from a copy and say so."""
         for place, outgoing in enumerate(self._outbox):
             if outgoing.send is not send:
@@ -361,7 +359,7 @@ class SendQueue:
         outgoing.frames = iter(())
 
     def _cancel(self, send: PostedSend) -> None:
-        channel = send.ticket.operation.channel
+        channel = send.work.channel
         header = pack_header(Channel(channel.group, Kind.CANCEL, channel.number))
         self._control.append(header)
         self.flush()

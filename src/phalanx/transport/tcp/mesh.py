@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
-from phalanx.core.steps import PostedSend
 from phalanx.transport.tcp.admission import Acceptor
 from phalanx.transport.tcp.connection import Connection
 from phalanx.wire.control import Answer, Ask, FailureNotice, decode
@@ -70,55 +69,30 @@ class Mesh:
         """The number of ranks."""
         return self.identity.world_size
 
-    # Messages -------------------------------------------------------------------------------
-
-    def send(self, send: PostedSend) -> None:
-        """Send a message. To a peer whose loss is just being told, it goes nowhere."""
-        connection = self.connections.get(send.peer)
-        if connection is not None:
-            connection.send_queue.send(send)
-
-    def retract(self, send: PostedSend) -> None:
-        """Give up a message."""
-        connection = self.connections.get(send.peer)
-        if connection is not None:
-            connection.send_queue.retract(send)
-
-    def settle(self, send: PostedSend) -> bool:
-        """Whether a message that would be given up has gone already."""
-        connection = self.connections.get(send.peer)
-        return connection is not None and connection.send_queue.settle(send)
-
-    def resume(self, peer: int) -> None:
-        """There may be room again for what a peer sends."""
-        connection = self.connections.get(peer)
-        if connection is not None:
-            connection.resume()
-
     def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
         """A control frame came from a peer. Raises `FrameError` for one that makes no sense."""
         group, kind = header.channel.group, header.channel.kind
         if kind is Kind.FAILURE:
             notice = decode(payload, FailureNotice)
-            if not (0 <= notice.culprit < self.world_size > notice.reporter >= 0):
+            # A library may not know whose fault it was: then the culprit is -1.
+            if not (-1 <= notice.culprit < self.world_size > notice.reporter >= 0):
                 raise FrameError(
                     f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
                     f"there are {self.world_size} ranks"
                 )
-            failure = Failure.from_notice(notice)
             if self.rendezvous is not None:
-                self.rendezvous.told(failure)
-            self.engine.failure_came(group, failure)
+                self.rendezvous.told(Failure.from_notice(notice))
+            self.engine.on_control(connection.peer, group, notice)
         elif kind is Kind.LEAVE_GROUP:
-            self.engine.member_left(group, connection.peer)
+            self.engine.on_control(connection.peer, group, None)
         elif kind is Kind.LEAVE:
             connection.left = True
             self.left.add(connection.peer)
             self.engine.peer_left(connection.peer)
         elif kind is Kind.ASK:
-            self.engine.asked(group, connection.peer, decode(payload, Ask))
+            self.engine.on_control(connection.peer, group, decode(payload, Ask))
         elif kind is Kind.ANSWER:
-            self.engine.answered(connection.peer, decode(payload, Answer))
+            self.engine.on_control(connection.peer, group, decode(payload, Answer))
         elif kind is Kind.HEARTBEAT:
             pass  # that it came is all that it says
         elif self.rendezvous is not None:

@@ -53,7 +53,7 @@ class Rendezvous:
         self.mesh = mesh
         self.problems: dict[int, str] = {}  # what each rank says of its local peers' memory
         self.endpoint = endpoint
-        self.done = False
+        self.over = False
         self.error: DistributedError | None = None
         self._known: dict[int, Address] = {}
         self._connected: set[int] = set()
@@ -65,7 +65,7 @@ class Rendezvous:
     def run(self, timeout: float, drive: Drive) -> list[Address]:
         """Block until all ranks have met; return the address of each. Lock held.
 
-        `drive(until, deadline)` moves bytes until `until.done`.
+        `drive(until, deadline)` moves bytes until `until.over`.
         """
         mesh = self.mesh
         try:
@@ -75,10 +75,10 @@ class Rendezvous:
             else:
                 self._call(0, self.endpoint, patient=True)
             drive(self, monotonic() + timeout)
-            if not self.done and 0 in mesh.connections:
+            if not self.over and 0 in mesh.connections:
                 # Rank 0 knows who did not come, and says so when its own time is over.
                 drive(self, monotonic() + GRACE)
-            if not self.done:
+            if not self.over:
                 self.error = self._too_late(timeout)
             if mesh.rank == 0 and self.error is not None:
                 self._tell(self.error)
@@ -184,7 +184,7 @@ class Rendezvous:
     def _check_done(self) -> None:
         mesh = self.mesh
         everyone = mesh.world_size
-        if self.done or len(self._known) < everyone or len(self._connected) < everyone - 1:
+        if self.over or len(self._known) < everyone or len(self._connected) < everyone - 1:
             return
         if self._attach is not None:
             if mesh.rank not in self.problems:
@@ -195,7 +195,7 @@ class Rendezvous:
             gone = everyone - 1 - len(mesh.connections)
             if len(self.problems) < everyone - gone:
                 return
-        self.done = True
+        self.over = True
 
     def _call(self, peer: int, endpoint: Endpoint, *, patient: bool) -> None:
         """Call a peer; `patient`: it may not have started yet."""
@@ -233,7 +233,7 @@ class Rendezvous:
         rank = self.mesh.rank
         message = f"rank {rank}: rendezvous at {self.endpoint}: {reason}"
         self.error = self.error or kind(message, rank=rank, peer=peer, op="rendezvous")
-        self.done = True
+        self.over = True
 
     def _too_late(self, timeout: float) -> CollectiveTimeoutError:
         mesh = self.mesh

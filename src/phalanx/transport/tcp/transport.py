@@ -1,0 +1,393 @@
+"""The transport over TCP: one connection to each peer, and one reactor; shared memory beside them.
+
+Whoever waits drives: the thread in `wait` runs the reactor until its work is done, and thereby
+moves everybody's bytes. Other threads that wait meanwhile sleep on a condition. Only when an
+asynchronous work is outstanding is there a thread that drives in the background.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.core.engine import LONGEST_WAIT, Engine
+from phalanx.core.group import Group
+from phalanx.core.steps import PostedSend, Step
+from phalanx.core.transport import Control, Transport
+from phalanx.core.work import Wait, Work
+from phalanx.transport.shm.control import ControlBlock
+from phalanx.transport.shm.segments import Piece
+from phalanx.transport.tcp.heartbeat import Heartbeat
+from phalanx.transport.tcp.mesh import Mesh, Reactor
+from phalanx.wire.control import Answer, Ask, FailureNotice, encode
+from phalanx.wire.frame import Kind
+from phalanx.wire.handshake import Identity
+
+if TYPE_CHECKING:
+    from phalanx.core.common import Source
+    from phalanx.transport.shm.domain import HostDomain
+
+EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of works nobody waits for
+GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
+SLICE = 0.02  # seconds in a library before the sockets are looked at again
+FIRST_LOOK = 0.05  # seconds that a work is waited for before its deadlines are looked at
+LOOKS = 200  # at what does not say when it is complete, one after the other, before the first sleep
+SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between later looks
+KINDS = {FailureNotice: Kind.FAILURE, Ask: Kind.ASK, Answer: Kind.ANSWER}
+
+
+class TcpTransport(Transport):
+    """Moves bytes over the sockets of its mesh.
+
+    domain   what the ranks of this host share, if they do
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: Identity,
+        token: bytes,
+        *,
+        loopback_only: bool,
+        heartbeat: float,
+    ) -> None:
+        self.engine = engine
+        engine.transport = self
+        self.reactor = Reactor()
+        self.mesh = Mesh(engine, self.reactor, identity, token, loopback_only=loopback_only)
+        self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
+        self.domain: HostDomain | None = None
+        self._condition = threading.Condition(engine.lock)
+        self._next_glance = 0.0
+        self._driver: int | None = None  # the thread that runs the reactor
+        self._background: dict[Work[Any], float] = {}  # and when it is not left to its waiter
+        self._thread: threading.Thread | None = None
+        self._pause = Pause()
+
+    def share(self, domain: HostDomain) -> None:
+        """From now on, groups have control blocks in the memory of the ranks of this host."""
+        self.domain = domain
+        self.reactor.watch(domain.wakeup, domain.on_wakeup, read=True)
+        domain.begins_to_wait = self.watch
+        for peer, connection in self.mesh.connections.items():
+            connection.send_queue.ring = domain.rings.get(peer)
+
+    # Messages -------------------------------------------------------------------------------
+
+    @override
+    def send(self, send: PostedSend) -> None:
+        # To a peer whose loss is just being told, it goes nowhere.
+        connection = self.mesh.connections.get(send.peer)
+        if connection is not None:
+            connection.send_queue.send(send)
+
+    @override
+    def cancel(self, send: PostedSend) -> None:
+        connection = self.mesh.connections.get(send.peer)
+        if connection is not None:
+            connection.send_queue.cancel(send)
+
+    @override
+    def settle(self, send: PostedSend) -> bool:
+        connection = self.mesh.connections.get(send.peer)
+        return connection is not None and connection.send_queue.settle(send)
+
+    @override
+    def room(self, peer: int) -> None:
+        connection = self.mesh.connections.get(peer)
+        if connection is not None:
+            connection.resume()
+
+    @override
+    def control(self, peer: int, group: int, message: Control) -> None:
+        connection = self.mesh.connections.get(peer)
+        if connection is None or connection.left:
+            return
+        if message is None:
+            connection.send_control(Kind.LEAVE_GROUP, group=group)
+        else:
+            connection.send_control(KINDS[type(message)], encode(message), group)
+
+    @override
+    def has_left(self, peer: int) -> bool:
+        return peer in self.mesh.left
+
+    # Memory ---------------------------------------------------------------------------------
+
+    @override
+    def shared(self, group: Group) -> ControlBlock | None:
+        return self.domain.control(group) if self.domain is not None else None
+
+    @override
+    def alloc(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.domain is None:
+            return super().alloc(shape, dtype)
+        with self.engine.lock:
+            return self.domain.arena.empty(shape, dtype)
+
+    @override
+    def common(self, group: Group) -> Source | None:
+        together = group.shared is not None and group.shared.size == group.size
+        return Piece() if together else None
+
+    # Waiting --------------------------------------------------------------------------------
+
+    @override
+    def wait(self, until: Wait) -> None:
+        engine, now = self.engine, self.engine.now
+        with engine.lock:
+            left = min(until.deadline - now(), FIRST_LOOK)  # most are done by then
+            while not until.over:
+                step = _blocking_step(until)
+                if left <= 0:
+                    engine.run_ready()
+                elif step is not None and step.block(min(left, SLICE)):
+                    self.look()
+                    engine.run_ready()
+                elif self._driver is None:
+                    self.drive(until, now() + left)
+                else:
+                    self._condition.wait(min(left, LONGEST_WAIT))
+                if not until.over:
+                    left = min(until.attend(), self.heartbeat.attend())
+
+    @override
+    def poll(self, work: Work[Any]) -> None:
+        with self.engine.lock:
+            self.look()
+            if not work.over:
+                work.attend()
+                self.engine.run_ready()
+
+    @override
+    def glance(self, now: float) -> None:
+        if now >= self._next_glance:
+            self._next_glance = now + GLANCE_EVERY
+            self.look()
+
+    def look(self) -> None:
+        """Move the bytes that can be moved without waiting."""
+        with self.engine.lock:
+            if self._driver is None and not self.engine.closed:
+                self._turn(0.0)
+
+    @override
+    def watch(self) -> None:
+        # A thread that sleeps already, and has told no local peer, is woken: it looks, and tells
+        # them.
+        domain, driver = self.domain, self._driver
+        if domain is None or driver is None or driver == threading.get_ident():
+            return
+        if not domain.is_parked:
+            self.reactor.wake()
+
+    def drive(self, until: Until, deadline: float) -> None:
+        """Run the reactor until that is over or the deadline has passed. Lock held."""
+        self._driver = threading.get_ident()
+        try:
+            while not until.over and not self.engine.closed:
+                remaining = deadline - self.engine.now()
+                if remaining <= 0:
+                    return
+                self._turn(remaining)
+        finally:
+            self._driver = None
+            self._condition.notify_all()
+
+    def _turn(self, seconds: float) -> None:
+        """Wait for sockets, and for what only memory tells, for so long; then see to it all."""
+        engine, domain = self.engine, self.domain
+        if domain is not None and (engine.polled or domain.stalled):
+            domain.park()
+            domain.resume_stalled()
+        if engine.polled:
+            engine.look()
+            if not all(step.wakes for step in engine.polled.values()):
+                seconds = min(seconds, self._pause.next())
+        if engine.ready:
+            seconds = 0.0
+        engine.lock.release()
+        try:
+            events = self.reactor.select(seconds)
+        finally:
+            engine.lock.acquire()
+            if domain is not None:
+                domain.unpark()
+        if not engine.closed:
+            self.reactor.dispatch(events)
+            if domain is not None:
+                domain.resume_stalled()
+            engine.look()
+            if engine.ready:
+                self._pause.reset()
+            engine.run_ready()
+
+    @override
+    def background(self, work: Work[Any], *, patience: float) -> None:
+        with self.engine.lock:
+            if work.over:
+                return
+            self._background[work] = work.call.started + patience
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run_background,
+                    name=f"phalanx rank {self.engine.rank}",
+                    daemon=True,
+                )
+                self._thread.start()
+            if self._driver is not None and work.timeout < 4 * EXPIRY_CHECK:
+                self.reactor.wake()  # or its deadline might pass before anybody looks at it
+            self._condition.notify_all()
+
+    def _run_background(self) -> None:
+        with self.engine.lock:
+            try:
+                self._keep_moving()
+            except Exception as error:
+                # A fault of ours: whoever waits for this thread must hear of it.
+                self.engine.fail_all(f"rank {self.engine.rank} stopped moving bytes: {error!r}")
+                raise
+
+    def _keep_moving(self) -> None:
+        engine, soon = self.engine, 0.0
+        while not engine.closed:
+            young = min(self._background.values(), default=math.inf) - engine.now()
+            if not self._background:
+                self._condition.wait()
+            elif self._driver is not None or young > 0:
+                self._condition.wait(min(soon, max(young, 0.0)) if young > 0 else soon)
+            else:
+                self.drive(NothingLeft(self._background), engine.now() + soon)
+            self.heartbeat.attend()
+            soon = EXPIRY_CHECK
+            for work in list(self._background):
+                soon = min(soon, max(0.0, work.attend()))
+            engine.run_ready()
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        """What `Work.on_done` was given is called without the lock."""
+        if self.engine.callbacks:
+            self.engine.lock.release()
+            try:
+                self.engine.run_callbacks()
+            finally:
+                self.engine.lock.acquire()
+
+    @override
+    def wake(self, work: Work[Any]) -> None:
+        self._background.pop(work, None)
+        self._condition.notify_all()
+
+    # The end --------------------------------------------------------------------------------
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Tell every peer, and see to it that what was sent has left this process. Lock held."""
+        for connection in list(self.mesh.connections.values()):
+            if not connection.given_up:
+                connection.send_control(Kind.LEAVE)
+        if self._take_over():
+            self.drive(AllSent(self.mesh), self.engine.now() + seconds)
+
+    def _take_over(self) -> bool:
+        """Wait until no other thread drives; False if this one does, further up. Lock held."""
+        while self._driver is not None:
+            if self._driver == threading.get_ident():
+                return False
+            self.reactor.wake()
+            self._condition.wait(EXPIRY_CHECK)
+        return True
+
+    def shut(self) -> None:
+        """Close everything. Lock held."""
+        if self.engine.closed:
+            return
+        self.engine.closed = True
+        self.mesh.close()
+        self._condition.notify_all()
+        if self._take_over():
+            self.reactor.close()
+            if self.domain is not None:
+                self.domain.close()
+        thread = self._thread
+        self.engine.lock.release()
+        try:
+            self.heartbeat.end()
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+        finally:
+            self.engine.lock.acquire()
+
+
+def _blocking_step(until: Wait) -> Step | None:
+    """The step in which a thread may wait for this, if there is one: a library's collective."""
+    if not isinstance(until, Work):
+        return None
+    step = until.group.head_of_queue(until).step
+    return step if step is not None and step.blocks else None
+
+
+# ------------------------------------------------------------------------------
+# What the reactor is run for: until something is over.
+
+
+class Until(Protocol):
+    """Something that will be over."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it is."""
+        ...
+
+
+class Pause:
+    """How long to sleep between two looks at what does not say when it is complete.
+
+    Not at all at first, since most waits are shorter than the shortest sleep.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def next(self) -> float:
+        """Seconds to sleep before the next look."""
+        self._looks += 1
+        if self._looks <= LOOKS:
+            os.sched_yield()
+            return 0.0
+        return min(SHORTEST_PAUSE * 2.0 ** min(self._looks - LOOKS, 16), LONGEST_PAUSE)
+
+    def reset(self) -> None:
+        """Something was complete."""
+        self._looks = 0
+
+
+class NothingLeft:
+    """Until no work is outstanding in the background."""
+
+    def __init__(self, works: Collection[Work[Any]]) -> None:
+        self._works = works
+
+    @property
+    def over(self) -> bool:
+        """Whether none is."""
+        return not self._works
+
+
+class AllSent:
+    """Until everything has left this host."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def over(self) -> bool:
+        """Whether it has."""
+        return self._mesh.all_sent()
