@@ -38,9 +38,10 @@ import phalanx
 from phalanx import Backend
 from phalanx.core import backend as backend_module
 from phalanx.core import matching
+from phalanx.core.call import call_site
 from phalanx.core.checker import Checker
 from phalanx.core.group import Group
-from phalanx.core.recorder import History, Record, Trace, call_site
+from phalanx.core.recorder import History, Record, Trace
 
 KINDS = ("off", "on", "strict", "traced")
 LIMIT = 0.05  # of the time of a call at 4 KiB, for agreement

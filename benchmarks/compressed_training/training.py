@@ -23,7 +23,7 @@ from train_language_model import evaluate, make_optimizer, set_learning_rate
 import phalanx as px
 from compressed_training.rows import Row
 from compressed_training.runs import Run
-from phalanx.core.steps import PostedSend
+from phalanx.core.posted import PostedSend
 
 FIRST = 2  # steps in which ranks also agree on the order of buckets
 SHAPE = ("layers", "width", "heads", "context")

@@ -44,7 +44,7 @@ def interrupted_while_waiting(backend: Backend) -> Iterator[None]:
     assert main is not None
 
     def interrupt() -> None:
-        while not backend.engine.waits:
+        while not backend.engine.watchdog.waits:
             if over.wait(0.01):
                 return
         over.wait(0.05)  # by then it is deep in its wait

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shm_peers import local_peers, make_window
 
-from phalanx.core.work import Call
+from phalanx.core.call import Call
 from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch
 from phalanx.transport.shm.domain import USED, HostDomain
 

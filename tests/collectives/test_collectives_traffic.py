@@ -16,7 +16,8 @@ from phalanx import Backend, ReduceOp, simulate
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Key, Plan, make_plan
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING, ROOTED
-from phalanx.core.steps import PostedSend, Round
+from phalanx.core.posted import PostedSend
+from phalanx.core.steps import Round
 from phalanx.wire.codec import encode
 
 F32 = torch.float32

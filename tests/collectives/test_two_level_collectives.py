@@ -29,7 +29,7 @@ from torch import Tensor
 import phalanx
 from phalanx import Backend, DesyncError, DistributedError, ReduceOp, simulate
 from phalanx.collectives.plan import Key, make_plan
-from phalanx.core.steps import PostedSend
+from phalanx.core.posted import PostedSend
 
 algorithms = st.sampled_from(["two_level", "two_level", "auto"])
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from phalanx.collectives.request import PendingCollective
 from phalanx.core.backend import Backend
-from phalanx.core.work import AnyOf, check_timeout
+from phalanx.core.call import check_timeout
+from phalanx.core.work import AnyOf
 from phalanx.wire.memory import Buffer
 
 

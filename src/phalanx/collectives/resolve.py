@@ -29,8 +29,9 @@ from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.collectives.tuning import remembered
 from phalanx.core.backend import Backend
+from phalanx.core.posted import Combine
 from phalanx.core.steps import NativeCall, Program, Step
-from phalanx.core.work import Combine, Work
+from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, tensor_bytes

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.core.common import common
+from phalanx.core.call import Call, CallSite, call_site, check_timeout
+from phalanx.core.common import CommonMemory, Own
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
-from phalanx.core.recorder import call_site
+from phalanx.core.posted import Combine
 from phalanx.core.steps import (
     ANY,
     NativeCall,
@@ -38,7 +39,7 @@ from phalanx.core.steps import (
     Step,
     ring_barrier,
 )
-from phalanx.core.work import AnyOf, Call, Combine, Work, check_timeout
+from phalanx.core.work import AnyOf, Work
 from phalanx.errors import (
     DistributedError,
     InvalidRankError,
@@ -51,8 +52,6 @@ from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, writable_byte
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from phalanx.core.recorder import CallSite
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
@@ -381,14 +380,14 @@ class Backend:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         return Call(
             name,
-            group.next_collective(fingerprint),
+            group.checker.next_collective(fingerprint),
             signature,
             group.suffix,
             site,
             started=self.engine.now(),
             timeout=timeout,
             fingerprint=fingerprint,
-            rolling_hash=group.rolling_hash,
+            rolling_hash=group.checker.rolling_hash,
         )
 
     def _begin(self, work: Work[Any]) -> None:
@@ -475,7 +474,32 @@ class Backend:
         or attach it: the message says why, and the group goes on. `DesyncError`,
         `CollectiveTimeoutError`, `PeerLostError`; ValueError for a negative count.
         """
-        return common(self, count, dtype, timeout=timeout)
+        rank, count = self.rank, index(count)
+        if count < 0:
+            raise ValueError(f"rank {rank}: there is no memory of {count} elements")
+        if timeout is not None:
+            check_timeout(timeout)
+        if len(set(self.topology)) > 1:
+            return None
+        transport = self.engine.transport
+        source = Own() if self.world_size == 1 else transport.common(self.group)
+        if source is None:
+            return None
+        memory = CommonMemory(source, rank, self.world_size, count * dtype.itemsize)
+        signature = f"{str(dtype).removeprefix('torch.')} [{count}]"
+        try:
+            work: Work[None] = self.issue(
+                "common",
+                memory.steps(),
+                memory.buffers(),
+                signature=signature,
+                fingerprint=xxh3_64_intdigest(f"common {signature}".encode()),
+                timeout=timeout,
+            )
+            work.wait()
+            return memory.tensor(work, count, dtype)
+        finally:
+            memory.close()
 
     # SHIMS, until callers are converted -----------------------------------------------------
 

@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+from phalanx.core.call import Call, Members
 from phalanx.core.failure import Failure
 from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
-if TYPE_CHECKING:
-    from phalanx.core.group import Group
-    from phalanx.core.work import Call, Work
 ASK_EVERY = 0.5  # seconds that a collective waits before it asks whether the others are in it, too
 ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
 
@@ -43,31 +41,58 @@ class Desync(NamedTuple):
 
 
 class Checker:
-    """One rank's knowledge of what the members of one group are doing."""
+    """One rank's knowledge of what the members of one group are doing.
 
-    def __init__(self, group: Group) -> None:
+    now    the engine's clock
+    tell   sends a member (a global rank) a question
+    fail   breaks the group
+
+    issued         how many collectives the group was asked to do; `rolling_hash` is of all of them
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        now: Callable[[], float],
+        tell: Callable[[int, Ask], None],
+        fail: Callable[[Failure], None],
+    ) -> None:
         self.ask_every = ASK_EVERY
+        self.issued = 0
+        self.rolling_hash = EMPTY_HASH
         self.desync: Desync | None = None
-        self._group = group
+        self.broken = False  # whether the group is, for whatever reason
+        self._members = members
+        self._now = now
+        self._tell = tell
+        self._fail = fail
+        self._under_way: list[Call] = []  # in their order
         self._recent: deque[Call] = deque(maxlen=64)
         self._unexpected: dict[int, Ask] = {}  # member -> what it asked about an operation to come
 
+    def next_collective(self, fingerprint: int) -> int:
+        """The number of the next collective of this group, now that it is known what it is."""
+        self.rolling_hash = extend_hash(self.rolling_hash, fingerprint)
+        self.issued += 1
+        return self.issued - 1
+
     def ended(self, call: Call) -> None:
         """A collective is over on this rank."""
+        if call in self._under_way:
+            self._under_way.remove(call)
         self._recent.append(call)
 
     def is_busy(self) -> bool:
         """Whether somebody has asked something, or ranks disagree."""
         return bool(self._unexpected) or self.desync is not None
 
-    def begins(self, work: Work[Any]) -> None:
+    def begins(self, call: Call) -> None:
         """A collective begins: compare it with what others have asked about it before."""
-        if not self._unexpected:
-            return
+        self._under_way.append(call)
         for peer, ask in list(self._unexpected.items()):
-            if ask.sequence <= work.sequence:
+            if ask.sequence <= call.sequence:
                 del self._unexpected[peer]
-                if ask.sequence == work.sequence:
+                if ask.sequence == call.sequence:
                     self.asked(peer, ask)
 
     def attend(self, now: float) -> float:
@@ -76,53 +101,42 @@ class Checker:
         if desync is None:
             return math.inf
         if now >= desync.deadline:
-            self._group.fail(desync.failure)
+            self._fail(desync.failure)
         return desync.deadline
 
-    def ask_if_due(self, work: Work[Any], now: float) -> float:
-        """Ask, now and then, those that a collective waits for whether they are in it, too.
-
-        Returns when that is due again.
-        """
-        if now >= work.ask_at:
-            work.ask_at = now + self.ask_every
-            self.ask(work)
-        return work.ask_at
-
-    def ask(self, work: Work[Any]) -> None:
-        """Ask those that a collective waits for whether they are in it, too."""
-        group, call = self._group, work.call
+    def ask(self, call: Call, peers: Iterable[int]) -> None:
+        """Ask those that a collective waits for (global ranks) whether they are in it, too."""
         ask = Ask(call.sequence, call.fingerprint, shortened(call.describe()))
-        for peer in work.waits_for():
-            group.engine.transport.control(peer, group.id, ask)
+        for peer in peers:
+            self._tell(peer, ask)
 
     def tell_neighbour(self, call: Call) -> None:
         """Tell the next member the rolling hash at a collective that another library does whole.
 
         It compares when it comes to that collective, or has been in it. Nobody waits for an answer.
         """
-        group = self._group
-        peer = group.ranks[(group.rank + 1) % group.size]
-        ask = Ask(call.sequence, call.fingerprint, shortened(call.describe()), 0, call.rolling_hash)
-        group.engine.transport.control(peer, group.id, ask)
+        members = self._members
+        peer = members.ranks[(members.rank + 1) % members.size]
+        what = shortened(call.describe())
+        self._tell(peer, Ask(call.sequence, call.fingerprint, what, 0, call.rolling_hash))
 
     def asked(self, peer: int, ask: Ask) -> None:
         """A member (a global rank) asks whether this rank is, was, or will be in that, too."""
-        group, mine = self._group, self._known(ask.sequence)
+        members, mine = self._members, self._known(ask.sequence)
         if mine is None:
-            if ask.sequence >= group.issued:
+            if ask.sequence >= self.issued:
                 self._unexpected[peer] = ask
         elif mine.fingerprint != ask.fingerprint:
             what = mine.describe()
-            reason = f"{what} met {ask.what} from rank {group.name_of_global(peer)}"
-            here = group.engine.rank
-            group.fail(Failure(DesyncError, peer, here, reason, what, ask.sequence, met=ask.what))
+            reason = f"{what} met {ask.what} from rank {members.name_of_global(peer)}"
+            here, number = members.here, ask.sequence
+            self._fail(Failure(DesyncError, peer, here, reason, what, number, met=ask.what))
         elif ask.rolling_hash and ask.rolling_hash != mine.rolling_hash:
             self.has_diverged(mine, peer)
 
     def met_another(self, call: Call, peer: int) -> None:
         """A message came from `peer` (a global rank) that another collective has sent."""
-        name = self._group.name_of_global(peer)
+        name = self._members.name_of_global(peer)
         reason = f"{call.describe()} met another operation, or other arguments, from rank {name}"
         self._open(peer, call, reason)
 
@@ -130,7 +144,7 @@ class Checker:
         """`peer` (a global rank) is in this collective with another rolling hash."""
         if self.desync is not None:
             return
-        name = self._group.name_of_global(peer)
+        name = self._members.name_of_global(peer)
         reason = (
             f"{call.describe()} met another operation, or other arguments, from rank {name}, there "
             "or in a collective before it"
@@ -140,10 +154,10 @@ class Checker:
 
     def got_unexpected_message(self, number: int, peer: int) -> None:
         """A member sent something for a collective in which nothing was expected from it."""
-        group, call = self._group, self._known(number)
-        mine = call.describe() if call is not None else f"collective #{number}{group.suffix}"
+        members, call = self._members, self._known(number)
+        mine = call.describe() if call is not None else f"collective #{number}{members.suffix}"
         reason = (
-            f"{mine} was sent something by rank {group.name_of_global(peer)} that it did not "
+            f"{mine} was sent something by rank {members.name_of_global(peer)} that it did not "
             "expect: the two called different things, or with other arguments"
         )
         if call is not None:
@@ -162,13 +176,12 @@ class Checker:
         self, peer: int, asks: Iterable[Ask], mine: str, reason: str, sequence: int
     ) -> None:
         """Break the group soon: with the other side's words, if it says them in time."""
-        group = self._group
-        if self.desync is not None or group.failure is not None:
+        if self.desync is not None or self.broken:
             return
-        failure = Failure(DesyncError, peer, group.engine.rank, reason, mine, sequence)
-        self.desync = Desync(group.engine.now() + ANSWER_WITHIN, failure)
+        failure = Failure(DesyncError, peer, self._members.here, reason, mine, sequence)
+        self.desync = Desync(self._now() + ANSWER_WITHIN, failure)
         for ask in asks:
-            group.engine.transport.control(peer, group.id, ask)
+            self._tell(peer, ask)
 
     def description_of(self, sequence: int) -> str:
         """What this rank did, does or will do as its collective of this number, if it knows."""
@@ -177,8 +190,7 @@ class Checker:
 
     def _known(self, sequence: int) -> Call | None:
         """A collective of this rank, if it is under way or remembered."""
-        calls = [work.call for work in self._group.queued()]
-        for call in (*calls, *reversed(self._recent)):
+        for call in (*self._under_way, *reversed(self._recent)):
             if call.sequence == sequence:
                 return call
         return None

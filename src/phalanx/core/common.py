@@ -16,45 +16,19 @@ what: backends themselves neither read nor write here.
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from operator import index
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor, UntypedStorage
 
-from phalanx.core.steps import ReceiveBytes, Round, SendBytes
-from phalanx.core.work import Work, check_timeout
+from phalanx.core.steps import NOWHERE, Place, ReceiveBytes, Round, SendBytes, Source
+from phalanx.core.work import Work
 from phalanx.errors import BackendUnavailableError
 
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
-NAME = "common"
 SIZE = 512  # bytes of a word
 NOBODY = -1
 _NUMBERS = struct.Struct("<4q")
-
-Place = tuple[int, int, int]
-"""Where memory is, for others to attach it: what that means is the backend's own."""
-NOWHERE: Place = (0, 0, 0)
-
-
-class Source(ABC):
-    """Where such memory comes from. For one use; called with the engine's lock held or without."""
-
-    @abstractmethod
-    def take(self, size: int) -> tuple[UntypedStorage, Place]:
-        """New memory of so many bytes, all zero. Raises OSError, RuntimeError or MemoryError."""
-
-    @abstractmethod
-    def attach(self, place: Place, size: int) -> UntypedStorage:
-        """The memory that another rank has taken."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nobody can attach what was taken any more. What is attached stays."""
 
 
 class Own(Source):
@@ -77,51 +51,7 @@ def zeros(size: int) -> UntypedStorage:
     return torch.zeros(size, dtype=torch.uint8).untyped_storage()
 
 
-def common(
-    backend: Backend, count: int, dtype: torch.dtype, *, timeout: float | None
-) -> Tensor | None:
-    """See `Backend.common`."""
-    rank, size = backend.rank, index(count) * dtype.itemsize
-    if size < 0:
-        raise ValueError(f"rank {rank}: there is no memory of {count} elements")
-    if timeout is not None:
-        check_timeout(timeout)
-    if len(set(backend.topology)) > 1:
-        return None
-    source = Own() if backend.world_size == 1 else backend.engine.transport.common(backend.group)
-    if source is None:
-        return None
-    exchange = _Exchange(source, rank, backend.world_size, size)
-    signature = f"{str(dtype).removeprefix('torch.')} [{count}]"
-    try:
-        work: Work[None] = backend.issue(
-            NAME,
-            exchange.steps(),
-            exchange.buffers(),
-            signature=signature,
-            fingerprint=xxhash.xxh3_64_intdigest(f"{NAME} {signature}".encode()),
-            timeout=timeout,
-        )
-        work.wait()
-        verdict = exchange.verdict
-        if verdict.blamed != NOBODY:
-            raise BackendUnavailableError(
-                f"rank {rank}: {work.describe()}: rank {verdict.blamed} cannot have {size:,} "
-                f"bytes in common with the others: {verdict.problem}",
-                rank=rank,
-                peer=None if verdict.blamed == rank else verdict.blamed,
-                op=NAME,
-                sequence=work.sequence,
-            )
-        assert exchange.storage is not None
-        # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
-        return torch.empty(0, dtype=dtype).set_(exchange.storage, 0, (index(count),), (1,))
-    finally:
-        source.close()
-        exchange.storage = None  # or an error, with this frame, would keep the memory
-
-
-class _Word(NamedTuple):
+class Word(NamedTuple):
     """What ranks tell each other: that all is well, and where; or who cannot go on, and why."""
 
     blamed: int = NOBODY
@@ -133,14 +63,14 @@ class _Word(NamedTuple):
         return (head + self.problem.encode(errors="replace")).ljust(SIZE, b"\0")[:SIZE]
 
     @classmethod
-    def read(cls, data: memoryview) -> _Word:
+    def read(cls, data: memoryview) -> Word:
         blamed, *place = _NUMBERS.unpack_from(data)
         text = bytes(data[_NUMBERS.size :]).rstrip(b"\0").decode(errors="replace")
         return cls(blamed, (place[0], place[1], place[2]), text)
 
 
-class _Exchange:
-    """One rank's part in it.
+class CommonMemory:
+    """One rank's part in taking it.
 
     storage   the memory, once this rank has it
     verdict   how it went for all, once that is known
@@ -148,7 +78,7 @@ class _Exchange:
 
     def __init__(self, source: Source, rank: int, world_size: int, size: int) -> None:
         self.storage: UntypedStorage | None = None
-        self.verdict = _Word()
+        self.verdict = Word()
         self._source = source
         self._rank = rank
         self._others = [peer for peer in range(world_size) if peer != rank]
@@ -174,31 +104,52 @@ class _Exchange:
             yield self._tell(*self._others)
             yield self._hear(*self._others)
         words = [taken, *(self._word(peer) for peer in self._others)]
-        self.verdict = next((word for word in words if word.blamed != NOBODY), _Word())
+        self.verdict = next((word for word in words if word.blamed != NOBODY), Word())
         self._say(self.verdict)
         if self._others:
             yield self._tell(*self._others)
 
-    def _taken(self) -> _Word:
+    def tensor(self, work: Work[None], count: int, dtype: torch.dtype) -> Tensor:
+        """The memory, once `work` is done. Raises the same error on every rank if one has none."""
+        verdict, rank = self.verdict, self._rank
+        if verdict.blamed != NOBODY:
+            raise BackendUnavailableError(
+                f"rank {rank}: {work.describe()}: rank {verdict.blamed} cannot have "
+                f"{self._size:,} bytes in common with the others: {verdict.problem}",
+                rank=rank,
+                peer=None if verdict.blamed == rank else verdict.blamed,
+                op=work.name,
+                sequence=work.sequence,
+            )
+        assert self.storage is not None
+        # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
+        return torch.empty(0, dtype=dtype).set_(self.storage, 0, (count,), (1,))
+
+    def close(self) -> None:
+        """It is over, well or not: an error, with its frames, does not keep the memory."""
+        self._source.close()
+        self.storage = None
+
+    def _taken(self) -> Word:
         try:
             self.storage, place = self._source.take(self._size)
         except Exception as error:  # whatever it is, all others wait to hear of it
-            return _Word(self._rank, problem=_said(error))
-        return _Word(place=place)
+            return Word(self._rank, problem=_said(error))
+        return Word(place=place)
 
-    def _attached(self, offer: _Word) -> _Word:
+    def _attached(self, offer: Word) -> Word:
         if offer.blamed != NOBODY:
             return offer
         try:
             self.storage = self._source.attach(offer.place, self._size)
         except Exception as error:
-            return _Word(self._rank, problem=_said(error))
-        return _Word()
+            return Word(self._rank, problem=_said(error))
+        return Word()
 
-    def _word(self, rank: int) -> _Word:
-        return _Word.read(self._words[rank * SIZE : (rank + 1) * SIZE])
+    def _word(self, rank: int) -> Word:
+        return Word.read(self._words[rank * SIZE : (rank + 1) * SIZE])
 
-    def _say(self, word: _Word) -> None:
+    def _say(self, word: Word) -> None:
         self._words[self._rank * SIZE : (self._rank + 1) * SIZE] = word.written()
 
     def _tell(self, *peers: int) -> Round:

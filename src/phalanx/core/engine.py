@@ -12,38 +12,34 @@ ranks agree), the watchdog (deadlines, who waits for whom), the recorder (last c
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import override
 
 from phalanx.core.failure import Failure
-from phalanx.core.group import Group
-from phalanx.core.matching import Matching, is_full
+from phalanx.core.matching import Matching
+from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
 from phalanx.core.recorder import History, Trace
-from phalanx.core.steps import ANY, NOTHING, PostedRound, Step
+from phalanx.core.steps import ANY, NOTHING, Native, Step
 from phalanx.core.transport import Control, Transport
-from phalanx.core.work import Wait, Work
+from phalanx.core.watchdog import Watchdog
 from phalanx.errors import PeerLostError
-from phalanx.wire.control import Answer, Ask, FailureNotice, shortened
+from phalanx.wire.control import Answer, Ask, FailureNotice
 from phalanx.wire.frame import Channel, Kind
-
-if TYPE_CHECKING:
-    from phalanx.core.steps import Native
 
 log = logging.getLogger("phalanx")
 
-NOT_ASKED = Ask(-1, 0, "")
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 MOST_GROUPS = 4096  # of which early control messages are kept
 
 
-class Engine:
+class Engine(Poster):
     """The works of one rank, of all its groups, over one transport.
 
     lock       guards all of it; ranks that are threads of one process may share one
@@ -61,27 +57,25 @@ class Engine:
         world_size: int,
         *,
         lock: threading.RLock | None = None,
-        ready: deque[Work[Any]] | None = None,
+        ready: deque[WorkBase] | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.now = now
         self.lock = lock if lock is not None else threading.RLock()
-        self.ready: deque[Work[Any]] = deque() if ready is None else ready
-        self.polled: dict[Work[Any], Step] = {}  # whose step does not say when it is complete
-        self.callbacks: deque[tuple[Callable[[Any], object], Work[Any]]] = deque()
-        self.groups: dict[int, Group] = {}
+        self.ready: deque[WorkBase] = deque() if ready is None else ready
+        self.polled: dict[WorkBase, Step] = {}  # whose step does not say when it is complete
+        self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
+        self.groups: dict[int, GroupBase] = {}
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
-        self.waits: list[Wait] = []  # what threads wait for, oldest first
-        self.full: dict[int, Answer] = {}  # peers that take no more messages for now
         self.matching = Matching(self._came_too_late)
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size)
         self.matching.traced = self.trace is not None
-        self.query_numbers = itertools.count(1)
-        self.native: Callable[[Group], Native | None] = _no_library
+        self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
+        self.native: Callable[[GroupBase], Native | None] = _no_library
         self._early = EarlyControls()
         self._advancing = False
 
@@ -92,7 +86,7 @@ class Engine:
 
     # Works ----------------------------------------------------------------------------------
 
-    def begin(self, work: Work[Any], step: Step) -> bool:
+    def begin(self, work: WorkBase, step: Step) -> bool:
         """Begin a step of a work; whether it is complete already. Lock held."""
         step.begin(work.call)
         if step.notifies:
@@ -105,11 +99,11 @@ class Engine:
         self.transport.watch()
         return False
 
+    @override
     def post(self, posted: PostedRound) -> None:
-        """Start a round. Receives first, so that a message never finds its receive missing."""
         work, transport = posted.work, self.transport
         if self.matching.traced:
-            posted.trace(work)
+            posted.trace()
         for receive in posted.receives:
             self.matching.post(work.channel, receive)
         for send in posted.sends:
@@ -127,8 +121,8 @@ class Engine:
                 transport.room(peer)
         posted.posted = True
 
+    @override
     def withdraw(self, posted: PostedRound) -> None:
-        """Give up what is left of a round. Lock held."""
         for receive in posted.receives:
             if not receive.done:
                 receive.done = True
@@ -139,6 +133,10 @@ class Engine:
                 send.done = True
                 self.transport.cancel(send)
                 send.view = NOTHING
+
+    @override
+    def completed(self, work: WorkBase) -> None:
+        self.ready.append(work)
 
     def look(self) -> None:
         """See which of the steps that have to be polled are complete. Lock held."""
@@ -159,7 +157,7 @@ class Engine:
         finally:
             self._advancing = False
 
-    def _is_complete(self, work: Work[Any], step: Step) -> bool:
+    def _is_complete(self, work: WorkBase, step: Step) -> bool:
         """Look at a step that has to be polled. Ranks that diverge are told, once."""
         try:
             complete = step.ready()  # first: who comes between the two looks is to be checked
@@ -175,15 +173,17 @@ class Engine:
     def wait(self, until: Wait) -> None:
         """Block until that is over. Lock not held."""
         began = self.now()
-        self.waits.append(until)
+        self.watchdog.waits.append(until)
         try:
             self.transport.wait(until)
         finally:
-            self.waits.remove(until)
+            self.watchdog.waits.remove(until)
+            if until.over:
+                self.watchdog.forget(until)
             until.group.was_blocked(self.now() - began)
         self.run_callbacks()
 
-    def poll(self, work: Work[Any]) -> None:
+    def poll(self, work: WorkBase) -> None:
         """Move what can be moved without waiting. Lock not held."""
         self.transport.poll(work)
         self.run_callbacks()
@@ -200,15 +200,16 @@ class Engine:
             except Exception:
                 log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
 
-    def ended(self, work: Work[Any]) -> None:
+    def ended(self, work: WorkBase) -> None:
         """A work is over. Lock held."""
         self.polled.pop(work, None)
+        self.watchdog.forget(work)
         self.history.add(work.call)
         if self.trace is not None:
             self.trace.ended(work)
         self.transport.wake(work)
 
-    def check_reachable(self, work: Work[Any], peer: int) -> None:
+    def check_reachable(self, work: WorkBase, peer: int) -> None:
         """Raise `PeerLostError` if a work would wait for a rank that has left."""
         group = work.group
         anyone = peer == ANY
@@ -232,7 +233,7 @@ class Engine:
 
     # Groups and peers -----------------------------------------------------------------------
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: GroupBase) -> None:
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
@@ -245,7 +246,10 @@ class Engine:
             for peer, ask in early.asks.items():
                 group.checker.asked(peer, ask)
 
-    def tell_members(self, group: Group, message: Control) -> None:
+    def _tell(self, peer: int, group: int, message: Control) -> None:
+        self.transport.control(peer, group, message)
+
+    def tell_members(self, group: GroupBase, message: Control) -> None:
         """Tell the other members of a failure, or (None) that this rank has closed the group.
 
         The culprit of a failure is told, too, if it lives.
@@ -261,7 +265,7 @@ class Engine:
         elif isinstance(message, Ask):
             self._asked(group_id, peer, message)
         elif isinstance(message, Answer):
-            self._answered(peer, message)
+            self.watchdog.answered(peer, message)
         else:
             self._member_left(group_id, peer)
 
@@ -283,50 +287,11 @@ class Engine:
         self.run_ready()
         group = self.groups.get(group_id)
         if ask.query:
-            self.tell_state(peer, group, ask)
+            self.watchdog.asked(peer, group, ask)
         elif ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.checker.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.matching.is_over(group_id):
             self._early.of(group_id).asks[peer] = ask
-
-    def tell_state(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> None:
-        """Tell a peer what keeps this rank from what it waits for, and how much of it is kept."""
-        kept = self.matching.unexpected_bytes[peer]
-        obstacle = self._obstacle(group, ask.sequence)
-        answer = Answer([], "", kept, ask.query)
-        if obstacle is not None:
-            answer = Answer(
-                obstacle.waits_for(),
-                shortened(obstacle.describe()),
-                kept,
-                ask.query,
-                obstacle.group.id,
-                obstacle.sequence if obstacle.is_collective else -1,
-            )
-        self.transport.control(peer, 0, answer)
-
-    def _obstacle(self, group: Group | None, sequence: int) -> Wait | None:
-        """What has to end before this rank can do what it is waited for, if that is known.
-
-        The collective itself, if it is under way here, or one before it; else whatever a thread of
-        this rank waits in; else anything that is under way in that group.
-        """
-        under_way = group.under_way() if group is not None else []
-        for work in under_way:
-            if work.is_collective and work.sequence <= sequence:
-                return work
-        return next(iter([*self.waits, *under_way]), None)
-
-    def _answered(self, peer: int, answer: Answer) -> None:
-        """A peer says what it waits for."""
-        if is_full(answer.kept):
-            self.full[peer] = answer
-        else:
-            self.full.pop(peer, None)
-        under_way = [group.under_way() for group in self.groups.values()]
-        for query in {each.query for each in chain(self.waits, *under_way)}:
-            if query is not None and query.number == answer.query:
-                query.answered(peer, answer)
 
     def _member_left(self, group_id: int, peer: int) -> None:
         """A peer has closed a group, of which this rank may not have heard yet."""
@@ -360,7 +325,7 @@ class Engine:
         self.run_ready()
 
 
-def _no_library(group: Group) -> None:
+def _no_library(group: GroupBase) -> None:
     return None
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from phalanx import errors
+from phalanx.core.call import Call, Members
 from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError, MisuseError
 from phalanx.wire.control import FailureNotice, shortened
-
-if TYPE_CHECKING:
-    from phalanx.core.group import Group
-    from phalanx.core.work import Call
 
 
 class Failure(NamedTuple):
@@ -57,7 +55,7 @@ class Failure(NamedTuple):
 # The words of errors: what a failure is called, as it looks from one operation of one rank.
 
 
-def closed_error(call: Call, group: Group) -> MisuseError:
+def closed_error(call: Call, group: Members) -> MisuseError:
     """The error of a call on a backend that is closed."""
     return MisuseError(
         f"rank {group.rank}: {call.describe()} on a backend that is closed",
@@ -68,20 +66,30 @@ def closed_error(call: Call, group: Group) -> MisuseError:
 
 
 def error_for(
-    failure: Failure, call: Call, group: Group, *, later: bool = False
+    failure: Failure,
+    call: Call,
+    group: Members,
+    *,
+    now: float,
+    description_of: Callable[[int], str],
+    later: bool = False,
 ) -> DistributedError:
-    """The error of a call that fails with its group; `later`: that had failed before."""
+    """The error of a call that fails with its group.
+
+    description_of   what this rank did as its collective of some number, if that is known
+    later            whether the group had failed before
+    """
     broken = "the group is broken: " if later else ""
     mine = call.describe()
     if failure.error is DesyncError and failure.signature:
-        culprit, own, reason = _disagreement(failure, group)
+        culprit, own, reason = _disagreement(failure, group, description_of)
         text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
     else:
         culprit, reason = failure.culprit, failure.reason
-        if failure.reporter not in (group.engine.rank, culprit):
+        if failure.reporter not in (group.here, culprit):
             reason = f"{reason} (as rank {failure.reporter} of the job found)"
         text = f"{mine}: {broken}{reason}"
-    seconds = group.engine.now() - call.started
+    seconds = now - call.started
     return failure.error(
         f"rank {group.rank}: {text}",
         rank=group.rank,
@@ -92,12 +100,14 @@ def error_for(
     )
 
 
-def _disagreement(failure: Failure, group: Group) -> tuple[int, str, str]:
+def _disagreement(
+    failure: Failure, group: Members, description_of: Callable[[int], str]
+) -> tuple[int, str, str]:
     """For a `DesyncError` on this rank: the other one, what this one did, and the sentence."""
-    here = group.engine.rank
+    here = group.here
     if failure.culprit == here:
         other, theirs = failure.reporter, failure.signature
-        own = failure.met or group.checker.description_of(failure.sequence)
+        own = failure.met or description_of(failure.sequence)
         name = group.name_of_global(other)
         return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
     other, own = failure.culprit, failure.signature

@@ -12,13 +12,14 @@ import logging
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.core.checker import EMPTY_HASH, Checker, extend_hash
+from typing_extensions import override
+
+from phalanx.core.call import Call
+from phalanx.core.checker import Checker
+from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
-from phalanx.core.steps import PostedRound
-from phalanx.core.watchdog import check_deadline
+from phalanx.core.posted import GroupBase, PostedRound, W, WorkBase
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -26,52 +27,30 @@ from phalanx.errors import (
     MisuseError,
     PeerLostError,
 )
-
-if TYPE_CHECKING:
-    from phalanx.core.engine import Engine
-    from phalanx.core.steps import SharedGroup
-    from phalanx.core.work import Call, Wait, Work
-
-    W = TypeVar("W", bound=Wait)
+from phalanx.wire.control import Ask
 
 log = logging.getLogger("phalanx")
 
-WORLD_ID = 0
 
-
-class Group:
-    """One rank's view of one group.
-
-    ranks      its members as global ranks; a member's place here is its rank in the group
-    to_local   the other way round
-    parent     the group that it was made of
-    finished   the number of its collectives that are over on this rank
-    shared     memory that members on this rank's host share
-    """
+class Group(GroupBase):
+    """One rank's view of one group. `parent` is the group that it was made of."""
 
     def __init__(
         self, engine: Engine, ident: int, ranks: tuple[int, ...], parent: Group | None = None
     ) -> None:
+        super().__init__(ident, ranks, engine.rank)
         self.engine = engine
-        self.id = ident
-        self.ranks = ranks
         self.parent = parent
-        self.to_local = {rank: place for place, rank in enumerate(ranks)}
-        self.rank = self.to_local[engine.rank]
-        self.size = len(ranks)
-        self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
         self.failure: Failure | None = None
         self._untold = False  # whether no call has raised the failure
         self.closed = False
-        self.left: set[int] = set()  # members, as global ranks, that have closed the group
+        self.left = set()
         self.finished = 0
-        self.issued = 0
-        self.rolling_hash = EMPTY_HASH  # of all collectives that were issued
         self.seconds_waiting = 0.0
-        self.checker = Checker(self)
-        self.shared: SharedGroup | None = None
-        self._queue: deque[Work[Any]] = deque()
-        self._messages: set[Work[Any]] = set()
+        self.checker = Checker(self, engine.now, self._ask, self.fail)
+        self.shared = None
+        self._queue: deque[WorkBase] = deque()
+        self._messages: set[WorkBase] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
         self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
@@ -90,30 +69,17 @@ class Group:
             group.close()
         return group
 
-    def next_collective(self, fingerprint: int) -> int:
-        """The number of the next collective of this group, now that it is known what it is."""
-        self.rolling_hash = extend_hash(self.rolling_hash, fingerprint)
-        self.issued += 1
-        return self.issued - 1
-
     def next_message(self, direction: str, peer: int) -> int:
         """The number of the next message to or from this peer."""
         key = (direction, peer)
         self._numbers[key] += 1
         return self._numbers[key] - 1
 
-    def name_of(self, local: int) -> str:
-        """A member for a message: its rank here, and in the whole job where that differs."""
-        whole = self.ranks[local]
-        return str(local) if whole == local else f"{local} (rank {whole} of the job)"
+    def _ask(self, peer: int, ask: Ask) -> None:
+        self.engine.transport.control(peer, self.id, ask)
 
-    def name_of_global(self, rank: int) -> str:
-        """The same for a global rank, which need not be a member."""
-        local = self.to_local.get(rank)
-        return f"{rank} of the job" if local is None else self.name_of(local)
-
+    @override
     def others(self) -> list[int]:
-        """The other members, by their ranks here, that have not left."""
         has_left = self.engine.transport.has_left
         return [
             local
@@ -121,8 +87,8 @@ class Group:
             if local != self.rank and whole not in self.left and not has_left(whole)
         ]
 
+    @override
     def was_blocked(self, seconds: float) -> None:
-        """A call of this group has blocked for so long."""
         group: Group | None = self
         while group is not None:
             group.seconds_waiting += seconds
@@ -130,7 +96,7 @@ class Group:
 
     # Works ----------------------------------------------------------------------------------
 
-    def issue(self, work: Work[Any]) -> None:
+    def issue(self, work: WorkBase) -> None:
         """Begin a work, or put it behind the collectives that were issued before."""
         self.check_usable(work.call)
         if not work.is_collective:
@@ -138,20 +104,16 @@ class Group:
             work.advance()
         else:
             self._queue.append(work)
-            self.checker.begins(work)
+            self.checker.begins(work.call)
             if self._queue and self._queue[0] is work:
                 work.advance()
 
-    def queued(self) -> Iterator[Work[Any]]:
-        """The collectives that are under way, in their order."""
-        return iter(self._queue)
-
-    def under_way(self) -> list[Work[Any]]:
-        """Everything that has begun and not ended; the collectives first, in their order."""
+    @override
+    def under_way(self) -> list[WorkBase]:
         return [*self._queue, *self._messages]
 
-    def head_of_queue(self, wait: W) -> Work[Any] | W:
-        """What has to end before this wait can: the wait itself, unless it is queued."""
+    @override
+    def head_of_queue(self, wait: W) -> WorkBase | W:
         return self._queue[0] if wait.is_collective and self._queue else wait
 
     def is_free(self) -> bool:
@@ -165,7 +127,7 @@ class Group:
             or self.engine.trace
         )
 
-    def may_finish(self, work: Work[Any]) -> bool:
+    def may_finish(self, work: WorkBase) -> bool:
         """Whether a work whose steps are done is complete: not while ranks disagree."""
         if not work.is_collective:
             return True
@@ -183,7 +145,7 @@ class Group:
             self.finished = call.sequence + 1
         self.checker.ended(call)
 
-    def work_ended(self, work: Work[Any]) -> None:
+    def work_ended(self, work: WorkBase) -> None:
         """A work is over: the next one in the queue may begin."""
         work.call.failed = work.error is not None
         if work.is_collective:
@@ -197,8 +159,8 @@ class Group:
             self._messages.discard(work)
         self.engine.ended(work)
 
-    def work_failed(self, work: Work[Any], error: Exception) -> None:
-        """A work cannot be completed. If it is a collective, neither can the group."""
+    @override
+    def work_failed(self, work: WorkBase, error: Exception) -> None:
         if work.over:
             return
         if not work.is_collective:
@@ -225,14 +187,14 @@ class Group:
         work.fail(error)
         self.fail(failure)
 
-    def _has_gone(self, work: Work[Any]) -> bool:
+    def _has_gone(self, work: WorkBase) -> bool:
         """Whether a message that timed out arrives all the same: resent, it would come twice."""
         step = work.step
         if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
             return False
         return all(send.done or self.engine.transport.settle(send) for send in step.sends)
 
-    def abandon(self, work: Work[Any], reason: str) -> None:
+    def abandon(self, work: WorkBase, reason: str) -> None:
         """The caller does not want it any more: it was interrupted, or gave it up."""
         if work.over:
             return
@@ -244,14 +206,14 @@ class Group:
         )
         self.work_failed(work, error)
 
-    def break_alone(self, work: Work[Any], error: DistributedError) -> None:
-        """End a work and break the group without telling: the others know it, too."""
+    @override
+    def break_alone(self, work: WorkBase, error: DistributedError) -> None:
         self._give_up()
         work.fail(error)
         culprit = self.ranks[error.peer or 0]
         self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
 
-    def attend(self, work: Work[Any]) -> float:
+    def attend(self, work: WorkBase) -> float:
         """See to what is due while a work is under way; seconds until this is needed again.
 
         A collective that waits asks whether the others are in it, too. Past its deadline it fails,
@@ -260,38 +222,43 @@ class Group:
         now = self.engine.now()
         due = self.checker.attend(now)
         head = self._queue[0] if work.is_collective and self._queue else work
-        due = min(due, check_deadline(min(work, head, key=lambda each: each.deadline), now))
+        first = min(work, head, key=lambda each: each.deadline)
+        due = min(due, self.engine.watchdog.check_deadline(first, now))
         if head.is_collective and not head.over:
-            due = min(due, self.checker.ask_if_due(head, now))
+            if now >= head.ask_at:
+                head.ask_at = now + self.checker.ask_every
+                self.checker.ask(head.call, head.waits_for())
+            due = min(due, head.ask_at)
         return 0.0 if work.over else due - now
 
     # Failure --------------------------------------------------------------------------------
 
+    @override
     def fail(self, failure: Failure, *, tell: bool = True) -> None:
-        """Break the group: whatever is under way in it ends with this failure."""
         if self.failure is not None:
             return
         self.failure = failure
+        self.checker.broken = True
         self._give_up()
         self._untold = not self.under_way()
         for work in self.under_way():
-            work.fail(error_for(failure, work.call, self))
+            work.fail(self._error_for(failure, work.call))
         self.engine.matching.forget_group(self.id)
         if tell:
             self.engine.tell_members(self, failure.notice())
 
+    @override
     def member_left(self, rank: int) -> None:
-        """A member has closed the group, in good order: only who waits for it cannot go on."""
         self.left.add(rank)
         if self.checker.desync is not None:
             self.fail(self.checker.desync.failure)  # nobody will say what it was doing
         failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_global(rank)} left")
         for work in self._messages | set(list(self._queue)[:1]):
             if work.step is not None and work.step.needs(rank):
-                self.work_failed(work, error_for(failure, work.call, self))
+                self.work_failed(work, self._error_for(failure, work.call))
 
+    @override
     def close(self) -> None:
-        """End what is under way, and what was made of it; later calls are a `MisuseError`."""
         if self.closed:
             return
         self.closed = True
@@ -324,12 +291,22 @@ class Group:
                 self.failure.reason,
             )
 
+    def _error_for(self, failure: Failure, call: Call, *, later: bool = False) -> DistributedError:
+        return error_for(
+            failure,
+            call,
+            self,
+            now=self.engine.now(),
+            description_of=self.checker.description_of,
+            later=later,
+        )
+
     def check_usable(self, call: Call) -> None:
         """Raise the first failure of the group, or that it is closed."""
         if self.closed or self.engine.closed:
             raise closed_error(call, self)
         if self.failure is not None:
             self._untold = False
-            error = error_for(self.failure, call, self, later=True)
+            error = self._error_for(self.failure, call, later=True)
             self.engine.history.note_on(error)
             raise error

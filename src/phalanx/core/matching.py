@@ -18,7 +18,8 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from phalanx.core.steps import ANY, PostedReceive
+from phalanx.core.posted import PostedReceive
+from phalanx.core.steps import ANY
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 

@@ -6,20 +6,18 @@ import json
 import logging
 import os
 import socket
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, time
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from phalanx.core.call import Call
+from phalanx.core.posted import WorkBase
 from phalanx.errors import BackendUnavailableError
 
-if TYPE_CHECKING:
-    from phalanx.core.work import Call, Work
 SHOWN = 8  # operations in an error's note
 
 
@@ -98,7 +96,7 @@ class Trace:
                 f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
             ) from error
 
-    def ended(self, work: Work[Any]) -> None:
+    def ended(self, work: WorkBase) -> None:
         """Write down a work that is over."""
         call, collective = work.call, work.is_collective
         seconds = call.ended - call.started
@@ -172,35 +170,3 @@ def _create(folder: Path, rank: int) -> int:
 def _close(file: int) -> None:
     with suppress(OSError):
         os.close(file)
-
-
-# ------------------------------------------------------------------------------
-# The caller's line: where in the user's program an operation was asked for.
-
-_INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
-
-
-class CallSite(NamedTuple):
-    """A line of a program."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
-
-
-UNKNOWN_SITE = CallSite("", 0)
-
-
-def call_site() -> CallSite:
-    """The innermost line on the stack that is neither of Phalanx nor of torch.
-
-    For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
-            return CallSite(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return UNKNOWN_SITE

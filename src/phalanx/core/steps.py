@@ -6,22 +6,19 @@ A program is an iterator of steps. There are three kinds:
     epoch    a barrier in shared memory (`transport/shm/control.py`)
     native   a collective that another library carries out whole (`native/`)
 
-A `Round` is data, shared by all calls of its kind; `PostedRound` is one that is under way. The
-others are steps themselves. What a rank does alone between two steps, such as to add what has
+A `Round` is data, shared by all calls of its kind; one that is under way is a `PostedRound`
+(`posted.py`). The others are steps themselves. What a rank does alone between two steps, such as to add what has
 arrived, the program does when it is asked for the next step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor
-from typing_extensions import override
+from torch import Tensor, UntypedStorage
 
-if TYPE_CHECKING:
-    from phalanx.core.work import Call, Work
+from phalanx.core.call import Call
 
 ANY = -1  # as the peer of a receive: whoever sends first
 NOTHING = memoryview(b"")  # instead of memory that is not needed any more: these are in cycles
@@ -101,159 +98,6 @@ Program: TypeAlias = "Round | Step"
 """What a program yields."""
 
 
-class PostedReceive:
-    """A receive that waits for its message.
-
-    peer    a global rank; of a receive from `ANY`, the one whose message it has met
-    order   receives of one channel take messages in this order
-    """
-
-    __slots__ = (
-        "buffer",
-        "combine",
-        "done",
-        "from_any",
-        "order",
-        "peer",
-        "round",
-        "start",
-        "stop",
-        "view",
-    )
-
-    def __init__(
-        self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int, combine: bool
-    ) -> None:
-        self.round = posted
-        self.peer = peer
-        self.from_any = peer == ANY
-        self.order = 0
-        self.buffer = buffer
-        self.start = start
-        self.stop = stop
-        self.combine = combine
-        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
-        self.done = False
-
-    @property
-    def work(self) -> Work[Any]:
-        """Whose receive it is."""
-        return self.round.work
-
-    def complete(self) -> None:
-        """The message is where it belongs."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            posted = self.round
-            del self.round  # which lists this: the garbage collector would have to come
-            posted.part_done()
-
-
-class PostedSend:
-    """A message on its way out. `peer` is a global rank."""
-
-    __slots__ = ("done", "peer", "round", "view")
-
-    def __init__(self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int) -> None:
-        self.round = posted
-        self.peer = peer
-        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
-        self.done = False
-
-    @property
-    def work(self) -> Work[Any]:
-        """Whose message it is."""
-        return self.round.work
-
-    def complete(self) -> None:
-        """The memory may be used again."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            posted = self.round
-            del self.round  # which lists this: the garbage collector would have to come
-            posted.part_done()
-
-
-class PostedRound(Step):
-    """A round under way: complete when all its sends and receives are.
-
-    The last part to finish puts the work into the engine's queue of those that can go on.
-    """
-
-    __slots__ = ("_heard", "_left", "_posted_at", "posted", "receives", "sends", "work")
-
-    notifies: ClassVar[bool] = True
-
-    def __init__(self, work: Work[Any], round_: Round) -> None:
-        self.work = work
-        ranks = work.group.ranks
-        self.receives = [
-            PostedReceive(self, ranks[peer] if peer != ANY else ANY, buffer, start, stop, combine)
-            for peer, start, stop, buffer, combine in round_.receives
-        ]
-        self.sends = [
-            PostedSend(self, ranks[peer], buffer, start, stop)
-            for peer, start, stop, buffer in round_.sends
-        ]
-        self._left = len(self.sends) + len(self.receives)
-        self.posted = False  # whether all parts are: until then nobody is told of the end
-        self._posted_at = 0.0  # if it is traced
-        self._heard = False  # whether a byte has come, if it is traced
-
-    @override
-    def begin(self, call: Call) -> None:
-        """Post every receive, then start every send (the engine does that)."""
-        self.work.group.engine.post(self)
-
-    @override
-    def ready(self, *, spin: bool = False) -> bool:
-        return self.posted and self._left == 0
-
-    def part_done(self) -> None:
-        """One send or receive is complete."""
-        self._left -= 1
-        if self.posted and self._left == 0:
-            self.work.group.engine.ready.append(self.work)
-
-    def trace(self, work: Work[Any]) -> None:
-        """It is posted while operations are traced: count what it moves."""
-        self._posted_at = monotonic()
-        work.sent += sum(len(send.view) for send in self.sends)
-        work.received += sum(receive.stop - receive.start for receive in self.receives)
-
-    def first_heard(self) -> None:
-        """A message of this round begins to come (called while operations are traced)."""
-        if not self._heard:
-            self._heard = True
-            self.work.waited += monotonic() - self._posted_at
-
-    @override
-    def needs(self, rank: int) -> bool:
-        nobody = ANY if not self.work.group.others() else rank
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        return any(part.peer in (rank, nobody) for part in parts if not part.done)
-
-    @override
-    def waits_for(self) -> list[int]:
-        group = self.work.group
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
-        peers: dict[int, None] = {}  # in order: receives come first
-        for part in parts:
-            if part.done:
-                continue
-            if part.peer == ANY:
-                peers.update(dict.fromkeys(group.ranks[local] for local in group.others()))
-            else:
-                peers[part.peer] = None
-        return list(peers)
-
-    @override
-    def cancel(self) -> None:
-        self.work.group.engine.withdraw(self)
-
-
 def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
     """Nobody leaves before everybody has arrived: a token goes round the ring twice.
 
@@ -295,6 +139,27 @@ class SharedGroup(Protocol):
     def close(self) -> None:
         """This rank takes part no more."""
         ...
+
+
+Place: TypeAlias = "tuple[int, int, int]"
+"""Where memory is, for others to attach it: what that means is the backend's own."""
+NOWHERE: Place = (0, 0, 0)
+
+
+class Source(ABC):
+    """Where such memory comes from. For one use; called with the engine's lock held or without."""
+
+    @abstractmethod
+    def take(self, size: int) -> tuple[UntypedStorage, Place]:
+        """New memory of so many bytes, all zero. Raises OSError, RuntimeError or MemoryError."""
+
+    @abstractmethod
+    def attach(self, place: Place, size: int) -> UntypedStorage:
+        """The memory that another rank has taken."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nobody can attach what was taken any more. What is attached stays."""
 
 
 class NativeCall(NamedTuple):

@@ -13,18 +13,14 @@ engine's lock is held in all of these, and in the methods here unless they say o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
+from phalanx.core.steps import SharedGroup, Source
 from phalanx.wire.control import Answer, Ask, FailureNotice
-
-if TYPE_CHECKING:
-    from phalanx.core.common import Source
-    from phalanx.core.group import Group
-    from phalanx.core.steps import PostedSend, SharedGroup
-    from phalanx.core.work import Wait, Work
 
 Control: TypeAlias = "FailureNotice | Ask | Answer | None"
 """A control message about a group; None: this rank has closed it."""
@@ -69,18 +65,18 @@ class Transport(ABC):
         """Move bytes until that is over; past its deadline it fails. Lock not held."""
 
     @abstractmethod
-    def poll(self, work: Work[Any]) -> None:
+    def poll(self, work: WorkBase) -> None:
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
         """A call begins that may end without waiting: see, now and then, what has arrived."""
 
     @abstractmethod
-    def wake(self, work: Work[Any]) -> None:
+    def wake(self, work: WorkBase) -> None:
         """A work has ended: wake whoever waits for it."""
 
     def background(  # noqa: B027 - not all need to do a thing
-        self, work: Work[Any], *, patience: float
+        self, work: WorkBase, *, patience: float
     ) -> None:
         """See to it that this work moves on while nobody waits for it. Lock not held.
 
@@ -92,7 +88,7 @@ class Transport(ABC):
 
     # Memory ---------------------------------------------------------------------------------
 
-    def shared(self, group: Group) -> SharedGroup | None:
+    def shared(self, group: GroupBase) -> SharedGroup | None:
         """Memory that this rank shares with members of a group, if there is any."""
         return None
 
@@ -100,7 +96,7 @@ class Transport(ABC):
         """An uninitialized tensor in memory that is sent without a copy. Lock not held."""
         return torch.empty(shape, dtype=dtype)
 
-    def common(self, group: Group) -> Source | None:
+    def common(self, group: GroupBase) -> Source | None:
         """Where memory comes from that all members of a group have in common, if they have any.
 
         The same answer on every one of them.

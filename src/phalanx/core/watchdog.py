@@ -10,34 +10,101 @@ Where it ends nowhere, they wait for each other in a circle, or the bytes are sl
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from phalanx.core.matching import is_full
+from phalanx.core.posted import GroupBase, Wait
 from phalanx.errors import CollectiveTimeoutError
-from phalanx.wire.control import Answer, Ask
-
-if TYPE_CHECKING:
-    from phalanx.core.work import Wait
+from phalanx.wire.control import Answer, Ask, shortened
 
 LONGEST_QUERY = 0.4  # seconds before the deadline at which it begins
+NOT_ASKED = Ask(-1, 0, "")
 
 
-def check_deadline(wait: Wait, now: float) -> float:
-    """See to the deadline of a wait; when to look again, on the same clock. Lock held.
+class Watchdog:
+    """What one rank knows of who waits for whom. The engine's lock is held in all of it.
 
-    Shortly before it the rank asks who waits for whom; past it, the wait ends with an error.
+    tell              sends a peer a control message about a group
+    unexpected_bytes  how much of each peer's messages this rank keeps
+    waits             what threads of this rank wait for, oldest first
+    full              peers that take no more messages for now, and what they said last
     """
-    ask_at = wait.deadline - query_lead_time(wait.timeout)
-    if now >= ask_at and wait.query is None and not wait.over:
-        wait.query = WaitForGraph(wait)
-        wait.query.begin()
-    if now >= wait.deadline and not wait.over:
-        assert wait.query is not None
-        wait.expire(wait.query.timeout_error())
-    return ask_at if wait.query is None else wait.deadline
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        tell: Callable[[int, int, Ask | Answer], None],
+        unexpected_bytes: Mapping[int, int],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.tell = tell
+        self.unexpected_bytes = unexpected_bytes
+        self.waits: list[Wait] = []
+        self.full: dict[int, Answer] = {}
+        self._queries: dict[Wait, WaitForGraph] = {}
+        self._numbers = itertools.count(1)
+
+    def check_deadline(self, wait: Wait, now: float) -> float:
+        """See to the deadline of a wait; when to look again, on the same clock.
+
+        Shortly before it the rank asks who waits for whom; past it, the wait ends with an error.
+        """
+        ask_at = wait.deadline - query_lead_time(wait.timeout)
+        if now < ask_at:
+            return ask_at
+        if wait not in self._queries and not wait.over:
+            query = self._queries[wait] = WaitForGraph(self, wait, next(self._numbers))
+            query.begin()
+        if now >= wait.deadline and not wait.over:
+            wait.expire(self._queries[wait].timeout_error())
+        return wait.deadline
+
+    def forget(self, wait: Wait) -> None:
+        """A wait is over, or has another deadline."""
+        self._queries.pop(wait, None)
+
+    def asked(self, peer: int, group: GroupBase | None = None, ask: Ask = NOT_ASKED) -> None:
+        """Tell a peer what keeps this rank from what it waits for, and how much of it is kept."""
+        kept = self.unexpected_bytes[peer]
+        obstacle = self._obstacle(group, ask.sequence)
+        answer = Answer([], "", kept, ask.query)
+        if obstacle is not None:
+            answer = Answer(
+                obstacle.waits_for(),
+                shortened(obstacle.describe()),
+                kept,
+                ask.query,
+                obstacle.group.id,
+                obstacle.sequence if obstacle.is_collective else -1,
+            )
+        self.tell(peer, 0, answer)
+
+    def _obstacle(self, group: GroupBase | None, sequence: int) -> Wait | None:
+        """What has to end before this rank can do what it is waited for, if that is known.
+
+        The collective itself, if it is under way here, or one before it; else whatever a thread of
+        this rank waits in; else anything that is under way in that group.
+        """
+        under_way = group.under_way() if group is not None else []
+        for work in under_way:
+            if work.is_collective and work.sequence <= sequence:
+                return work
+        return next(iter([*self.waits, *under_way]), None)
+
+    def answered(self, peer: int, answer: Answer) -> None:
+        """A peer says what it waits for."""
+        if is_full(answer.kept):
+            self.full[peer] = answer
+        else:
+            self.full.pop(peer, None)
+        for query in list(self._queries.values()):
+            if query.number == answer.query:
+                query.answered(peer, answer)
 
 
 def query_lead_time(timeout: float) -> float:
@@ -70,14 +137,14 @@ def chain_of_waits(
 class WaitForGraph:
     """Who waits for whom, as far as this rank has asked, for one wait. Ranks are global ranks."""
 
-    def __init__(self, wait: Wait) -> None:
+    def __init__(self, watchdog: Watchdog, wait: Wait, number: int) -> None:
+        self._watchdog = watchdog
         self._wait = wait
-        self._engine = wait.group.engine
         self._first = wait.waits_for()
-        self.number = next(self._engine.query_numbers)
+        self.number = number
         sequence = wait.sequence if wait.is_collective else -1
         mine = Answer(list(self._first), "", group=wait.group.id, sequence=sequence)
-        self._answers: dict[int, Answer | None] = {self._engine.rank: mine}
+        self._answers: dict[int, Answer | None] = {watchdog.rank: mine}
         self._to_follow: deque[Answer] = deque([mine])
         self._following = False
 
@@ -100,11 +167,11 @@ class WaitForGraph:
         while self._to_follow:
             answer = self._to_follow.popleft()
             for rank in answer.waits_for:
-                if rank not in self._answers and 0 <= rank < self._engine.world_size:
+                if rank not in self._answers and 0 <= rank < self._watchdog.world_size:
                     # A peer that takes no more cannot read the question: what it said last counts.
-                    self._answers[rank] = self._engine.full.get(rank)
+                    self._answers[rank] = self._watchdog.full.get(rank)
                     question = Ask(answer.sequence, 0, "", self.number)
-                    self._engine.transport.control(rank, answer.group, question)
+                    self._watchdog.tell(rank, answer.group, question)
         self._following = False
 
     def timeout_error(self) -> CollectiveTimeoutError:
@@ -135,7 +202,7 @@ class WaitForGraph:
 
     def _explain(self, chain: list[int], ends: bool) -> Iterator[str]:
         name = self._wait.group.name_of_global
-        kept = self._engine.matching.unexpected_bytes[chain[-1]] if chain else 0
+        kept = self._watchdog.unexpected_bytes[chain[-1]] if chain else 0
         if chain and self._answers.get(chain[-1]) is None and is_full(kept):
             # It may have answered: nothing is read from it.
             yield f", of whose messages this rank keeps {kept >> 20} MiB that nobody has received, "

@@ -1,6 +1,5 @@
 """Work: one request under way, which is what an asynchronous call returns.
 
-    Call     what was asked for: name, number in the group, signature, call site, deadline
     Work     a call that is being carried out: its program of steps, and the memory they work on
     AnyOf    what a thread waits for in `wait_any`: the first of several works
 
@@ -12,140 +11,24 @@ once never becomes a work (`Backend.run`): then the call is all that is kept of 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
-from phalanx.core.recorder import CallSite
-from phalanx.core.steps import PostedRound, Program, Round, Step
-from phalanx.core.watchdog import WaitForGraph, check_deadline
+from phalanx.core.call import Call, check_timeout
+from phalanx.core.group import Group
+from phalanx.core.posted import Combine, PostedRound, Wait, WorkBase
+from phalanx.core.steps import Program, Round
 from phalanx.errors import DistributedError
-from phalanx.wire.frame import Channel, Kind
-
-if TYPE_CHECKING:
-    from phalanx.core.group import Group
+from phalanx.wire.frame import Channel
 
 T = TypeVar("T")
-Combine = Callable[[int, int, memoryview], None]  # (buffer, first byte, what arrived)
 SHOWN = 3  # of the works that a thread waits for, in messages
 
 
-def check_timeout(timeout: float) -> float:
-    """The timeout as a float. Raises ValueError unless it is a positive number of seconds."""
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return float(timeout)
-
-
-class Call:
-    """What a rank was asked to do, for agreement, messages, errors and traces. It holds no tensor.
-
-    sequence      its number: among the group's collectives, or the messages to or from a peer
-    signature     what it is, for messages; `fingerprint` is its hash on the wire
-    rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
-    site          the user's line that asked for it
-    started, ended  on the engine's clock
-    """
-
-    __slots__ = (
-        "ended",
-        "failed",
-        "fingerprint",
-        "name",
-        "rolling_hash",
-        "sequence",
-        "signature",
-        "site",
-        "started",
-        "suffix",
-        "timeout",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        sequence: int,
-        signature: str,
-        suffix: str,
-        site: CallSite,
-        *,
-        started: float,
-        timeout: float,
-        fingerprint: int = 0,
-        rolling_hash: int = 0,
-    ) -> None:
-        self.name = name
-        self.sequence = sequence
-        self.signature = signature
-        self.suffix = suffix  # which group, if it is not that of all ranks
-        self.site = site
-        self.fingerprint = fingerprint
-        self.rolling_hash = rolling_hash
-        self.timeout = timeout
-        self.started = started
-        self.ended = 0.0
-        self.failed = False
-
-    def describe(self) -> str:
-        """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""
-        details = f" ({self.signature})" if self.signature else ""
-        where = f" at {self.site}" if self.site.line else ""
-        return f"{self.name} #{self.sequence}{details}{self.suffix}{where}"
-
-
-class Wait(ABC):
-    """What a thread blocks on. Ranks are named in the numbers of `group`.
-
-    name, sequence   for errors; the sequence is -1 if it has none
-    deadline         on the engine's clock
-    over             whether the thread goes on
-    query            who waits for whom, asked shortly before the deadline (watchdog.py)
-    """
-
-    group: Group
-    name: str
-    sequence: int
-    timeout: float
-    deadline: float
-    query: WaitForGraph | None
-    error: Exception | None
-    over: bool
-    is_collective = False  # whether every member of the group takes part, in the group's order
-
-    @abstractmethod
-    def attend(self) -> float:
-        """See to what is due; seconds until this is needed again. Lock held."""
-
-    @abstractmethod
-    def expire(self, error: DistributedError) -> None:
-        """The deadline has passed."""
-
-    @abstractmethod
-    def fail(self, error: Exception) -> None:
-        """End the wait with an error."""
-
-    @abstractmethod
-    def waits_for(self) -> list[int]:
-        """The global ranks from or to which bytes are still to move."""
-
-    @abstractmethod
-    def parts(self) -> Iterable[Work[Any]]:
-        """The works that it waits for."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """What it is, for messages."""
-
-    def waits_for_members(self) -> list[int]:
-        """`waits_for` as ranks of the group, if they are members."""
-        local = self.group.to_local
-        return [local[rank] for rank in self.waits_for() if rank in local]
-
-
-class Work(Wait, Generic[T]):
+class Work(WorkBase, Generic[T]):
     """What an asynchronous call returns: a collective or a message that may still be under way.
 
     The tensors that were given to it must not be written before it is done; one that is worked on
@@ -159,29 +42,9 @@ class Work(Wait, Generic[T]):
     result     called once, by `wait`, for the value that it returns
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_finish",
-        "_result",
-        "_steps",
-        "_taken",
-        "ask_at",
-        "buffers",
-        "call",
-        "channel",
-        "combine",
-        "deadline",
-        "error",
-        "group",
-        "over",
-        "query",
-        "received",
-        "sender",
-        "sent",
-        "step",
-        "timeout",
-        "waited",
-    )
+    __slots__ = ("_callbacks", "_finish", "_result", "_steps")
+
+    group: Group
 
     def __init__(
         self,
@@ -194,21 +57,7 @@ class Work(Wait, Generic[T]):
         combine: Combine | None = None,
         result: Callable[[], T] | None = None,
     ) -> None:
-        self.group = group
-        self.call = call
-        self.channel = channel
-        self.buffers = buffers
-        self.combine = combine
-        self.timeout = call.timeout
-        self.deadline = call.started + call.timeout
-        self.ask_at = call.started + group.checker.ask_every
-        self.query = None
-        self.sender = -1  # of a received message: whose it was, as a global rank
-        self.waited = 0.0  # if it is traced: seconds until the first byte of each round arrived,
-        self.sent = self.received = 0  # and bytes moved
-        self.step: Step | None = None  # under way
-        self.over = False
-        self.error = None
+        super().__init__(group, call, channel, buffers, combine)
         self._steps: Iterator[Program] = iter(program)
         self._finish = result
         self._result: T | None = None
@@ -238,7 +87,7 @@ class Work(Wait, Generic[T]):
             if timeout is not None:
                 self.timeout = check_timeout(timeout)
                 self.deadline = group.engine.now() + timeout
-                self.query = None
+                group.engine.watchdog.forget(self)
             try:
                 group.engine.wait(self)
             except BaseException as interruption:
@@ -276,29 +125,14 @@ class Work(Wait, Generic[T]):
 
     # What the engine does with it -----------------------------------------------------------
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """For errors."""
-        return self.call.name
-
-    @property
-    def sequence(self) -> int:  # type: ignore[override]
-        """For errors."""
-        return self.call.sequence
-
-    @property
-    def is_collective(self) -> bool:  # type: ignore[override]
-        """Whether every member of the group takes part, in the group's order."""
-        return self.channel.kind is Kind.COLLECTIVE
-
+    @override
     def advance(self) -> None:
-        """Go on from the step that is complete, as far as possible without waiting. Lock held."""
         engine = self.group.engine
         try:
             for item in self._steps:
                 if self.over:
                     return
-                step = PostedRound(self, item) if isinstance(item, Round) else item
+                step = PostedRound(self, item, engine) if isinstance(item, Round) else item
                 self.step = step
                 if not engine.begin(self, step):
                     return
@@ -339,23 +173,6 @@ class Work(Wait, Generic[T]):
     def attend(self) -> float:
         return self.group.attend(self)
 
-    @override
-    def expire(self, error: DistributedError) -> None:
-        self.group.work_failed(self, error)
-
-    @override
-    def parts(self) -> Iterable[Work[Any]]:
-        return (self,)
-
-    @override
-    def waits_for(self) -> list[int]:
-        step = self.group.head_of_queue(self).step
-        return step.waits_for() if step is not None else []
-
-    @override
-    def describe(self) -> str:
-        return self.call.describe()
-
 
 class AnyOf(Wait):
     """Done when one of some works is, of one rank, and of any groups. It moves nothing itself.
@@ -367,6 +184,7 @@ class AnyOf(Wait):
     timeout   seconds; when they have passed, the wait ends with an error, and the works go on
     """
 
+    group: Group
     name = "wait_any"
     sequence = -1
 
@@ -375,7 +193,6 @@ class AnyOf(Wait):
         self.works = tuple(works)
         self.timeout = timeout
         self.deadline = group.engine.now() + timeout
-        self.query = None
         self.error = None
 
     def wait(self) -> None:
@@ -394,7 +211,7 @@ class AnyOf(Wait):
     def attend(self) -> float:
         due = min(each.attend() for each in self.works)
         now = self.group.engine.now()
-        due = min(due, check_deadline(self, now) - now)
+        due = min(due, self.group.engine.watchdog.check_deadline(self, now) - now)
         return 0.0 if self.over else due
 
     @override
@@ -408,7 +225,7 @@ class AnyOf(Wait):
             self.group.engine.history.note_on(error)
 
     @override
-    def parts(self) -> Iterable[Work[Any]]:
+    def parts(self) -> Iterable[WorkBase]:
         return self.works
 
     @override
@@ -423,4 +240,4 @@ class AnyOf(Wait):
         return f"{self.name} ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
-Operation = Work  # SHIM, until callers are converted
+Operation = Work  # SHIM

@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from typing_extensions import override
 
+from phalanx.core.call import WORLD_ID
 from phalanx.core.failure import Failure
-from phalanx.core.group import WORLD_ID, Group
+from phalanx.core.posted import GroupBase
 from phalanx.core.steps import Native, NativeCall, Step
 from phalanx.errors import DistributedError, PeerLostError
 
 if TYPE_CHECKING:
+    from phalanx.core.call import Call
     from phalanx.core.engine import Engine
-    from phalanx.core.work import Call
 
 NOBODY = -1  # as a culprit: the library does not say who
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
@@ -145,7 +146,7 @@ class Natives:
         self._broken: list[Library] = []
         self.unfinished: list[NativeCall] = []  # whose memory the library may still write
 
-    def of(self, group: Group) -> Native | None:
+    def of(self, group: GroupBase) -> Native | None:
         """What the library can do for a group; None where that is nothing."""
         if group.size == 1 or (group.id != WORLD_ID and not self.world.can.subgroups):
             return None
@@ -160,7 +161,7 @@ class Natives:
         self._broken.append(library)
         library.abort()
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: GroupBase) -> None:
         """A sub-group was closed."""
         native = self._groups.pop(group.id, None) if group.id != WORLD_ID else None
         if native is not None and native.library is not None:
@@ -184,7 +185,7 @@ class NativeGroup(Native):
     library   the library's group; None before it is formed, and once it is broken
     """
 
-    def __init__(self, natives: Natives, group: Group, library: Library | None) -> None:
+    def __init__(self, natives: Natives, group: GroupBase, library: Library | None) -> None:
         self.natives = natives
         self.group = group
         self.library = library
@@ -370,7 +371,7 @@ class NativeStep(Step):
     @override
     def waits_for(self) -> list[int]:
         group = self._group.group
-        return [rank for rank in group.ranks if rank != group.engine.rank]
+        return [rank for rank in group.ranks if rank != group.here]
 
     @override
     def needs(self, rank: int) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
+from phalanx.core.call import check_timeout
 from phalanx.core.steps import NativeCall
-from phalanx.core.work import check_timeout
 from phalanx.errors import BackendUnavailableError, InvalidRankError, InvalidWorldSizeError
 from phalanx.native.backend import LibraryBackend
 from phalanx.wire.control import parse_address

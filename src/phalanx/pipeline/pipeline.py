@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.collectives import all_gather, chunk_ranges
 from phalanx.core.backend import Backend
-from phalanx.core.work import check_timeout
+from phalanx.core.call import check_timeout
 from phalanx.errors import (
     DistributedError,
     MisuseError,

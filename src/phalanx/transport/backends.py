@@ -9,9 +9,9 @@ import weakref
 from functools import partial
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend, CloseAtExit
+from phalanx.core.call import WORLD_ID, check_timeout
 from phalanx.core.engine import Engine
-from phalanx.core.group import WORLD_ID, Group
-from phalanx.core.work import check_timeout
+from phalanx.core.group import Group
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 from phalanx.transport.shm.domain import Sharing, check
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master

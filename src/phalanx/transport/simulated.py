@@ -16,19 +16,21 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import UntypedStorage
 from typing_extensions import override
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.common import Place, Source, zeros
+from phalanx.core.call import WORLD_ID
+from phalanx.core.common import zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.group import WORLD_ID, Group
+from phalanx.core.group import Group
+from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
 from phalanx.core.random_state import RandomStates
-from phalanx.core.steps import PostedSend
+from phalanx.core.steps import Place, Source
 from phalanx.core.transport import Control, Transport
-from phalanx.core.work import Wait, Work
+from phalanx.core.work import Work
 from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
 from phalanx.wire.control import Ask
 
@@ -50,7 +52,7 @@ class Scheduler(ABC):
         """A work of this rank has ended. Lock held."""
 
     @abstractmethod
-    def pause(self, engine: Engine, work: Work[Any]) -> None:
+    def pause(self, engine: Engine, work: WorkBase) -> None:
         """Let others run, and see to what is due, without waiting for anything. Lock not held."""
 
 
@@ -76,7 +78,7 @@ class FreeThreads(Scheduler):
         self._conditions[rank].notify_all()
 
     @override
-    def pause(self, engine: Engine, work: Work[Any]) -> None:
+    def pause(self, engine: Engine, work: WorkBase) -> None:
         with engine.lock:
             if not work.over:
                 work.attend()
@@ -88,7 +90,7 @@ class InProcessSwitch:
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
-        ready: deque[Work[Any]] = deque()
+        ready: deque[WorkBase] = deque()
         self.scheduler: Scheduler = FreeThreads(self.lock, size)
         self.store = MemoryStore(self.lock)
         self.engines = [Engine(rank, size, lock=self.lock, ready=ready) for rank in range(size)]
@@ -110,7 +112,7 @@ class SimulatedTransport(Transport):
         return self.switch.scheduler.single_thread
 
     @override
-    def common(self, group: Group) -> Source:
+    def common(self, group: GroupBase) -> Source:
         return StoredMemory(self.switch.store)
 
     @override
@@ -144,11 +146,11 @@ class SimulatedTransport(Transport):
         self.switch.scheduler.wait(self.engine, until)
 
     @override
-    def poll(self, work: Work[Any]) -> None:
+    def poll(self, work: WorkBase) -> None:
         self.switch.scheduler.pause(self.engine, work)
 
     @override
-    def wake(self, work: Work[Any]) -> None:
+    def wake(self, work: WorkBase) -> None:
         self.switch.scheduler.wake(self.engine.rank)
 
     def leave(self, *, lost: bool) -> None:
@@ -312,7 +314,7 @@ class CooperativeScheduler(Scheduler):
             self._take(engine.rank)
 
     @override
-    def pause(self, engine: Engine, work: Work[Any]) -> None:
+    def pause(self, engine: Engine, work: WorkBase) -> None:
         self._check_thread(engine.rank)
         self._idle_looks += 1
         if self._idle_looks > IDLE_LOOKS:
@@ -378,7 +380,8 @@ class CooperativeScheduler(Scheduler):
         with self._switch.lock:
             for part in [part for each in self._waiting.values() for part in each.parts()]:
                 if part.is_collective and not part.over:
-                    part.group.checker.ask(part.group.head_of_queue(part))
+                    head = part.group.head_of_queue(part)
+                    part.group.checker.ask(head.call, head.waits_for())
             self._switch.engines[0].run_ready()
         if self._ready:
             return

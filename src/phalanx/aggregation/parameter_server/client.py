@@ -29,7 +29,8 @@ from phalanx.aggregation.parameter_server.wire import (
 )
 from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
-from phalanx.core.work import Operation, check_timeout
+from phalanx.core.call import check_timeout
+from phalanx.core.work import Operation
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,

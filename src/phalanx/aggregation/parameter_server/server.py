@@ -34,7 +34,8 @@ from phalanx.aggregation.parameter_server.wire import (
     pair_of,
 )
 from phalanx.core.backend import Backend, SubBackend
-from phalanx.core.work import Operation, check_timeout
+from phalanx.core.call import check_timeout
+from phalanx.core.work import Operation
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,

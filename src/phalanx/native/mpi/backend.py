@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
-from phalanx.core.work import check_timeout
+from phalanx.core.call import check_timeout
 from phalanx.native.backend import WHERE_BYTES, LibraryBackend, Where, open_mesh
 from phalanx.native.mpi.library import MpiLibrary, duplicate, looks_at_once
 from phalanx.native.mpi.steps import import_mpi

@@ -29,7 +29,7 @@ from phalanx.core.steps import Step
 from phalanx.transport.shm.segments import Block, Segment
 
 if TYPE_CHECKING:
-    from phalanx.core.work import Call
+    from phalanx.core.call import Call
     from phalanx.transport.shm.domain import HostDomain
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others

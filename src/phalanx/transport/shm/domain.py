@@ -36,7 +36,7 @@ from phalanx.transport.shm.segments import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.core.group import Group
+    from phalanx.core.call import Members
     from phalanx.wire.control import Address
 
 
@@ -110,9 +110,9 @@ class HostDomain:
         self.local_peers[rank] = local_peer
         self.rings[rank] = RingBuffer(self, self._rank, local_peer, SIZE)
 
-    def control(self, group: Group) -> ControlBlock | None:
+    def control(self, group: Members) -> ControlBlock | None:
         """A control block for the members of a group that are on this host, if there are others."""
-        me = group.engine.rank
+        me = group.here
         ranks = tuple(rank for rank in group.ranks if rank == me or rank in self.local_peers)
         if len(ranks) == 1:
             return None

@@ -20,7 +20,8 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from phalanx.core.steps import NOTHING, PostedSend
+from phalanx.core.posted import PostedSend
+from phalanx.core.steps import NOTHING
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
 if TYPE_CHECKING:

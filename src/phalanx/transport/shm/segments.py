@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
-from phalanx.core.common import Place, Source
+from phalanx.core.steps import Place, Source
 
 PAGE = mmap.PAGESIZE
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.core.matching import IncomingMessage
-from phalanx.core.steps import NOTHING, PostedSend
+from phalanx.core.posted import PostedSend
+from phalanx.core.steps import NOTHING
 from phalanx.transport.shm.queue import LARGE, PIECES, Part, RingBuffer
 from phalanx.wire.frame import (
     MAX_PAYLOAD,
@@ -143,7 +144,7 @@ class Connection:
 
     def _tell_room(self) -> None:
         """There is no room for what the peer sends, or there is again: which it may wait for."""
-        self.mesh.engine.tell_state(self.peer)
+        self.mesh.engine.watchdog.asked(self.peer)
 
     def message(self, header: Header) -> IncomingMessage | None:
         """A frame of a message begins (from the decoder)."""

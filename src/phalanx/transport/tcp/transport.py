@@ -11,17 +11,17 @@ import math
 import os
 import threading
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.group import Group
-from phalanx.core.steps import PostedSend, Step
+from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
+from phalanx.core.steps import Step
 from phalanx.core.transport import Control, Transport
-from phalanx.core.work import Wait, Work
+from phalanx.core.work import Work
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.segments import Piece
 from phalanx.transport.tcp.heartbeat import Heartbeat
@@ -31,7 +31,7 @@ from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
-    from phalanx.core.common import Source
+    from phalanx.core.steps import Source
     from phalanx.transport.shm.domain import HostDomain
 
 EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of works nobody waits for
@@ -67,7 +67,7 @@ class TcpTransport(Transport):
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
-        self._background: dict[Work[Any], float] = {}  # and when it is not left to its waiter
+        self._background: dict[WorkBase, float] = {}  # and when it is not left to its waiter
         self._thread: threading.Thread | None = None
         self._pause = Pause()
 
@@ -122,7 +122,7 @@ class TcpTransport(Transport):
     # Memory ---------------------------------------------------------------------------------
 
     @override
-    def shared(self, group: Group) -> ControlBlock | None:
+    def shared(self, group: GroupBase) -> ControlBlock | None:
         return self.domain.control(group) if self.domain is not None else None
 
     @override
@@ -133,7 +133,7 @@ class TcpTransport(Transport):
             return self.domain.arena.empty(shape, dtype)
 
     @override
-    def common(self, group: Group) -> Source | None:
+    def common(self, group: GroupBase) -> Source | None:
         together = group.shared is not None and group.shared.size == group.size
         return Piece() if together else None
 
@@ -159,7 +159,7 @@ class TcpTransport(Transport):
                     left = min(until.attend(), self.heartbeat.attend())
 
     @override
-    def poll(self, work: Work[Any]) -> None:
+    def poll(self, work: WorkBase) -> None:
         with self.engine.lock:
             self.look()
             if not work.over:
@@ -230,7 +230,7 @@ class TcpTransport(Transport):
             engine.run_ready()
 
     @override
-    def background(self, work: Work[Any], *, patience: float) -> None:
+    def background(self, work: WorkBase, *, patience: float) -> None:
         with self.engine.lock:
             if work.over:
                 return
@@ -282,7 +282,7 @@ class TcpTransport(Transport):
                 self.engine.lock.acquire()
 
     @override
-    def wake(self, work: Work[Any]) -> None:
+    def wake(self, work: WorkBase) -> None:
         self._background.pop(work, None)
         self._condition.notify_all()
 
@@ -372,7 +372,7 @@ class Pause:
 class NothingLeft:
     """Until no work is outstanding in the background."""
 
-    def __init__(self, works: Collection[Work[Any]]) -> None:
+    def __init__(self, works: Collection[WorkBase]) -> None:
         self._works = works
 
     @property

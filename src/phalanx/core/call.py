@@ -1,0 +1,128 @@
+"""A call: what a rank was asked to do, by which line of the program, and together with which ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+WORLD_ID = 0  # of the group of all ranks
+_INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
+
+
+class CallSite(NamedTuple):
+    """A line of a program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
+
+
+UNKNOWN_SITE = CallSite("", 0)
+
+
+def call_site() -> CallSite:
+    """The innermost line on the stack that is neither of Phalanx nor of torch.
+
+    For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
+            return CallSite(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return UNKNOWN_SITE
+
+
+class Call:
+    """What a rank was asked to do, for agreement, messages, errors and traces. It holds no tensor.
+
+    sequence      its number: among the group's collectives, or the messages to or from a peer
+    signature     what it is, for messages; `fingerprint` is its hash on the wire
+    rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
+    site          the user's line that asked for it
+    started, ended  on the engine's clock
+    """
+
+    __slots__ = (
+        "ended",
+        "failed",
+        "fingerprint",
+        "name",
+        "rolling_hash",
+        "sequence",
+        "signature",
+        "site",
+        "started",
+        "suffix",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        sequence: int,
+        signature: str,
+        suffix: str,
+        site: CallSite,
+        *,
+        started: float,
+        timeout: float,
+        fingerprint: int = 0,
+        rolling_hash: int = 0,
+    ) -> None:
+        self.name = name
+        self.sequence = sequence
+        self.signature = signature
+        self.suffix = suffix  # which group, if it is not that of all ranks
+        self.site = site
+        self.fingerprint = fingerprint
+        self.rolling_hash = rolling_hash
+        self.timeout = timeout
+        self.started = started
+        self.ended = 0.0
+        self.failed = False
+
+    def describe(self) -> str:
+        """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""
+        details = f" ({self.signature})" if self.signature else ""
+        where = f" at {self.site}" if self.site.line else ""
+        return f"{self.name} #{self.sequence}{details}{self.suffix}{where}"
+
+
+def check_timeout(timeout: float) -> float:
+    """The timeout as a float. Raises ValueError unless it is a positive number of seconds."""
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return float(timeout)
+
+
+class Members:
+    """Which ranks a group has, and what they are called in messages.
+
+    ranks      its members as global ranks; a member's place here is its rank in the group
+    to_local   the other way round
+    here       this rank, as a global rank; `rank` is the same in the group's numbers
+    """
+
+    def __init__(self, ident: int, ranks: tuple[int, ...], here: int) -> None:
+        self.id = ident
+        self.ranks = ranks
+        self.here = here
+        self.to_local = {rank: place for place, rank in enumerate(ranks)}
+        self.rank = self.to_local[here]
+        self.size = len(ranks)
+        self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
+
+    def name_of(self, local: int) -> str:
+        """A member for a message: its rank here, and in the whole job where that differs."""
+        whole = self.ranks[local]
+        return str(local) if whole == local else f"{local} (rank {whole} of the job)"
+
+    def name_of_global(self, rank: int) -> str:
+        """The same for a global rank, which need not be a member."""
+        local = self.to_local.get(rank)
+        return f"{rank} of the job" if local is None else self.name_of(local)
