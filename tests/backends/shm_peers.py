@@ -5,28 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
 
-from phalanx.core.group import Group
+from phalanx.core.call import Members
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.domain import HostDomain
-
-
-@dataclass
-class SomeEngine:
-    """What a control block wants to know of an engine."""
-
-    rank: int
-
-
-@dataclass
-class SomeGroup:
-    """What a control block wants to know of a group."""
-
-    engine: SomeEngine
-    id: int
-    ranks: tuple[int, ...]
 
 
 @contextmanager
@@ -47,6 +29,6 @@ def local_peers(size: int) -> Iterator[list[HostDomain]]:
 def make_window(domain: list[HostDomain], rank: int, ident: int = 0) -> ControlBlock:
     """A rank's control block for a group of all."""
     ranks = tuple(range(len(domain)))
-    control = domain[rank].control(cast("Group", SomeGroup(SomeEngine(rank), ident, ranks)))
+    control = ControlBlock.of(domain[rank], Members(ident, ranks, rank))
     assert control is not None
     return control

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shm_peers import local_peers, make_window
 
 from phalanx.core.call import Call
-from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch
+from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch, peer_slot
 from phalanx.transport.shm.domain import USED, HostDomain
 
 
@@ -135,7 +135,7 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
         ahead.begin(asked(2))
         assert epochs[1].diverged() is None
         assert epochs[1].ready(spin=True)
-        assert not ahead.spin()
+        assert not ahead.ready(spin=True)
         assert ahead.diverged() is None
 
 
@@ -177,12 +177,12 @@ def test_windows_are_used_again_only_when_all_members_have_closed_the_group() ->
             fresh = make_window(domain, 0, ident=10 + closed)
             assert fresh.mine.slot_address(0) not in places
             assert old[2 - closed].words[FLAG] == 1
-            assert domain[1].local_peers[0].slot(1) is not None
+            assert peer_slot(domain[1].local_peers[0], 1) is not None
             old[closed].close()
         again = make_window(domain, 0, ident=20)
         assert again.mine.slot_address(0) == places[0]
         assert again.words[FLAG] == 0, "the flag of another group"
-        assert domain[1].local_peers[0].slot(1) is None
+        assert peer_slot(domain[1].local_peers[0], 1) is None
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -210,7 +210,7 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
         late = ShmEpoch(make_window(domain, 1, ident=1), first=True)
         late.begin(asked(1))
         assert late.waits_for() == [0]
-        assert not late.spin()
+        assert not late.ready(spin=True)
 
 
 def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_there_are() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
@@ -26,7 +25,7 @@ from phalanx import Backend, ReduceOp
 from phalanx.collectives.plan import Key, make_plan
 from phalanx.collectives.resolve import TensorRequest
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
-from phalanx.core.group import Group
+from phalanx.core.call import Members
 from phalanx.core.work import Call as CoreCall
 from phalanx.transport.shm.control import FLAG, ControlBlock, ShmEpoch
 from phalanx.transport.shm.domain import HostDomain
@@ -34,22 +33,6 @@ from phalanx.transport.shm.domain import HostDomain
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "gather", "broadcast", "scatter")
 IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "gather")
-
-
-@dataclass
-class SomeEngine:
-    """What a control block wants to know of an engine."""
-
-    rank: int
-
-
-@dataclass
-class SomeGroup:
-    """What a control block wants to know of a group."""
-
-    engine: SomeEngine
-    id: int
-    ranks: tuple[int, ...]
 
 
 class Call(NamedTuple):
@@ -124,8 +107,7 @@ class Member:
 
     def make_window(self, ident: int, ranks: tuple[int, ...]) -> ControlBlock:
         """A group is made."""
-        group = SomeGroup(SomeEngine(self.rank), ident, ranks)
-        control = self.domain.control(cast("Group", group))
+        control = ControlBlock.of(self.domain, Members(ident, ranks, self.rank))
         assert control is not None
         return control
 

@@ -16,15 +16,14 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_plan, then_return
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
-from phalanx.collectives.request import Request, Task
+from phalanx.collectives.reduce_op import reduction_for
+from phalanx.collectives.request import Request, Task, TensorArguments
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.collectives.tuning import remembered
@@ -40,38 +39,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class TensorRequest(Request[T]):
-    """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
-
-    collective   its row in the table of schedules
-    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
-    source       what this rank gives: contiguous; not written, unless it is `out`
-    out          where its result goes: contiguous; apart from `source`, or the same memory
-    result       gives what the caller gets in the end
-    consume      whether `source` may be overwritten meanwhile, which saves a copy
-    own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
-                 their place is: the element of the slice at which each begins, and its values,
-                 contiguous. Where memory is shared nobody else reads them, which saves copies
-    name         for messages and errors, if it is not the collective's
-    label        ranks whose labels differ do not mean the same: a `DesyncError`
-    """
-
-    backend: Backend
-    collective: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: Tensor | None
-    out: Tensor | None
-    result: Callable[[], T]
-    op: ReduceOp | None = None
-    root: int = 0
-    algorithm: str = "auto"
-    reproducible: bool = False
-    label: str = ""
-    timeout: float | None = None
-    consume: bool = False
-    own: tuple[tuple[int, Tensor], ...] = ()
-    name: str = ""
+class TensorRequest(TensorArguments[T], Request[T]):
+    """One collective of one rank."""
 
     @override
     def run(self) -> T:
@@ -145,17 +114,6 @@ class TensorRequest(Request[T]):
         self.settle()
         op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
         return native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
-
-    def settle(self) -> None:
-        """Put the parts of `own` in their places in `source`."""
-        if self.own:
-            assert self.source is not None
-            flat = self.source.view(-1)
-            slice_ = flat.numel() // self.backend.world_size
-            for element, values in self.own:
-                start = self.backend.rank * slice_ + element
-                copy_bits(flat[start : start + values.numel()], values.view(-1))
-            self.own = ()
 
 
 class Resolved(NamedTuple):

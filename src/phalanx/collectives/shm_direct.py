@@ -25,7 +25,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,10 @@ from torch import Tensor
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
+from phalanx.collectives.request import TensorArguments
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors, PeerSlot
 from phalanx.transport.shm.segments import tensor_at
-
-if TYPE_CHECKING:
-    from phalanx.collectives.resolve import TensorRequest
 
 # ------------------------------------------------------------------------------
 # Folding: contributions, in rank order, become one.
@@ -206,7 +204,7 @@ class ShmDirect:
         self._views: dict[tuple[int, int], Tensor] = {}
         self._turn_views: dict[int, list[Tensor]] = {}
 
-    def steps(self, request: TensorRequest[Any]) -> Iterator[Program]:
+    def steps(self, request: TensorArguments[Any]) -> Iterator[Program]:
         """This rank's part. The tensors of the request stay alive with it."""
         source = request.source.data_ptr() if request.source is not None else 0
         out = request.out.data_ptr() if request.out is not None else 0
@@ -217,7 +215,7 @@ class ShmDirect:
             return self._small(request, source, out)
         return self._large(request, source, out)
 
-    def _settle(self, request: TensorRequest[Any], source: int) -> None:
+    def _settle(self, request: TensorArguments[Any], source: int) -> None:
         """Put what is elsewhere in its place: not only this rank's fold goes by it."""
         start = source + self._slices[self.me][0]
         for element, values in request.own:
@@ -226,7 +224,7 @@ class ShmDirect:
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small_reduce(self, request: TensorRequest[Any], source: int) -> Iterator[Program]:
+    def _small_reduce(self, request: TensorArguments[Any], source: int) -> Iterator[Program]:
         """Everyone who gets the result folds all of it."""
         control = self.control
         turn = 1 - control.turn
@@ -247,7 +245,7 @@ class ShmDirect:
         count = self._given // self.dtype.itemsize
         return self.control.slot(place).slot(turn, count, self.dtype)
 
-    def _small(self, request: TensorRequest[Any], source: int, out: int) -> Iterator[Program]:
+    def _small(self, request: TensorArguments[Any], source: int, out: int) -> Iterator[Program]:
         control = self.control
         turn = 1 - control.turn
         if self._gives:
@@ -258,7 +256,7 @@ class ShmDirect:
 
     # Where it is ----------------------------------------------------------------------------
 
-    def _large(self, request: TensorRequest[Any], source: int, out: int) -> Iterator[Program]:
+    def _large(self, request: TensorArguments[Any], source: int, out: int) -> Iterator[Program]:
         control = self.control
         where = self._where(source, out)
         if where is None:
@@ -289,7 +287,7 @@ class ShmDirect:
         return Descriptors(given, result) if given is not None and result is not None else None
 
     def _direct(
-        self, request: TensorRequest[Any], source: int, out: int, turn: int
+        self, request: TensorArguments[Any], source: int, out: int, turn: int
     ) -> Iterator[Program]:
         control = self.control
         slots = [control.slot(place) for place in range(self.size)]
@@ -326,7 +324,7 @@ class ShmDirect:
                     copy(out + begin + first, results[place] + begin + first, length)
 
     def _take_whole(
-        self, given: list[int], out: int, request: TensorRequest[Any] | None = None
+        self, given: list[int], out: int, request: TensorArguments[Any] | None = None
     ) -> None:
         """Take what all have given, which lies at these addresses."""
         if not self._takes:
@@ -341,7 +339,7 @@ class ShmDirect:
                 copy(into, given[giver] + start, stop - start)
 
     def _fold_whole(
-        self, at: list[int], out: int, length: int, request: TensorRequest[Any] | None
+        self, at: list[int], out: int, length: int, request: TensorArguments[Any] | None
     ) -> None:
         """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
         for first, last, own in self._stretches(at[self.me], length, request):
@@ -351,7 +349,7 @@ class ShmDirect:
                 self._fold(here, out + begin, min(STEP, last - begin))
 
     def _stretches(
-        self, own: int, length: int, request: TensorRequest[Any] | None
+        self, own: int, length: int, request: TensorArguments[Any] | None
     ) -> Iterator[tuple[int, int, int]]:
         """Where this rank's slice lies: (first byte of the slice, last one, address)."""
         done = 0

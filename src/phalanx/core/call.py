@@ -1,4 +1,4 @@
-"""A call: what a rank was asked to do, by which line of the program, and together with which ranks."""
+"""A call: what a rank was asked to do, by which line of the program, and with which ranks."""
 
 from __future__ import annotations
 

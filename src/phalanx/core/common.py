@@ -58,12 +58,14 @@ class Word(NamedTuple):
     place: Place = NOWHERE
     problem: str = ""
 
-    def written(self) -> bytes:
+    def pack(self) -> bytes:
+        """As it goes to another rank: `SIZE` bytes."""
         head = _NUMBERS.pack(self.blamed, *self.place)
         return (head + self.problem.encode(errors="replace")).ljust(SIZE, b"\0")[:SIZE]
 
     @classmethod
-    def read(cls, data: memoryview) -> Word:
+    def unpack(cls, data: memoryview) -> Word:
+        """As it came from another rank."""
         blamed, *place = _NUMBERS.unpack_from(data)
         text = bytes(data[_NUMBERS.size :]).rstrip(b"\0").decode(errors="replace")
         return cls(blamed, (place[0], place[1], place[2]), text)
@@ -147,10 +149,10 @@ class CommonMemory:
         return Word()
 
     def _word(self, rank: int) -> Word:
-        return Word.read(self._words[rank * SIZE : (rank + 1) * SIZE])
+        return Word.unpack(self._words[rank * SIZE : (rank + 1) * SIZE])
 
     def _say(self, word: Word) -> None:
-        self._words[self._rank * SIZE : (self._rank + 1) * SIZE] = word.written()
+        self._words[self._rank * SIZE : (self._rank + 1) * SIZE] = word.pack()
 
     def _tell(self, *peers: int) -> Round:
         start = self._rank * SIZE

@@ -7,8 +7,8 @@ A program is an iterator of steps. There are three kinds:
     native   a collective that another library carries out whole (`native/`)
 
 A `Round` is data, shared by all calls of its kind; one that is under way is a `PostedRound`
-(`posted.py`). The others are steps themselves. What a rank does alone between two steps, such as to add what has
-arrived, the program does when it is asked for the next step.
+(`posted.py`). The others are steps themselves. What a rank does alone between two steps, such as to
+add what has arrived, the program does when it is asked for the next step.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, MisuseError
 from phalanx.native.backend import WHERE_BYTES, Where, open_mesh
 from phalanx.native.base import Library
-from phalanx.native.torch_calls import FOREVER, ProcessGroupLibrary
-from phalanx.native.torch_group import KINDS, kinds_of
+from phalanx.native.torch_calls import FOREVER, KINDS, ProcessGroupLibrary, kinds_of
 from phalanx.transport.tcp.admission import listen_as_master
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import Endpoint, parse_address

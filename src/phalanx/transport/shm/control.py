@@ -19,18 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import sched_yield
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from phalanx.core.call import Call, Members
 from phalanx.core.steps import Step
+from phalanx.transport.shm.domain import HostDomain, LocalPeer
 from phalanx.transport.shm.segments import Block, Segment
 
-if TYPE_CHECKING:
-    from phalanx.core.call import Call
-    from phalanx.transport.shm.domain import HostDomain
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 PATIENCE = 200e-6  # seconds that a rank looks before it lies down to sleep
@@ -53,7 +52,7 @@ class ControlBlock:
         self.size = len(ranks)
         self.turn = 0
         self.phase = 0
-        self._commons = domain
+        self._domain = domain
         self._block = domain.arena.take(SIZE)
         self._stage: Block | None = None
         segment = domain.arena.segments[self._block.segment]
@@ -68,6 +67,16 @@ class ControlBlock:
         self._patience = 0.0 if any(other.is_here for other in self._others) else PATIENCE
         self._fence = domain.fence
         domain.directory.add_control_block(group, self._block.segment, offset)
+
+    @classmethod
+    def of(cls, domain: HostDomain, group: Members) -> ControlBlock | None:
+        """One for the members of a group that are on this host, if there are others."""
+        here = group.here
+        ranks = tuple(rank for rank in group.ranks if rank == here or rank in domain.local_peers)
+        if len(ranks) == 1:
+            return None
+        domain.clear_away()
+        return cls(domain, group.id, ranks, here)
 
     @property
     def mine(self) -> PeerSlot:
@@ -93,7 +102,7 @@ class ControlBlock:
     def raise_flag(self) -> int:
         """Come to the next epoch: what was written before is shown. Its number."""
         words = self.words
-        if self._commons.weak_order:
+        if self._domain.weak_order:
             self._fence()
         value: int = words[FLAG] + 1
         words[FLAG] = value
@@ -118,12 +127,12 @@ class ControlBlock:
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """Segment and offset of some memory of this rank, if others can see it."""
-        return self._commons.arena.find(address, size)
+        return self._domain.arena.find(address, size)
 
     def make_stage(self) -> None:
         """See to it that this rank has staging memory."""
         if self._stage is None:
-            self._stage = self._commons.arena.take(STAGE)
+            self._stage = self._domain.arena.take(STAGE)
             words = self.words
             words[STAGED + 1] = self._stage.offset
             words[STAGED] = self._stage.segment + 1
@@ -164,14 +173,16 @@ class ControlBlock:
                         if perf_counter() > until:
                             return False
                         sched_yield()
-        if self._commons.weak_order:
+        if self._domain.weak_order:
             self._fence()
         return True
 
     def _has_come(self, place: int, value: int) -> bool:
         slot = self.slots[place]
         if slot is None:
-            slot = self.slots[place] = self._commons.local_peers[self.ranks[place]].slot(self.group)
+            slot = self.slots[place] = peer_slot(
+                self._domain.local_peers[self.ranks[place]], self.group
+            )
         return slot is not None and slot.words[FLAG] >= value
 
     def _find_others(self) -> bool:
@@ -196,7 +207,7 @@ class ControlBlock:
 
         Of none of them that is not among these was anything overwritten that was read before.
         """
-        if self._commons.weak_order:
+        if self._domain.weak_order:
             self._fence()
         return [
             slot.rank
@@ -207,22 +218,25 @@ class ControlBlock:
     def close(self) -> None:
         """This rank takes part no more. The memory stays until the others are done, too."""
         self.words[CLOSED] = 1
-        self._commons.retire(self)
+        self._domain.retire(self.give_back)
 
     def is_over(self) -> bool:
         """Whether nobody looks through it any more: every member has closed the group."""
         for other in self._others:
-            slot = other.slot(self.group)
+            slot = peer_slot(other, self.group)
             if slot is not None and not slot.words[CLOSED]:
                 return False
         return True
 
-    def give_back(self) -> None:
-        """The memory may be used for something else."""
-        self._commons.directory.remove_control_block(self.group)
+    def give_back(self) -> bool:
+        """Let its memory be used for something else, if nobody looks through it any more."""
+        if not self.is_over():
+            return False
+        self._domain.directory.remove_control_block(self.group)
         for block in (self._block, self._stage):
             if block is not None:
-                self._commons.arena.give_back(block)
+                self._domain.arena.give_back(block)
+        return True
 
 
 # ------------------------------------------------------------------------------
@@ -249,6 +263,18 @@ class Descriptors(NamedTuple):
 
     given: tuple[int, int]
     result: tuple[int, int]
+
+
+def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:
+    """What a local peer shows to the members of a group, once it has made that."""
+    found = peer.directory.control(group)
+    if found is None:
+        return None
+    try:
+        segment = peer.directory.segment(found[0])
+    except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
+        return None
+    return PeerSlot(peer.rank, segment, found[1], peer.directory.segment)
 
 
 class PeerSlot:

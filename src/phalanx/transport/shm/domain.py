@@ -18,12 +18,9 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.shm import queue as ring
-from phalanx.transport.shm.control import ControlBlock, PeerSlot
-from phalanx.transport.shm.queue import RingBuffer
 from phalanx.transport.shm.segments import (
     Arena,
     Segment,
@@ -36,7 +33,6 @@ from phalanx.transport.shm.segments import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.core.call import Members
     from phalanx.wire.control import Address
 
 
@@ -59,20 +55,18 @@ class LocalPeer:
         with suppress(BlockingIOError, BrokenPipeError):  # it rings already; it is gone
             os.write(self._bell, b"!")
 
-    def slot(self, group: int) -> PeerSlot | None:
-        """What it shows to the members of a group, once it has made that."""
-        found = self.directory.control(group)
-        if found is None:
-            return None
-        try:
-            segment = self.directory.segment(found[0])
-        except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
-            return None
-        return PeerSlot(self.rank, segment, found[1], self.directory.segment)
-
     def close(self) -> None:
         """Ring no more."""
         os.close(self._bell)
+
+
+class Fillable(Protocol):
+    """What may be full, until a local peer has taken something."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is."""
+        ...
 
 
 class HostDomain:
@@ -81,18 +75,15 @@ class HostDomain:
     def __init__(self, rank: int, world_size: int) -> None:
         self.weak_order = not keeps_order()
         self.fence = make_fence()
-        rings = world_size * ring.SIZE
+        rings = world_size * RING_SIZE
+        self.rank = rank
         self.directory = Directory(rings)
         self.arena = Arena(self.directory.segment, SIZE + rings, self.directory.add_segment)
         self.local_peers: dict[int, LocalPeer] = {}
-        self.rings: dict[int, RingBuffer] = {}
-        self.stalled: dict[
-            RingBuffer, Callable[[], None]
-        ] = {}  # full ring buffers, and what to do when not
+        self.stalled: dict[Fillable, Callable[[], None]] = {}  # and what to do when not full
         self.wakeup, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
-        self._rank = rank
-        self._retired: list[ControlBlock] = []
+        self._retired: list[Callable[[], bool]] = []
 
     @property
     def memory(self) -> int:
@@ -106,32 +97,19 @@ class HostDomain:
 
     def add_peer(self, rank: int, process: int, memory: int, wakeup: int) -> None:
         """Another rank of this host. Raises OSError if its memory cannot be had."""
-        local_peer = LocalPeer(rank, process, memory, wakeup)
-        self.local_peers[rank] = local_peer
-        self.rings[rank] = RingBuffer(self, self._rank, local_peer, SIZE)
+        self.local_peers[rank] = LocalPeer(rank, process, memory, wakeup)
 
-    def control(self, group: Members) -> ControlBlock | None:
-        """A control block for the members of a group that are on this host, if there are others."""
-        me = group.here
-        ranks = tuple(rank for rank in group.ranks if rank == me or rank in self.local_peers)
-        if len(ranks) == 1:
-            return None
-        self._clear_away()
-        return ControlBlock(self, group.id, ranks, me)
+    def retire(self, give_back: Callable[[], bool]) -> None:
+        """A group was closed. `give_back` takes back its memory, and says whether it could yet."""
+        self._retired.append(give_back)
 
-    def retire(self, control: ControlBlock) -> None:
-        """A group was closed."""
-        self._retired.append(control)
-
-    def _clear_away(self) -> None:
-        """Take back the memory of control blocks through which nobody looks any more."""
-        for control in [control for control in self._retired if control.is_over()]:
-            self._retired.remove(control)
-            control.give_back()
+    def clear_away(self) -> None:
+        """Take back the memory of groups that every member has closed."""
+        self._retired = [give_back for give_back in self._retired if not give_back()]
 
     # Waiting --------------------------------------------------------------------------------
 
-    def stall(self, ring: RingBuffer, go_on: Callable[[], None]) -> None:
+    def stall(self, ring: Fillable, go_on: Callable[[], None]) -> None:
         """A ring buffer is full: when it is not, go on."""
         self.stalled[ring] = go_on
         self.begins_to_wait()
@@ -171,7 +149,6 @@ class HostDomain:
         """Nobody can share anything with this rank any more."""
         for local_peer in self.local_peers.values():
             local_peer.close()
-        self.rings.clear()  # they and this know each other: the memory would stay mapped
         self.stalled.clear()
         self.arena.close()
         os.close(self.wakeup)
@@ -202,6 +179,13 @@ _SEGMENT, _WINDOW = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
 _FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a directory
+
+# Behind it come the ring buffers to every rank of the job (queue.py), each at a fixed place.
+PIECE = 512 << 10  # bytes
+PIECES = 4
+RING_HEAD = 4096  # bytes; word 0: how many pieces of the ring buffer back this rank has taken
+RING_SIZE = RING_HEAD + PIECES * PIECE
+
 # Bytes behind it and the ring buffers, which cost nothing until they are written: control blocks of
 # a hundred groups and their staging memory, so that they are found when this rank has ended.
 ROOM = 1 << 30

@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from phalanx.core.posted import PostedSend
 from phalanx.core.steps import NOTHING
+from phalanx.transport.shm.domain import (
+    PIECE,
+    PIECES,
+    RING_HEAD,
+    RING_SIZE,
+    SIZE,
+    HostDomain,
+)
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
-if TYPE_CHECKING:
-    from phalanx.transport.shm.domain import HostDomain, LocalPeer
 LARGE = 64 << 10  # bytes of a message from which on it goes through a ring buffer
-PIECE = 512 << 10  # bytes
-PIECES = 4
-_HEAD = 4096  # bytes; word 0: how many pieces of the ring buffer back this rank has taken
-SIZE = _HEAD + PIECES * PIECE
 
 _PIECE = struct.Struct("<BQQQI")  # kind, fingerprint, total, offset, length
 Part = tuple[bytes, memoryview, int]  # header, payload, and the message's bytes that they stand for
@@ -39,15 +40,14 @@ Part = tuple[bytes, memoryview, int]  # header, payload, and the message's bytes
 class RingBuffer:
     """One rank's, to one local peer, and the local peer's to it."""
 
-    def __init__(
-        self, domain: HostDomain, rank: int, local_peer: LocalPeer, directory: int
-    ) -> None:
+    def __init__(self, domain: HostDomain, peer: int) -> None:
+        local_peer = domain.local_peers[peer]
         mine, theirs = domain.directory.segment, local_peer.directory.segment(0)
-        there, here = directory + local_peer.rank * SIZE, directory + rank * SIZE
-        self._commons = domain
-        self._neighbour = local_peer
-        self._out = memoryview(mine.map)[there + _HEAD : there + SIZE]
-        self._in = memoryview(theirs.map)[here + _HEAD : here + SIZE]
+        there, here = SIZE + peer * RING_SIZE, SIZE + domain.rank * RING_SIZE
+        self._domain = domain
+        self._peer = local_peer
+        self._out = memoryview(mine.map)[there + RING_HEAD : there + RING_SIZE]
+        self._in = memoryview(theirs.map)[here + RING_HEAD : here + RING_SIZE]
         self._taken_here = mine.words[there // 8 : there // 8 + 1]
         self._taken_there = theirs.words[here // 8 : here // 8 + 1]
         self._sent = self._received = 0
@@ -70,8 +70,8 @@ class RingBuffer:
             start = self._sent % PIECES * PIECE
             self._out[start : start + len(piece)] = piece
             self._sent += 1
-            if self._commons.weak_order:
-                self._commons.fence()
+            if self._domain.weak_order:
+                self._domain.fence()
             what = _PIECE.pack(kind, work.call.fingerprint, total, offset, len(piece))
             header = pack_header(channel, length=len(what), total=len(what))
             yield header + what, NOTHING, len(piece)
@@ -97,13 +97,13 @@ class RingBuffer:
     def taken(self, count: int) -> None:
         """The oldest pieces have been read; the local peer may use their memory again."""
         self._taken_here[0] += count
-        self._commons.fence()
-        self._neighbour.wake()
+        self._domain.fence()
+        self._peer.wake()
 
     def when_free(self, go_on: Callable[[], None]) -> None:
         """It is full: go on when it is not."""
-        self._commons.stall(self, go_on)
+        self._domain.stall(self, go_on)
 
     def give_up(self) -> None:
         """Nothing more is to be sent."""
-        self._commons.stalled.pop(self, None)
+        self._domain.stalled.pop(self, None)

@@ -21,15 +21,11 @@ import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
+from phalanx.transport.tcp.connection import MeshBase
 from phalanx.wire.control import Endpoint, is_loopback
 from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Refused
-
-if TYPE_CHECKING:
-    from phalanx.transport.tcp.mesh import Mesh
-
 
 # ------------------------------------------------------------------------------
 # Who was turned away at an acceptor: told in full at first, then counted.
@@ -45,7 +41,7 @@ TOLD_IN_FULL = 10  # lines of each kind; then one for the 10th, 100th, 1000th ..
 class Rejections:
     """Counts, logs, and keeps what a timeout quotes in `mesh.last_rejection`."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: MeshBase) -> None:
         self.mesh = mesh
         self.strangers = 0
         self.ranks = 0
@@ -107,7 +103,7 @@ class Handshaking:
 
     handshake: Handshake
 
-    def __init__(self, mesh: Mesh, sock: socket.socket) -> None:
+    def __init__(self, mesh: MeshBase, sock: socket.socket) -> None:
         self.mesh = mesh
         self.sock = sock
         sock.setblocking(False)
@@ -193,7 +189,7 @@ class Acceptor:
     All methods are called with the engine's lock held; none blocks.
     """
 
-    def __init__(self, mesh: Mesh, listener: socket.socket) -> None:
+    def __init__(self, mesh: MeshBase, listener: socket.socket) -> None:
         self.mesh = mesh
         self.listener = listener
         self.pending: dict[PendingConnection, None] = {}  # in the order in which they came

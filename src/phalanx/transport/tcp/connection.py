@@ -7,14 +7,17 @@ import logging
 import socket
 import sys
 import termios
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from phalanx.core.engine import Engine
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
 from phalanx.core.steps import NOTHING
-from phalanx.transport.shm.queue import LARGE, PIECES, Part, RingBuffer
+from phalanx.transport.shm.domain import PIECES, HostDomain
+from phalanx.transport.shm.queue import LARGE, Part, RingBuffer
+from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.frame import (
     MAX_PAYLOAD,
     Channel,
@@ -25,10 +28,64 @@ from phalanx.wire.frame import (
     frames,
     pack_header,
 )
+from phalanx.wire.handshake import Identity
 
-if TYPE_CHECKING:
-    from phalanx.transport.tcp.mesh import Mesh
 READS_AT_A_TIME = 8  # then others have their turn
+
+
+class MeshBase(ABC):
+    """What a connection belongs to, as far as connections know: the mesh (mesh.py).
+
+    domain           what this rank shares with others of its host, if anything
+    last_rejection   who was turned away last, and why; for errors
+    """
+
+    engine: Engine
+    reactor: Reactor
+    identity: Identity
+    token: bytes
+    loopback_only: bool
+    connections: dict[int, Connection]
+    domain: HostDomain | None
+    last_rejection: str
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.identity.world_size
+
+    @abstractmethod
+    def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
+        """A control frame came from a peer. Raises `FrameError` for one that makes no sense."""
+
+    @abstractmethod
+    def admit(self, peer: int) -> str | None:
+        """Why a peer that has proved itself is turned away all the same, or None."""
+
+    @abstractmethod
+    def turned_away(self, what: str) -> None:
+        """Someone was refused."""
+
+    @abstractmethod
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        """A peer has proved itself: messages can flow."""
+
+    @abstractmethod
+    def link_ended(self, connection: Connection, *, clean: bool) -> None:
+        """The peer has closed its side."""
+
+    @abstractmethod
+    def link_broke(self, connection: Connection, reason: str) -> None:
+        """The connection to a peer is of no use any more."""
+
+    @abstractmethod
+    def give_up(self, connection: Connection, reason: str) -> None:
+        """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
 
 
 class Connection:
@@ -39,7 +96,7 @@ class Connection:
     All methods are called with the engine's lock held.
     """
 
-    def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
+    def __init__(self, mesh: MeshBase, peer: int, sock: socket.socket) -> None:
         self.mesh = mesh
         self.peer = peer
         self.sock = sock
@@ -50,6 +107,7 @@ class Connection:
         self._arrival: IncomingMessage | None = None
         self._owed = 0  # pieces of the peer's ring buffer that it does not know to be taken
         self._watched = (False, False)  # for reading, for writing
+        self._ring: RingBuffer | None = None
         self.send_queue = SendQueue(peer, sock, self._wants_room)
         self._watch(read=True)
 
@@ -208,7 +266,7 @@ class Connection:
         It is taken also where there is no room to keep it, a ring buffer full at most; but then the
         sender is not told so, and waits, until there is room again.
         """
-        ring = self._lane_back
+        ring = self.ring
         if ring is None:
             raise FrameError("a piece in memory that was never shared")
         whole, piece = ring.came(header, payload)
@@ -225,14 +283,19 @@ class Connection:
         self._pay(arrival)
 
     @property
-    def _lane_back(self) -> RingBuffer | None:
-        """The peer's. It may use it as soon as this rank has attached it, before this rank does."""
+    def ring(self) -> RingBuffer | None:
+        """The ring buffers to and from the peer, once their memory is attached.
+
+        The peer may use its own as soon as this rank has attached it, before this rank does.
+        """
         domain = self.mesh.domain
-        return domain.rings.get(self.peer) if domain is not None else None
+        if self._ring is None and domain is not None and self.peer in domain.local_peers:
+            self._ring = RingBuffer(domain, self.peer)
+        return self._ring
 
     def _pay(self, arrival: IncomingMessage | None) -> None:
         """Tell the sender which pieces have been taken, if there is room for more."""
-        ring = self._lane_back
+        ring = self.ring
         if not self._owed or ring is None:
             return
         if self.mesh.engine.matching.has_room(arrival, self.peer, MAX_PAYLOAD):
@@ -250,6 +313,7 @@ class Connection:
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
         self.send_queue.close()
+        self._ring = self.send_queue.ring = None  # or its memory would stay mapped
 
 
 # ------------------------------------------------------------------------------

@@ -22,13 +22,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
 
+from phalanx.transport.tcp.connection import Connection, MeshBase
 from phalanx.wire.frame import Kind
 
-if TYPE_CHECKING:
-    from phalanx.transport.tcp.connection import Connection
-    from phalanx.transport.tcp.mesh import Mesh
 VARIABLE = "PHALANX_HEARTBEAT"
 HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default
 
@@ -53,7 +50,7 @@ class Heartbeat:
     poll       moves bytes without waiting; called by the thread that beats, lock held
     """
 
-    def __init__(self, mesh: Mesh, seconds: float, poll: Callable[[], None]) -> None:
+    def __init__(self, mesh: MeshBase, seconds: float, poll: Callable[[], None]) -> None:
         self._mesh = mesh
         self._poll = poll
         self._beat_every = seconds / 30

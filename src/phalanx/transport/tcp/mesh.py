@@ -7,31 +7,46 @@ that is busy elsewhere.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-import selectors
 import socket
-from collections.abc import Callable
-from contextlib import suppress
-from time import monotonic
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+
+from typing_extensions import override
 
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
+from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import Acceptor
-from phalanx.transport.tcp.connection import Connection
+from phalanx.transport.tcp.connection import Connection, MeshBase
+from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import Answer, Ask, FailureNotice, decode
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import Identity
 
-if TYPE_CHECKING:
-    from phalanx.transport.shm.domain import HostDomain
-    from phalanx.transport.tcp.rendezvous import Rendezvous
 log = logging.getLogger("phalanx")
 
 
-class Mesh:
+class Formation(ABC):
+    """What hears of connections while the group forms (rendezvous.py)."""
+
+    @abstractmethod
+    def link_opened(self, connection: Connection) -> None:
+        """A peer has proved itself."""
+
+    @abstractmethod
+    def link_lost(self, connection: Connection, reason: str) -> None:
+        """A peer is gone before all have met."""
+
+    @abstractmethod
+    def told(self, failure: Failure) -> None:
+        """Another rank says why the group cannot form."""
+
+    @abstractmethod
+    def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
+        """A control frame came while the group forms. Raises `FrameError` if it makes no sense."""
+
+
+class Mesh(MeshBase):
     """Knows who is connected, who has left, and who is let in.
 
     All methods are called with the engine's lock held.
@@ -54,21 +69,12 @@ class Mesh:
         self.acceptor: Acceptor | None = None
         self.connections: dict[int, Connection] = {}
         self.left: set[int] = set()  # peers that have closed in good order
-        self.rendezvous: Rendezvous | None = None  # while the ranks are epoch
+        self.rendezvous: Formation | None = None  # while the ranks meet
         self.last_rejection = ""
         self.host = ""  # what this rank's host counts as; "": what it is
         self.domain: HostDomain | None = None  # what this rank shows to others of its host
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.identity.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.identity.world_size
-
+    @override
     def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
         """A control frame came from a peer. Raises `FrameError` for one that makes no sense."""
         group, kind = header.channel.group, header.channel.kind
@@ -106,6 +112,7 @@ class Mesh:
         """Let peers in there."""
         self.acceptor = Acceptor(self, listener)
 
+    @override
     def admit(self, peer: int) -> str | None:
         """Why a peer that has proved itself is turned away all the same, or None."""
         if peer in self.connections or peer in self.left or peer in self.engine.lost:
@@ -114,11 +121,13 @@ class Mesh:
             return f"rank {self.rank} calls rank {peer}, not the other way round"
         return None
 
+    @override
     def turned_away(self, what: str) -> None:
         """Someone was refused."""
         self.last_rejection = what
         log.warning("rank %d turned away %s", self.rank, what)
 
+    @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer has proved itself: messages can flow."""
         connection = Connection(self, peer, sock)
@@ -130,10 +139,12 @@ class Mesh:
 
     # Connections that end -------------------------------------------------------------------
 
+    @override
     def link_ended(self, connection: Connection, *, clean: bool) -> None:
         """The peer has closed its side."""
         self.link_broke(connection, "its connection ended" + ("" if clean else " within a message"))
 
+    @override
     def link_broke(self, connection: Connection, reason: str) -> None:
         """The connection to a peer is of no use any more."""
         if self.connections.get(connection.peer) is not connection:
@@ -147,6 +158,7 @@ class Mesh:
         else:
             self.engine.peer_lost(connection.peer, f"rank {connection.peer} was lost: {reason}")
 
+    @override
     def give_up(self, connection: Connection, reason: str) -> None:
         """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
         connection.given_up = True
@@ -184,85 +196,3 @@ class Mesh:
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting
-
-
-# ------------------------------------------------------------------------------
-# The reactor: which sockets are ready, and what is due. One of these drives a `TcpEngine`.
-
-Callback = Callable[[bool, bool], None]  # (readable, writable)
-
-LONGEST_SLEEP = 3600.0
-
-
-class Reactor:
-    """Sockets with callbacks, and timers. `select` may be called while others change them."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._waker, self._woken = socket.socketpair()
-        for end in (self._waker, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
-
-    def watch(
-        self,
-        sock: socket.socket | int,
-        callback: Callback,
-        *,
-        read: bool = True,
-        write: bool = False,
-    ) -> None:
-        """From now on call back when the socket, or file, is readable, writable, or either."""
-        events = selectors.EVENT_READ * read | selectors.EVENT_WRITE * write
-        if not events:
-            self.forget(sock)
-            return
-        try:
-            self._selector.modify(sock, events, callback)
-        except KeyError:
-            self._selector.register(sock, events, callback)
-
-    def forget(self, sock: socket.socket | int) -> None:
-        """Do not watch this socket any more."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back once, that many seconds from now."""
-        heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
-        self.wake()
-
-    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait until a socket is ready or a timer is due, that many seconds at most."""
-        seconds = min(seconds, LONGEST_SLEEP)
-        if self._timers:
-            seconds = min(seconds, self._timers[0][0] - monotonic())
-        return self._selector.select(max(seconds, 0.0))
-
-    def dispatch(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
-        """Call back for what `select` found, and for the timers that are due."""
-        watched = self._selector.get_map()
-        for key, mask in events:
-            now = watched.get(key.fd)
-            if now is not None and now.fileobj is key.fileobj:  # not closed by an earlier one
-                now.data(bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE))
-        while self._timers and self._timers[0][0] <= monotonic():
-            heapq.heappop(self._timers)[2]()
-
-    def wake(self) -> None:
-        """Make a `select` in another thread return."""
-        with suppress(OSError):
-            self._waker.send(b"\0")
-
-    def close(self) -> None:
-        """Free the reactor's own resources; the sockets are their owners' business."""
-        self._selector.close()
-        self._waker.close()
-        self._woken.close()
-
-    def _drain(self, readable: bool, writable: bool) -> None:
-        with suppress(OSError):
-            while self._woken.recv(4096):
-                pass

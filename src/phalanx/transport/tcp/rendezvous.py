@@ -19,7 +19,8 @@ import os
 import socket
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from phalanx.core.failure import Failure
 from phalanx.errors import (
@@ -32,12 +33,11 @@ from phalanx.errors import (
 from phalanx.transport.tcp.admission import Handshaking, listen_at, resolve
 from phalanx.transport.tcp.connection import Connection
 from phalanx.transport.tcp.heartbeat import host_id, process_id
+from phalanx.transport.tcp.mesh import Formation, Mesh
 from phalanx.wire.control import Address, Attached, Endpoint, Table, decode, encode, is_loopback
 from phalanx.wire.frame import FrameError, Header, Kind
 from phalanx.wire.handshake import DialerHandshake, Refused
 
-if TYPE_CHECKING:
-    from phalanx.transport.tcp.mesh import Mesh
 log = logging.getLogger("phalanx")
 
 GRACE = 1.0  # seconds that a rank waits longer than rank 0 for word of who did not come
@@ -46,7 +46,7 @@ Drive = Callable[["Rendezvous", float], None]
 Attach = Callable[[list[Address]], str]  # all addresses -> what went wrong, or ""
 
 
-class Rendezvous:
+class Rendezvous(Formation):
     """One rank's part. Done when it is connected to all others, or has failed with `error`."""
 
     def __init__(self, mesh: Mesh, endpoint: Endpoint, attach: Attach | None = None) -> None:
@@ -95,6 +95,7 @@ class Rendezvous:
 
     # Called by the mesh ---------------------------------------------------------------------
 
+    @override
     def link_opened(self, connection: Connection) -> None:
         """A peer has proved itself."""
         self._dials.pop(connection.peer, None)
@@ -112,6 +113,7 @@ class Rendezvous:
             connection.send_control(Kind.ADDRESS, encode(self._here(listener)))
         self._check_done()
 
+    @override
     def link_lost(self, connection: Connection, reason: str) -> None:
         """A peer is gone before all have met. Rank 0 lets it come again, until it has the table."""
         if self.mesh.rank == 0 and len(self._known) < self.mesh.world_size:
@@ -122,6 +124,7 @@ class Rendezvous:
         else:
             self._lost(connection.peer, reason)
 
+    @override
     def told(self, failure: Failure) -> None:
         """Rank 0 has given up, and says why; once all are known, the first call says it."""
         if len(self._known) < self.mesh.world_size:
@@ -133,6 +136,7 @@ class Rendezvous:
         for connection in list(self.mesh.connections.values()):
             connection.send_control(Kind.FAILURE, encode(notice))
 
+    @override
     def control_came(self, connection: Connection, header: Header, payload: bytes) -> None:
         """An address, or the table of all."""
         kind = header.channel.kind

@@ -25,7 +25,8 @@ from phalanx.core.work import Work
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.segments import Piece
 from phalanx.transport.tcp.heartbeat import Heartbeat
-from phalanx.transport.tcp.mesh import Mesh, Reactor
+from phalanx.transport.tcp.loop import Reactor
+from phalanx.transport.tcp.mesh import Mesh
 from phalanx.wire.control import Answer, Ask, FailureNotice, encode
 from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
@@ -76,8 +77,8 @@ class TcpTransport(Transport):
         self.domain = domain
         self.reactor.watch(domain.wakeup, domain.on_wakeup, read=True)
         domain.begins_to_wait = self.watch
-        for peer, connection in self.mesh.connections.items():
-            connection.send_queue.ring = domain.rings.get(peer)
+        for connection in self.mesh.connections.values():
+            connection.send_queue.ring = connection.ring
 
     # Messages -------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class TcpTransport(Transport):
 
     @override
     def shared(self, group: GroupBase) -> ControlBlock | None:
-        return self.domain.control(group) if self.domain is not None else None
+        return ControlBlock.of(self.domain, group) if self.domain is not None else None
 
     @override
     def alloc(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,89 @@
+"""The event loop of a `TcpTransport`: which sockets are ready, and which timers are due."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+
+Callback = Callable[[bool, bool], None]  # (readable, writable)
+
+LONGEST_SLEEP = 3600.0
+
+
+class Reactor:
+    """Sockets with callbacks, and timers. `select` may be called while others change them."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+
+    def watch(
+        self,
+        sock: socket.socket | int,
+        callback: Callback,
+        *,
+        read: bool = True,
+        write: bool = False,
+    ) -> None:
+        """From now on call back when the socket, or file, is readable, writable, or either."""
+        events = selectors.EVENT_READ * read | selectors.EVENT_WRITE * write
+        if not events:
+            self.forget(sock)
+            return
+        try:
+            self._selector.modify(sock, events, callback)
+        except KeyError:
+            self._selector.register(sock, events, callback)
+
+    def forget(self, sock: socket.socket | int) -> None:
+        """Do not watch this socket any more."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back once, that many seconds from now."""
+        heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
+        self.wake()
+
+    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until a socket is ready or a timer is due, that many seconds at most."""
+        seconds = min(seconds, LONGEST_SLEEP)
+        if self._timers:
+            seconds = min(seconds, self._timers[0][0] - monotonic())
+        return self._selector.select(max(seconds, 0.0))
+
+    def dispatch(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """Call back for what `select` found, and for the timers that are due."""
+        watched = self._selector.get_map()
+        for key, mask in events:
+            now = watched.get(key.fd)
+            if now is not None and now.fileobj is key.fileobj:  # not closed by an earlier one
+                now.data(bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE))
+        while self._timers and self._timers[0][0] <= monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def wake(self) -> None:
+        """Make a `select` in another thread return."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        """Free the reactor's own resources; the sockets are their owners' business."""
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()
+
+    def _drain(self, readable: bool, writable: bool) -> None:
+        with suppress(OSError):
+            while self._woken.recv(4096):
+                pass
