@@ -81,8 +81,10 @@ def test_questions_of_two_operations_at_a_time_are_not_mixed(ranks: Cluster) -> 
 def test_a_chain_may_be_longer_than_the_stack_is_deep() -> None:
     size = 300
     gave_up = threading.Event()
+    all_there = threading.Barrier(size)  # 300 threads may take seconds to start
 
     def wait(backend: Backend) -> int | None:
+        all_there.wait(PATIENCE)
         if backend.rank == 0:
             blamed = blamed_by(lambda: backend.recv(bytearray(1), 1, timeout=3))
             gave_up.set()

@@ -86,6 +86,8 @@ class Mesh(MeshBase):
                     f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
                     f"there are {self.world_size} ranks"
                 )
+            if notice.culprit < 0 and notice.reporter == self.rank:
+                return  # this rank's own word, which others pass on
             if self.rendezvous is not None:
                 self.rendezvous.told(Failure.from_notice(notice))
             self.engine.on_control(connection.peer, group, notice)
