@@ -34,7 +34,7 @@ from phalanx.collectives.tuning import measured, remembered
 from phalanx.core.backend import Backend, LinkCost, Links
 
 
-class Work(NamedTuple):
+class CriticalPath(NamedTuple):
     """What lies on the critical path of one collective."""
 
     rounds: float
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     total: float = 0.0  # of a one-way algorithm, the bytes that all ranks send, if that is more
 
 
-Formula = Callable[[int, float], Work]
+Formula = Callable[[int, float], CriticalPath]
 
 
 class Choice(NamedTuple):
@@ -79,99 +79,107 @@ def _core(p: int) -> tuple[int, int]:
     return 1 << rounds, rounds
 
 
-def _halving_doubling(p: int, n: float) -> Work:
+def _halving_doubling(p: int, n: float) -> CriticalPath:
     q, rounds = _core(p)
     extra = 2 if q != p else 0  # ranks outside the core hand everything in and get it back
-    return Work(2 * rounds + extra, 2 * rounds + extra, 2 * n * (q - 1) / q + extra * n)
+    return CriticalPath(2 * rounds + extra, 2 * rounds + extra, 2 * n * (q - 1) / q + extra * n)
 
 
-def _halving(p: int, n: float) -> Work:
+def _halving(p: int, n: float) -> CriticalPath:
     q, rounds = _core(p)
     extra = q != p
-    return Work(rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n * (1 + 1 / p))
+    return CriticalPath(
+        rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n * (1 + 1 / p)
+    )
 
 
-def _doubling(p: int, n: float) -> Work:
+def _doubling(p: int, n: float) -> CriticalPath:
     q, rounds = _core(p)
     extra = q != p
-    return Work(rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n)
+    return CriticalPath(rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n)
 
 
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
-        "ring": lambda p, n: Work(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "tree": lambda p, n: Work(
+        "ring": lambda p, n: CriticalPath(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "tree": lambda p, n: CriticalPath(
             2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False, total=2 * n * (p - 1)
         ),
         "halving_doubling": _halving_doubling,
-        "star": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False),
-        "two_level": lambda p, n: Work(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
+        "star": lambda p, n: CriticalPath(
+            2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False
+        ),
+        "two_level": lambda p, n: CriticalPath(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
     },
     "reduce_scatter": {
-        "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
-        "tree": lambda p, n: Work(
+        "ring": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
+        "tree": lambda p, n: CriticalPath(
             2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
         ),
         "halving_doubling": _halving,
-        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p), both_ways=False),
-        "two_level": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1) / p),
+        "star": lambda p, n: CriticalPath(
+            2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p), both_ways=False
+        ),
+        "two_level": lambda p, n: CriticalPath(1, p - 1, _FOLDED * n * (p - 1) / p),
     },
     "all_gather": {
-        "ring": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
-        "tree": lambda p, n: Work(
+        "ring": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
+        "tree": lambda p, n: CriticalPath(
             2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
         ),
         "halving_doubling": _doubling,
-        "star": lambda p, n: Work(2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p), both_ways=False),
-        "two_level": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
+        "star": lambda p, n: CriticalPath(
+            2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p), both_ways=False
+        ),
+        "two_level": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
     },
     "broadcast": {
-        "ring": lambda p, n: Work(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
-        "direct": lambda p, n: Work(2, 2 * p - 2, n * 2 * (p - 1) / p),
-        "tree": lambda p, n: Work(
+        "ring": lambda p, n: CriticalPath(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
+        "direct": lambda p, n: CriticalPath(2, 2 * p - 2, n * 2 * (p - 1) / p),
+        "tree": lambda p, n: CriticalPath(
             _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
         ),
-        "halving_doubling": lambda p, n: Work(
+        "halving_doubling": lambda p, n: CriticalPath(
             _log(p) + _doubling(p, n).rounds,
             _log(p) + _doubling(p, n).messages,
             n * (p - 1) / p + _doubling(p, n).bytes,
         ),
-        "star": lambda p, n: Work(1, p - 1, n * (p - 1), both_ways=False),
-        "two_level": lambda p, n: Work(2, 2 * p - 2, n * 2 * (p - 1) / p),
+        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1), both_ways=False),
+        "two_level": lambda p, n: CriticalPath(2, 2 * p - 2, n * 2 * (p - 1) / p),
     },
     "reduce": {
-        "ring": lambda p, n: Work(p, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: Work(2, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "tree": lambda p, n: Work(
+        "ring": lambda p, n: CriticalPath(p, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "tree": lambda p, n: CriticalPath(
             _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
         ),
-        "halving_doubling": lambda p, n: Work(
+        "halving_doubling": lambda p, n: CriticalPath(
             _halving(p, n).rounds + _log(p),
             _halving(p, n).messages + _log(p),
             _halving(p, n).bytes + n * (p - 1) / p,
         ),
-        "star": lambda p, n: Work(1, p - 1, _FOLDED * n * (p - 1), both_ways=False),
-        "two_level": lambda p, n: Work(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
+        "star": lambda p, n: CriticalPath(1, p - 1, _FOLDED * n * (p - 1), both_ways=False),
+        "two_level": lambda p, n: CriticalPath(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
     },
     "gather": {
-        "tree": lambda p, n: Work(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
-        "star": lambda p, n: Work(1, p - 1, n * (p - 1) / p, both_ways=False),
+        "tree": lambda p, n: CriticalPath(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
+        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p, both_ways=False),
     },
     "scatter": {
-        "tree": lambda p, n: Work(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
-        "star": lambda p, n: Work(1, p - 1, n * (p - 1) / p, both_ways=False),
+        "tree": lambda p, n: CriticalPath(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
+        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p, both_ways=False),
     },
     "all_to_all": {
-        "direct": lambda p, n: Work(1, p - 1, n * (p - 1) / p),
-        "pairwise": lambda p, n: Work(p - 1, p - 1, n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
+        "pairwise": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
     },
 }
 
 
-def seconds(work: Work, link: LinkCost, ranks: int = 1, processors: float = inf) -> float:
+def seconds(work: CriticalPath, link: LinkCost, ranks: int = 1, processors: float = inf) -> float:
     """How long that takes on such links, if so many ranks share so many processors.
 
     With a processor for each rank what counts is the critical path. With fewer, ranks that all

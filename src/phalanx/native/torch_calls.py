@@ -21,7 +21,7 @@ from phalanx.native.base import Abilities, Handle, Library
 ProcessGroup = Any  # torch.distributed.ProcessGroup, or one of its backends
 
 
-class Former(Protocol):
+class GroupFormer(Protocol):
     """Makes groups of some of the ranks."""
 
     def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
@@ -47,7 +47,7 @@ class ProcessGroupLibrary(Library):
         kinds: Mapping[str, GroupKind],
         *,
         owned: bool,
-        former: Former | None = None,
+        former: GroupFormer | None = None,
     ) -> None:
         self.name = " and ".join(dict.fromkeys(kind.title for kind in kinds.values()))
         self.rank, self.size = group.rank(), group.size()

@@ -91,7 +91,7 @@ def where_of(store: Store, rank: int, host: str | None, timeout: float) -> Where
         raise nobody_came(rank, timeout, error) from error
 
 
-def form(kind: str, rank: int, world_size: int, former: Former, timeout: float) -> Library:
+def form(kind: str, rank: int, world_size: int, former: StoreFormer, timeout: float) -> Library:
     """A group of all ranks, of one of torch's kinds. Blocks until all ranks have come."""
     kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
     try:
@@ -106,7 +106,7 @@ def interface_for(topology: tuple[int, ...]) -> str | None:
     return "127.0.0.1" if len(set(topology)) == 1 else None
 
 
-class Former:
+class StoreFormer:
     """Makes groups of some of the ranks, of one kind."""
 
     def __init__(
@@ -226,7 +226,7 @@ def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
         if len(names) == 1 and len(kinds) == 1:
             visit = store.add(f"phalanx/groups/{group.rank()}", 1)
             prefix = f"phalanx/groups/{visit}"
-            former = Former(names.pop(), group.rank(), store, prefix, interface_for(topology))
+            former = StoreFormer(names.pop(), group.rank(), store, prefix, interface_for(topology))
     return ProcessGroupLibrary(group, kinds, owned=False, former=former)
 
 

@@ -94,7 +94,7 @@ class _NamedBackend(LibraryBackend):
 
         def join(topology: tuple[int, ...]) -> Library:
             interface = torch_formation.interface_for(topology)
-            former = torch_formation.Former(self.kind, rank, store, prefix, interface)
+            former = torch_formation.StoreFormer(self.kind, rank, store, prefix, interface)
             return torch_formation.form(self.kind, rank, world_size, former, timeout)
 
         super().__init__(

@@ -40,7 +40,7 @@ from phalanx.pipeline.plan import PipelineParallelConfig, PipelinePlan, make_pla
 from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
 from phalanx.pipeline.split import PipelineStage
 from phalanx.pipeline.stage_p2p import Layouts, StageP2P
-from phalanx.pipeline.step import Step
+from phalanx.pipeline.step import PipelineStep
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -231,7 +231,7 @@ class Pipeline(Wrapper):
 
     def _run(
         self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
-    ) -> tuple[Step, Tensor]:
+    ) -> tuple[PipelineStep, Tensor]:
         """Carry out a step; the mean loss."""
         config, backend, plan = self.config, self.backend, self._plan
         rank, size = backend.rank, backend.world_size
@@ -254,7 +254,7 @@ class Pipeline(Wrapper):
         p2p = StageP2P(
             backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=seconds
         )
-        step = Step(
+        step = PipelineStep(
             plan,
             self.module,
             p2p,
@@ -293,7 +293,7 @@ class Pipeline(Wrapper):
         return counts
 
     @contextmanager
-    def _failing_all(self, step: Step) -> Iterator[None]:
+    def _failing_all(self, step: PipelineStep) -> Iterator[None]:
         """Fail the group with the error that ends this rank's step: the others wait for it."""
         rank = self.backend.rank
         try:

@@ -95,7 +95,7 @@ class _Activations:
 
 
 @dataclass
-class Step:
+class PipelineStep:
     """One step: `run` does it.
 
     module    this rank's layers, by name

@@ -207,7 +207,7 @@ STAGE = 64 << 20  # bytes of others' contributions that are held at a time
 LEAST_CHUNK = 16 << 10  # bytes of a rank's chunk from which this is faster than MPI's reductions
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a tensor that is exchanged at once, in elements of the whole.
 
     counts, starts          each rank's chunk of it
@@ -285,7 +285,9 @@ def is_large(call: NativeCall, size: int) -> bool:
     return source.nbytes >= size * LEAST_CHUNK
 
 
-def _reduced(c: Communicator, call: NativeCall, source: Tensor, piece: Piece, own: Tensor) -> Steps:
+def _reduced(
+    c: Communicator, call: NativeCall, source: Tensor, piece: TensorPiece, own: Tensor
+) -> Steps:
     """Reduce this rank's part of everyone's `source` into `own`, which may be a part of it."""
     assert call.op is not None
     stage = c.stage(c.size - 1, piece.length, source.dtype)
@@ -298,7 +300,9 @@ def _reduced(c: Communicator, call: NativeCall, source: Tensor, piece: Piece, ow
     fold(parts, theirs[0], own, call.op)
 
 
-def _pieces(c: Communicator, length: int, itemsize: int, *, rows: bool = False) -> list[Piece]:
+def _pieces(
+    c: Communicator, length: int, itemsize: int, *, rows: bool = False
+) -> list[TensorPiece]:
     """The pieces of a tensor of this length; of each, what comes to this rank fits the stage.
 
     rows   each rank has a row of this length, and a piece is a part of all rows
@@ -318,9 +322,9 @@ def _pieces(c: Communicator, length: int, itemsize: int, *, rows: bool = False) 
     return pieces
 
 
-def _piece(rank: int, counts: list[int], starts: list[int]) -> Piece:
+def _piece(rank: int, counts: list[int], starts: list[int]) -> TensorPiece:
     count, others = counts[rank], range(len(counts))
-    return Piece(
+    return TensorPiece(
         counts,
         starts,
         slice(starts[0], starts[-1] + counts[-1]),
@@ -476,14 +480,14 @@ _UNSIGNED = {torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "
 _TRUTH = {torch.bool: "UINT8_T"}  # zeros and ones
 
 
-class Reduction(NamedTuple):
+class MpiReduction(NamedTuple):
     """How MPI reduces tensors of one dtype: the names of its datatype and of its operation."""
 
     datatype: str
     op: str
 
 
-def _rows() -> Mapping[tuple[str, torch.dtype], Reduction]:
+def _rows() -> Mapping[tuple[str, torch.dtype], MpiReduction]:
     numbers, ordered = _REAL | _COMPLEX | _WHOLE, _WHOLE | _UNSIGNED
     rows = {
         ("sum", "SUM"): numbers | _UNSIGNED,
@@ -499,7 +503,7 @@ def _rows() -> Mapping[tuple[str, torch.dtype], Reduction]:
     }
     return MappingProxyType(
         {
-            (ours, dtype): Reduction(datatype, op)
+            (ours, dtype): MpiReduction(datatype, op)
             for (ours, op), datatypes in rows.items()
             for dtype, datatype in datatypes.items()
         }
