@@ -213,5 +213,8 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
 
 
 def pair_of(backend: Backend, peer: int) -> SubBackend:
-    """The group of this rank and another one. Both make it; no bytes are sent."""
+    """The group of this rank and another one. Both make it; no bytes are sent.
+
+    A group for each pair of server and worker, so that a lost rank breaks its own pairs only.
+    """
     return backend.subgroup((backend.rank, peer))
