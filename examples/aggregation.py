@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import CompressionConfig, DataParallelConfig, DistributedConfig, train_epoch
+from phalanx import train_epoch
+from phalanx.training import CompressionConfig, DataParallelConfig, DistributedConfig
 
 TOP_K = CompressionConfig("top_k", {"ratio": 0.1}, error_feedback=True)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import DDP, Backend, Compressor, ErrorFeedback, Half, PowerSGD, Quantized, TopK
+from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, TopK
+from phalanx.compression import Compressor, Half
 
 COMPRESSORS: dict[str, Compressor | None] = {
     "dense": None,

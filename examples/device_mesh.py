@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 import phalanx as px
+from phalanx.tensor import full_state_dict
 
 
 def train(
@@ -38,7 +39,7 @@ def train(
         losses.append(px.all_reduce(loss.detach(), mesh["data"], px.ReduceOp.MEAN).item())
     if backend.rank == 0:
         print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
-    return losses, px.full_state_dict(ddp)
+    return losses, full_state_dict(ddp)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import Backend, ParameterServer, ServerMode
+from phalanx import Backend, ParameterServer
+from phalanx.aggregation import ServerMode
 
 MODES = {
     "asynchronous": ServerMode.ASYNCHRONOUS,

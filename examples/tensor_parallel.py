@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 import phalanx as px
+from phalanx.tensor import ColumnStyle, RowStyle, full_state_dict, parallel_cross_entropy
 
 WIDTH, HEAD_WIDTH, WORDS = 32, 4, 50
 PLAN: dict[str, Any] = {"embed": "embedding", "up": "column", "down": "row", "head": "column"}
-PLAN["qkv"] = px.ColumnStyle(parts=(WIDTH,) * 3, unit=HEAD_WIDTH)
-PLAN["mix"] = px.RowStyle(unit=HEAD_WIDTH)
+PLAN["qkv"] = ColumnStyle(parts=(WIDTH,) * 3, unit=HEAD_WIDTH)
+PLAN["mix"] = RowStyle(unit=HEAD_WIDTH)
 
 
 class Model(nn.Module):
@@ -44,14 +45,14 @@ def train(backend: px.Backend, steps: int = 30) -> tuple[list[float], dict[str, 
     losses = []
     for _ in range(steps):  # a rank has the logits of its own words, and no rank has all
         logits, targets = model(text[:, :-1]), text[:, 1:]
-        loss = px.parallel_cross_entropy(logits, targets, backend, num_classes=WORDS)
+        loss = parallel_cross_entropy(logits, targets, backend, num_classes=WORDS)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
     mine = sum(parameter.numel() for parameter in model.parameters())
     print(f"rank {backend.rank}: {mine} numbers, loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    return losses, px.full_state_dict(model)
+    return losses, full_state_dict(model)
 
 
 if __name__ == "__main__":

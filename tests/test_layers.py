@@ -94,9 +94,3 @@ def test_no_pickle_outside_of_spawn(path: Path) -> None:
     }
     started_by_spawn = {"spawn.py", "worker.py", "report.py"}
     assert "pickle" not in names or path.name in started_by_spawn
-
-
-def test_the_public_names_are_exported() -> None:
-    for name in phalanx.__all__:
-        assert getattr(phalanx, name) is not None
-    assert len(set(phalanx.__all__)) == len(phalanx.__all__)

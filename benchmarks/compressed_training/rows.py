@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
+from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
+from phalanx.compression import Compressor, Half, RandomK
 
 DENSE = "dense"
 

@@ -1,19 +1,35 @@
 """Phalanx: train PyTorch models across ranks.
 
+At the top level are the names that a training script uses: starting, backends, collectives, errors,
+and the ways to split a model. The rest is in packages such as `phalanx.tensor` (all: `_MOVED`).
 Names are imported when they are first used, so that `phalanx --help` need not wait for torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.aggregation import *
+    from phalanx.aggregation import AllReduceAggregator as AllReduceAggregator
+    from phalanx.aggregation import CompressedAggregator as CompressedAggregator
+    from phalanx.aggregation import GradientAggregator as GradientAggregator
+    from phalanx.aggregation import LocalAggregator as LocalAggregator
+    from phalanx.aggregation import ParameterServer as ParameterServer
     from phalanx.backends import *
-    from phalanx.checkpoint import *
+    from phalanx.checkpoint import latest_checkpoint as latest_checkpoint
+    from phalanx.checkpoint import load_checkpoint as load_checkpoint
+    from phalanx.checkpoint import save_checkpoint as save_checkpoint
     from phalanx.collectives import *
-    from phalanx.compression import *
+    from phalanx.compression import CompressedGradient as CompressedGradient
+    from phalanx.compression import ErrorFeedback as ErrorFeedback
+    from phalanx.compression import PowerSGD as PowerSGD
+    from phalanx.compression import Quantized as Quantized
+    from phalanx.compression import TopK as TopK
+    from phalanx.compression import TopKCompressor as TopKCompressor
+    from phalanx.compression import compress_gradients as compress_gradients
+    from phalanx.compression import decompress_gradients as decompress_gradients
     from phalanx.errors import *
     from phalanx.fsdp import *
     from phalanx.launch.init import init as init
@@ -21,9 +37,18 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import simulate as simulate
     from phalanx.launch.spawn import spawn as spawn
     from phalanx.parallel import *
-    from phalanx.pipeline import *
-    from phalanx.tensor import *
-    from phalanx.training import *
+    from phalanx.pipeline import Pipeline as Pipeline
+    from phalanx.pipeline import PipelineParallelConfig as PipelineParallelConfig
+    from phalanx.pipeline import balance_stages as balance_stages
+    from phalanx.pipeline import split_into_stages as split_into_stages
+    from phalanx.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from phalanx.tensor import ParallelEmbedding as ParallelEmbedding
+    from phalanx.tensor import RowParallelLinear as RowParallelLinear
+    from phalanx.tensor import gather_shards as gather_shards
+    from phalanx.tensor import parallelize as parallelize
+    from phalanx.tensor import shard_tensor as shard_tensor
+    from phalanx.training import distributed_train_step as distributed_train_step
+    from phalanx.training import train_epoch as train_epoch
 
 __version__ = "0.1.0"
 
@@ -33,10 +58,7 @@ _WHERE = {
         "CompressedAggregator",
         "GradientAggregator",
         "LocalAggregator",
-        "ParameterClient",
         "ParameterServer",
-        "ServerMode",
-        "ServiceRecord",
     ),
     "phalanx.backends": (
         "Backend",
@@ -52,8 +74,6 @@ _WHERE = {
         "UccBackend",
     ),
     "phalanx.checkpoint": (
-        "Checkpoint",
-        "PendingSave",
         "latest_checkpoint",
         "load_checkpoint",
         "save_checkpoint",
@@ -105,12 +125,9 @@ _WHERE = {
     ),
     "phalanx.compression": (
         "CompressedGradient",
-        "Compressor",
         "ErrorFeedback",
-        "Half",
         "PowerSGD",
         "Quantized",
-        "RandomK",
         "TopK",
         "TopKCompressor",
         "compress_gradients",
@@ -154,19 +171,47 @@ _WHERE = {
     ),
     "phalanx.pipeline": (
         "Pipeline",
-        "PipelineBubble",
         "PipelineParallelConfig",
-        "PipelineStage",
         "balance_stages",
-        "measure_layer_costs",
         "split_into_stages",
     ),
     "phalanx.tensor": (
         "ColumnParallelLinear",
-        "ColumnStyle",
-        "EmbeddingStyle",
         "ParallelEmbedding",
         "RowParallelLinear",
+        "gather_shards",
+        "parallelize",
+        "shard_tensor",
+    ),
+    "phalanx.training": (
+        "distributed_train_step",
+        "train_epoch",
+    ),
+}
+# Names that were at the top level once: the error of who looks for one there says where it is.
+_MOVED = {
+    "phalanx.aggregation": (
+        "ParameterClient",
+        "ServerMode",
+        "ServiceRecord",
+    ),
+    "phalanx.checkpoint": (
+        "Checkpoint",
+        "PendingSave",
+    ),
+    "phalanx.compression": (
+        "Compressor",
+        "Half",
+        "RandomK",
+    ),
+    "phalanx.pipeline": (
+        "PipelineBubble",
+        "PipelineStage",
+        "measure_layer_costs",
+    ),
+    "phalanx.tensor": (
+        "ColumnStyle",
+        "EmbeddingStyle",
         "RowStyle",
         "SequenceNormStyle",
         "SequenceParallelNorm",
@@ -176,21 +221,16 @@ _WHERE = {
         "full_state_dict",
         "gather_from_ranks",
         "gather_sequence",
-        "gather_shards",
         "load_full_state_dict",
         "parallel_cross_entropy",
-        "parallelize",
         "reduce_from_ranks",
         "scatter_sum",
         "scatter_to_ranks",
-        "shard_tensor",
     ),
     "phalanx.training": (
         "CompressionConfig",
         "DataParallelConfig",
         "DistributedConfig",
-        "distributed_train_step",
-        "train_epoch",
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
@@ -202,7 +242,11 @@ if not TYPE_CHECKING:  # or a type checker would let any name pass
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            hints = [f": it is in {module}" for module, names in _MOVED.items() if name in names]
+            problem = "".join([f"module {__name__!r} has no attribute {name!r}", *hints])
+            if hints and sys._getframe(1).f_globals["__name__"] == "importlib._bootstrap":
+                raise ImportError(problem)  # `from phalanx import name` would drop the hint
+            raise AttributeError(problem)
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value

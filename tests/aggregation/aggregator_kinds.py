@@ -12,17 +12,15 @@ from phalanx import (
     AllReduceAggregator,
     Backend,
     CompressedAggregator,
-    Compressor,
     ErrorFeedback,
     GradientAggregator,
-    Half,
     LocalAggregator,
     ParameterServer,
     PowerSGD,
     Quantized,
-    RandomK,
     TopK,
 )
+from phalanx.compression import Compressor, Half, RandomK
 
 EXACT: Mapping[str, Callable[[Backend], GradientAggregator]] = MappingProxyType(
     {

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx import Backend, ParameterServer, ServerMode, ServiceRecord
+from phalanx import Backend, ParameterServer
+from phalanx.aggregation import ServerMode, ServiceRecord
 
 Factory = Callable[[list[Tensor]], torch.optim.Optimizer]
 MODES = [ServerMode.SYNCHRONOUS, ServerMode.ASYNCHRONOUS, ServerMode.staleness(2)]

@@ -16,10 +16,9 @@ from phalanx import (
     DesyncError,
     ParameterServer,
     PeerLostError,
-    ServerMode,
-    ServiceRecord,
     simulate,
 )
+from phalanx.aggregation import ServerMode, ServiceRecord
 
 APART = [ServerMode.ASYNCHRONOUS, ServerMode.staleness(1)]
 KINDS = [c for c in CLUSTERS if c.name in ("baton", "simulated", "tcp", "shm", "hybrid")]

@@ -18,12 +18,11 @@ from phalanx import (
     InvalidWorldSizeError,
     MisuseError,
     ParameterServer,
-    ServerMode,
-    ServiceRecord,
     UnsupportedOperationError,
     isend,
     simulate,
 )
+from phalanx.aggregation import ServerMode, ServiceRecord
 
 THREE_KINDS = [c for c in CLUSTERS if c.name in ("simulated", "tcp", "shm")]
 

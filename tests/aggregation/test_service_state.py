@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import ServerMode
+from phalanx.aggregation import ServerMode
 from phalanx.aggregation.parameter_server.state import (
     Action,
     ApplyUpdate,

@@ -7,7 +7,8 @@ import torch
 from clusters import Cluster
 from service_runs import MODES, Outcome, adam, alone, gradients, loss_of, model, sgd, train
 
-from phalanx import Backend, ParameterServer, ServerMode, simulate
+from phalanx import Backend, ParameterServer, simulate
+from phalanx.aggregation import ServerMode
 
 OPTIMIZERS = {"SGD": sgd, "Adam": adam}
 

@@ -16,12 +16,12 @@ from phalanx import (
     Backend,
     CheckpointMismatchError,
     DeviceMesh,
-    full_state_dict,
     load_checkpoint,
     parallelize,
     save_checkpoint,
     simulate,
 )
+from phalanx.tensor import full_state_dict
 
 AXES = ("data", "tensor")
 

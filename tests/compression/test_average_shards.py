@@ -9,7 +9,8 @@ import torch
 from members import average, buckets_of, noise, padded
 from torch import Tensor
 
-from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
+from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
+from phalanx.compression import Compressor, Half, RandomK
 from phalanx.compression.compressor import AllReduceMean, AllToAll, Member, ReduceScatterMean
 
 SHAPES = [(6, 5), (33,), (1, 1), (), (0,), (3, 0), (4, 3, 5)]

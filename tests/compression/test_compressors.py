@@ -8,16 +8,8 @@ import pytest
 import torch
 from members import average, buckets_of, noise
 
-from phalanx import (
-    Compressor,
-    ErrorFeedback,
-    Half,
-    PowerSGD,
-    Quantized,
-    RandomK,
-    TopK,
-    UnsupportedOperationError,
-)
+from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK, UnsupportedOperationError
+from phalanx.compression import Compressor, Half, RandomK
 
 ALL: dict[str, Callable[[], Compressor]] = {
     "TopK": lambda: TopK(0.1),

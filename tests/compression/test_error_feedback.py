@@ -10,7 +10,8 @@ import torch
 from members import average, buckets_of, noise
 from torch import Tensor
 
-from phalanx import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
+from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
+from phalanx.compression import Compressor, Half, RandomK
 from phalanx.compression.compressor import AllReduceMean
 from phalanx.compression.state import total_residual
 from phalanx.errors import SizeMismatchError

@@ -6,7 +6,8 @@ import pytest
 import torch
 from members import average, buckets_of, noise
 
-from phalanx import ErrorFeedback, Half, RandomK, TopK
+from phalanx import ErrorFeedback, TopK
+from phalanx.compression import Half, RandomK
 
 
 def places(compressor: RandomK, n: int) -> list[int]:

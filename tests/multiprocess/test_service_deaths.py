@@ -13,7 +13,8 @@ import torch
 from ranks import KINDS, Job, run_ranks
 from torch import Tensor
 
-from phalanx import Backend, ParameterServer, PeerLostError, ServerMode
+from phalanx import Backend, ParameterServer, PeerLostError
+from phalanx.aggregation import ServerMode
 
 COUNT = 4 << 20  # elements: more bytes than a connection holds that has not carried as many yet
 

@@ -14,7 +14,7 @@ from ddp_models import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx import ColumnStyle, EmbeddingStyle, RowStyle, full_state_dict
+from phalanx.tensor import ColumnStyle, EmbeddingStyle, RowStyle, full_state_dict
 
 VOCABULARY = 13
 HEADS = 8

@@ -18,15 +18,14 @@ from phalanx import (
     CompressedAggregator,
     DesyncError,
     ErrorFeedback,
-    Half,
     PowerSGD,
     Quantized,
-    RandomK,
     SizeMismatchError,
     TopK,
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.compression import Half, RandomK
 from phalanx.compression.state import total_residual
 
 KINDS = {

@@ -14,7 +14,8 @@ import torch
 from ddp_models import Branches, noise, seeded
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, RandomK, TopK, simulate
+from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, TopK, simulate
+from phalanx.compression import RandomK
 from phalanx.compression.state import total_residual
 
 KINDS = [

@@ -30,20 +30,18 @@ from phalanx import (
     DDP,
     FSDP,
     Backend,
-    Compressor,
     DesyncError,
     ErrorFeedback,
     GradScaler,
-    Half,
     MixedPrecision,
     PowerSGD,
     Quantized,
-    RandomK,
     ShardingStrategy,
     TopK,
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.compression import Compressor, Half, RandomK
 
 HYBRID = ShardingStrategy.hybrid(2)
 KINDS: dict[str, Callable[[], Compressor]] = {

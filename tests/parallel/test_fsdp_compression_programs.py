@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import (
     FSDP,
     Backend,
-    Compressor,
     ErrorFeedback,
     PowerSGD,
     Quantized,
-    RandomK,
     ShardingStrategy,
     TopK,
     simulate,
 )
+from phalanx.compression import Compressor, RandomK
 
 KINDS: list[Callable[[], Compressor]] = [
     lambda: TopK(0.05),

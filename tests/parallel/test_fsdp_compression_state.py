@@ -19,11 +19,9 @@ from phalanx import (
     DDP,
     FSDP,
     Backend,
-    Compressor,
     ErrorFeedback,
     PowerSGD,
     Quantized,
-    RandomK,
     ShardingStrategy,
     SizeMismatchError,
     TopK,
@@ -31,6 +29,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
+from phalanx.compression import Compressor, RandomK
 
 KINDS: dict[str, Callable[[], Compressor]] = {
     "top-k": lambda: ErrorFeedback(TopK(0.1)),

@@ -17,18 +17,16 @@ from torch import nn
 
 from phalanx import (
     Backend,
-    Compressor,
     DesyncError,
     ErrorFeedback,
-    Half,
     LocalSGD,
     PowerSGD,
     Quantized,
-    RandomK,
     TopK,
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.compression import Compressor, Half, RandomK
 
 COMPRESSORS: dict[str, Compressor] = {
     "top-k": TopK(0.1),

@@ -26,12 +26,14 @@ from phalanx import (
     DeviceMesh,
     MisuseError,
     ShardingStrategy,
+    parallelize,
+    simulate,
+)
+from phalanx.tensor import (
     clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
     parallel_cross_entropy,
-    parallelize,
-    simulate,
 )
 
 STEPS = 3

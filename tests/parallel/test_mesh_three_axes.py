@@ -27,11 +27,10 @@ from phalanx import (
     ReduceOp,
     all_reduce,
     all_reduce_coalesced_,
-    full_state_dict,
-    parallel_cross_entropy,
     parallelize,
     simulate,
 )
+from phalanx.tensor import full_state_dict, parallel_cross_entropy
 
 STEPS = 3
 LAYERS = ("embed", "blocks.0", "blocks.1", "norm", "head")

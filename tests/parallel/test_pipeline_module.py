@@ -30,10 +30,10 @@ from phalanx import (
     MisuseError,
     Pipeline,
     PipelineParallelConfig,
-    PipelineStage,
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.pipeline import PipelineStage
 
 
 def refused(size: int, build: Any) -> list[BaseException | None]:

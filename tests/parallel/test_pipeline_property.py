@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx import Backend, Pipeline, PipelineParallelConfig, PipelineStage, simulate
+from phalanx import Backend, Pipeline, PipelineParallelConfig, simulate
+from phalanx.pipeline import PipelineStage
 
 
 class Fork(nn.Module):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from phalanx import PipelineStage, balance_stages, measure_layer_costs, split_into_stages
+from phalanx import balance_stages, split_into_stages
+from phalanx.pipeline import PipelineStage, measure_layer_costs
 
 COSTS = st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=9)
 SIZES = st.integers(1, 60)

@@ -24,14 +24,12 @@ from phalanx import (
     Pipeline,
     ReduceOp,
     all_reduce_coalesced_,
-    clip_grad_norm_,
-    full_state_dict,
     load_checkpoint,
-    load_full_state_dict,
     parallelize,
     save_checkpoint,
     simulate,
 )
+from phalanx.tensor import clip_grad_norm_, full_state_dict, load_full_state_dict
 
 AXES = ("data", "stage")
 Wrap = Callable[[nn.Module, Backend], nn.Module]

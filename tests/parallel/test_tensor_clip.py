@@ -20,15 +20,8 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 
-from phalanx import (
-    DDP,
-    Backend,
-    DeviceMesh,
-    clip_grad_norm_,
-    parallel_cross_entropy,
-    parallelize,
-    simulate,
-)
+from phalanx import DDP, Backend, DeviceMesh, parallelize, simulate
+from phalanx.tensor import clip_grad_norm_, parallel_cross_entropy
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from phalanx import (
     SimulatedBackend,
     SizeMismatchError,
     UnsupportedOperationError,
-    parallel_cross_entropy,
     simulate,
 )
+from phalanx.tensor import parallel_cross_entropy
 from phalanx.tensor.shards import ShardSpec
 
 

@@ -11,17 +11,8 @@ from ddp_runs import Watched, outcome_of
 from tensor_models import NormedHeads, batch, plan_for, transformer
 from torch import nn
 
-from phalanx import (
-    FSDP,
-    Backend,
-    ColumnStyle,
-    DesyncError,
-    DeviceMesh,
-    RowStyle,
-    check_whole_parameters,
-    parallelize,
-    simulate,
-)
+from phalanx import FSDP, Backend, DesyncError, DeviceMesh, parallelize, simulate
+from phalanx.tensor import ColumnStyle, RowStyle, check_whole_parameters
 
 HEADS_PLAN: dict[str, Any] = {**dict.fromkeys("qkv", ColumnStyle(unit=4)), "mix": RowStyle(unit=4)}
 

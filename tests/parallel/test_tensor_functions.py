@@ -18,17 +18,14 @@ from ddp_runs import Watched, assert_close, outcome_of
 from torch import Tensor
 
 import phalanx
-from phalanx import (
-    Backend,
-    DesyncError,
-    SizeMismatchError,
+from phalanx import Backend, DesyncError, SizeMismatchError, simulate
+from phalanx.tensor import (
     copy_to_ranks,
     gather_from_ranks,
     gather_sequence,
     reduce_from_ranks,
     scatter_sum,
     scatter_to_ranks,
-    simulate,
 )
 from phalanx.tensor.shards import ShardSpec
 

@@ -19,12 +19,12 @@ from phalanx import (
     ColumnParallelLinear,
     ParallelEmbedding,
     RowParallelLinear,
-    SequenceParallelNorm,
     SimulatedBackend,
     SizeMismatchError,
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.tensor import SequenceParallelNorm
 from phalanx.tensor.shards import ShardSpec
 
 

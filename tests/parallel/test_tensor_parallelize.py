@@ -16,19 +16,16 @@ from phalanx import (
     DDP,
     Backend,
     ColumnParallelLinear,
-    ColumnStyle,
     DesyncError,
     MisuseError,
     ParallelEmbedding,
     RowParallelLinear,
-    RowStyle,
-    SequenceNormStyle,
-    SequenceParallelNorm,
     SimulatedBackend,
     UnsupportedOperationError,
     parallelize,
     simulate,
 )
+from phalanx.tensor import ColumnStyle, RowStyle, SequenceNormStyle, SequenceParallelNorm
 
 
 def one_of(size: int) -> Backend:

@@ -10,16 +10,8 @@ from clusters import Cluster
 from tensor_models import assert_all_close, batch, plan_for, transformer
 from torch import Tensor, nn
 
-from phalanx import (
-    DDP,
-    Backend,
-    DeviceMesh,
-    SizeMismatchError,
-    full_state_dict,
-    load_full_state_dict,
-    parallelize,
-    simulate,
-)
+from phalanx import DDP, Backend, DeviceMesh, SizeMismatchError, parallelize, simulate
+from phalanx.tensor import full_state_dict, load_full_state_dict
 
 
 def other() -> nn.Module:

@@ -24,15 +24,8 @@ from tensor_models import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx import (
-    Backend,
-    ColumnStyle,
-    RowStyle,
-    full_state_dict,
-    parallel_cross_entropy,
-    parallelize,
-    simulate,
-)
+from phalanx import Backend, parallelize, simulate
+from phalanx.tensor import ColumnStyle, RowStyle, full_state_dict, parallel_cross_entropy
 
 STEPS = 3
 

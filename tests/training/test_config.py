@@ -15,9 +15,6 @@ from phalanx import (
     Backend,
     BackendUnavailableError,
     CompressedAggregator,
-    CompressionConfig,
-    DataParallelConfig,
-    DistributedConfig,
     InvalidRankError,
     InvalidWorldSizeError,
     LocalAggregator,
@@ -26,6 +23,7 @@ from phalanx import (
     TopK,
     simulate,
 )
+from phalanx.training import CompressionConfig, DataParallelConfig, DistributedConfig
 
 CONFIG = DistributedConfig(3, 1, "node1:29500")
 COMPRESSIONS = {

@@ -72,9 +72,9 @@ class Pipeline(Wrapper):
     takes and gives a tensor on the CPU, or tuples, lists and dicts of tensors and None; shapes are
     sent once for each kind of batch.
 
-    A training loop also needs `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
-    stages (torch's function takes each stage for itself); `GradScaler(backend)`; an optimizer for
-    each stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer,
+    A training loop also needs `phalanx.tensor.clip_grad_norm_(pipeline, 1.0)`, for the norm over
+    all stages (torch's function takes each stage for itself); `GradScaler(backend)`; an optimizer
+    for each stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer,
     step=n)` writes the whole model's state. Any number of stages can load it, and a plain model.
 
     On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
