@@ -13,9 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import PendingCollective, ReduceOp
-from phalanx.collectives.request import Task, in_place, memory_for
-from phalanx.collectives.resolve import start
+from phalanx.collectives import (
+    PendingCollective,
+    ReduceOp,
+    async_all_gather,
+    async_all_reduce_,
+    async_all_to_all,
+    async_reduce_scatter,
+)
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -67,12 +72,7 @@ class AllReduceAveraging:
         """Start the all-reduce."""
         ranks = self._backend.world_size
         self.bytes_sent += 2 * (ranks - 1) * gradients.flat.nbytes // ranks
-        return start(
-            in_place("all_reduce", gradients.flat, op=ReduceOp.MEAN),
-            self._backend,
-            background=self._backend.spares_a_processor,
-            label=label,
-        )
+        return async_all_reduce_(gradients.flat, self._backend, ReduceOp.MEAN, label=label)
 
     def finish(self, begun: Sequence[PendingCollective[Tensor]]) -> None:
         """Wait for all of them."""
@@ -152,10 +152,14 @@ class CompressedAveraging:
 
 
 class PendingAverage(NamedTuple):
-    """An average that is under way: its rounds, and the collective that the next one waits for."""
+    """An average that is under way: its rounds, and the collective that the next one waits for.
+
+    shape   of the tensor that the rounds go on with
+    """
 
     rounds: Rounds
     pending: PendingCollective[Tensor]
+    shape: torch.Size
     label: str
 
 
@@ -187,19 +191,29 @@ class RequestExecutor:
         under_way = [average for average in averages if average is not None]
         while under_way:
             following = []
-            for rounds, pending, label in under_way:
-                result = pending.wait()
+            for rounds, pending, shape, label in under_way:
                 try:
-                    request = rounds.send(result)
+                    request = rounds.send(pending.wait().view(shape))
                 except StopIteration:
                     continue
                 following.append(self._start(rounds, request, label))
             under_way = following
 
     def _start(self, rounds: Rounds, request: Request, label: str) -> PendingAverage:
-        self.bytes_sent += bytes_of(request, self._backend.world_size)
-        pending = start(_task(request, self._backend), self._backend, background=True, label=label)
-        return PendingAverage(rounds, pending, label)
+        backend, given = self._backend, request.tensor.contiguous()
+        self.bytes_sent += bytes_of(request, backend.world_size)
+        shape = given.shape
+        if isinstance(request, AllReduceMean):
+            pending = async_all_reduce_(given, backend, ReduceOp.MEAN, label=label)
+        elif isinstance(request, ReduceScatterMean):
+            pending = async_reduce_scatter(given, backend, ReduceOp.MEAN, consume=True, label=label)
+            shape = shape[1:]
+        elif isinstance(request, AllGather):
+            pending = async_all_gather(given.unsqueeze(0), backend, label=label)
+            shape = torch.Size((backend.world_size, *shape))
+        else:
+            pending = async_all_to_all(given, backend, label=label)
+        return PendingAverage(rounds, pending, shape, label)
 
 
 def bytes_of(request: Request, ranks: int) -> int:
@@ -208,21 +222,3 @@ def bytes_of(request: Request, ranks: int) -> int:
         return (ranks - 1) * request.tensor.nbytes
     times = 2 if isinstance(request, AllReduceMean) else 1
     return times * (ranks - 1) * request.tensor.nbytes // ranks
-
-
-def _task(request: Request, backend: Backend) -> Task[Tensor]:
-    given = request.tensor.contiguous()
-    if isinstance(request, AllReduceMean):
-        return in_place("all_reduce", given, op=ReduceOp.MEAN)
-    shape = tuple(given.shape)
-    if isinstance(request, ReduceScatterMean):
-        mean = memory_for(backend, shape[1:], given.dtype, given.device)
-        return Task(
-            *("reduce_scatter", shape, given.dtype, given, mean, lambda: mean),
-            op=ReduceOp.MEAN,
-            consumes=True,
-        )
-    rows = (backend.world_size, *shape) if isinstance(request, AllGather) else shape
-    name = "all_gather" if isinstance(request, AllGather) else "all_to_all"
-    result = memory_for(backend, rows, given.dtype, given.device)
-    return Task(name, rows, given.dtype, given, result, lambda: result)

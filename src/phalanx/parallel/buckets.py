@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives.request import in_place, memory_for
-from phalanx.collectives.resolve import start
+from phalanx.collectives import broadcast_
 from phalanx.core.backend import Backend
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
@@ -30,7 +29,7 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], backend: Backend) -> None:
         self.parameters = parameters
         count, first = sum(p.numel() for p in parameters), parameters[0]
-        self.flat = memory_for(backend, (count,), first.dtype, first.device)
+        self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
         self.views: dict[nn.Parameter, Tensor] = {}
         self.pending = set(parameters)
         start = 0
@@ -70,9 +69,9 @@ def broadcast_all_(
     with torch.no_grad():
         for batch in batches(tensors, MESSAGE):
             count = sum(t.numel() for t in batch)
-            flat = memory_for(backend, (count,), batch[0].dtype, batch[0].device)
+            flat = backend.empty(count, dtype=batch[0].dtype, device=batch[0].device)
             torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
-            start(in_place("broadcast", flat, root=root), backend, label=label).wait()
+            broadcast_(flat, backend, root, label=label)
             if backend.rank != root:
                 place = 0
                 for tensor in batch:

@@ -21,9 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from phalanx.collectives import ReduceOp
-from phalanx.collectives.request import Task, in_place
-from phalanx.collectives.resolve import start
+from phalanx.collectives import all_gather, all_reduce_
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 
@@ -164,10 +162,8 @@ def _statistics(x: Tensor) -> _Statistics:
 def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
     """All ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
     c = len(mine.mu)
-    rows = backend.empty(backend.world_size, 2 * c + 1, dtype=torch.float64)
     row = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
-    task = Task("all_gather", tuple(rows.shape), rows.dtype, row, rows, lambda: rows)
-    start(task, backend, label=label).wait()
+    rows = all_gather(row.unsqueeze(0), backend, label=label)
     mu_r, s_r, m_r = torch.split(rows, [c, c, 1], dim=1)
     m = m_r.sum()
     if m == 0:
@@ -219,8 +215,7 @@ class _Normalize(torch.autograd.Function):
             dbeta = sums[0].to(ctx.beta)
         if ctx.needs_input_grad[0]:
             total = sums.clone()  # since dgamma and dbeta are this rank's
-            task = in_place("all_reduce", total, op=ReduceOp.SUM)
-            start(task, ctx.backend, label=ctx.label).wait()
+            all_reduce_(total, ctx.backend, label=ctx.label)
             mean_dy, mean_dy_x_hat = total / max(1, ctx.m)
             dx = dy - _as(mean_dy, x)
             dx -= x_hat.mul_(_as(mean_dy_x_hat, x))

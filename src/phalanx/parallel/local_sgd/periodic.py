@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.collectives import ReduceOp
-from phalanx.collectives.request import in_place
-from phalanx.collectives.resolve import start
+from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
@@ -168,8 +166,7 @@ class PeriodicSync(Wrapper):
         apart_anywhere = torch.tensor([int(apart)])
         label = f"{type(self).__name__}'s {why} after {self.meetings} syncs"
         with self._explaining():
-            task = in_place("all_reduce", apart_anywhere, op=ReduceOp.MAX)
-            start(task, self.backend, label=label, timeout=timeout).wait()
+            all_reduce_(apart_anywhere, self.backend, ReduceOp.MAX, label=label, timeout=timeout)
         return bool(apart_anywhere.item())
 
     @contextmanager

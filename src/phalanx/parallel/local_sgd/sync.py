@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.collectives import all_gather
-from phalanx.collectives.request import memory_for
 from phalanx.compression.compressor import GradientBucket, Member, ResidualStore, is_finite, wide
 from phalanx.core.backend import Backend
 from phalanx.parallel.averaging import AllReduceAveraging, GradientAveraging
@@ -159,7 +158,7 @@ class FlatTensors:
     def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
         self.parameters: list[Any] = list(tensors)
         count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
-        self.flat = memory_for(backend, (count,), first.dtype, first.device)
+        self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Each tensor, and its place in here, in its shape."""
