@@ -127,6 +127,16 @@ class Backend:
         return self.group.size
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks as those of the whole job are numbered, in the order of their numbers here."""
+        return self.group.ranks
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first cause of why the group is broken, or None. Its ranks are those of the job."""
+        return self.group.failure
+
+    @property
     def seconds_waiting(self) -> float:
         """Seconds that calls of this group, and of those made of it, have spent blocked."""
         return self.group.seconds_waiting
@@ -136,6 +146,16 @@ class Backend:
         """Whether all ranks share memory, in which collectives are done."""
         shared = self.group.shared
         return shared is not None and shared.size == self.world_size
+
+    @property
+    def registers_memory(self) -> bool:
+        """Whether ranks of this host see what `empty` gives; elsewhere it is torch's own."""
+        return self.group.shared is not None
+
+    @property
+    def has_background(self) -> bool:
+        """Whether works move on while nobody waits: not if only the rank's own thread may run."""
+        return not self.engine.transport.single_thread
 
     @property
     def spares_a_processor(self) -> bool:
