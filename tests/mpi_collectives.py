@@ -14,7 +14,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.core.steps import Call
+from phalanx.core.steps import NativeCall
 from phalanx.native.mpi import steps
 from phalanx.native.mpi.steps import folds
 
@@ -68,7 +68,7 @@ def test_what_mpi_reduces_is_what_messages_would(cluster: Cluster) -> None:
                 mine = contributions(dtype, backend.world_size, 5)[backend.rank]
                 native = backend.native
                 assert native is not None
-                if native.has(Call("all_reduce", mine, mine, op.value)):
+                if native.step(NativeCall("all_reduce", mine, mine, op.value)):
                     by_mpi += 1
                     expected = phalanx.all_reduce(mine, backend, op, algorithm="direct")
                     assert torch.equal(phalanx.all_reduce(mine, backend, op), expected)

@@ -15,8 +15,7 @@ import torch
 from clusters import SharedMemory
 
 import phalanx
-from phalanx import Backend, DesyncError
-from phalanx.core.work import Operation
+from phalanx import Backend, DesyncError, PendingCollective
 
 PROMPT = 20.0  # seconds after which a rank that was not told gives up, with an error that shows it
 SHM = SharedMemory()
@@ -30,7 +29,9 @@ class Turns:
         self.all_are_here = threading.Barrier(size, timeout=PROMPT)
         self._over = [threading.Event() for _ in range(count)]
 
-    def take(self, number: int, part: Callable[[], Operation | None]) -> Operation | None:
+    def take(
+        self, number: int, part: Callable[[], PendingCollective[None] | None]
+    ) -> PendingCollective[None] | None:
         """Do this when all turns before it are over."""
         assert number == 0 or self._over[number - 1].wait(PROMPT)
         try:
@@ -49,10 +50,10 @@ def send_as_root(backend: Backend) -> None:
     assert pending.done()
 
 
-def error_of(backend: Backend, barrier: Operation | None) -> DesyncError:
+def error_of(backend: Backend, barrier: PendingCollective[None] | None) -> DesyncError:
     assert barrier is not None
     with pytest.raises(DesyncError) as info:
-        backend.wait(barrier)
+        barrier.wait()
     return info.value
 
 
@@ -69,10 +70,10 @@ def test_nobody_passes_a_barrier_with_a_rank_that_was_another_root(
             backend.barrier()
         turns.all_are_here.wait()
 
-        def part() -> Operation:
+        def part() -> PendingCollective[None]:
             for _ in range(broadcasts):
                 send_as_root(backend)
-            return backend.start_barrier()
+            return backend.ibarrier(background=False)
 
         barrier = turns.take(backend.rank, part)
         turns.wait()
@@ -93,18 +94,18 @@ def test_a_root_that_came_to_the_barrier_last_learns_that_another_rank_was_root_
     turns = Turns(3, 4)
 
     def part_and_meet(backend: Backend) -> DesyncError:
-        def be_root() -> Operation:
+        def be_root() -> PendingCollective[None]:
             send_as_root(backend)
-            return backend.start_barrier()
+            return backend.ibarrier(background=False)
 
-        def receive() -> Operation:
+        def receive() -> PendingCollective[None]:
             phalanx.broadcast(torch.zeros(4), backend, 0, algorithm="star")
-            return backend.start_barrier()
+            return backend.ibarrier(background=False)
 
         turns.all_are_here.wait()
         if backend.rank == 0:
             turns.take(0, lambda: send_as_root(backend))
-            barrier = turns.take(3, backend.start_barrier)
+            barrier = turns.take(3, lambda: backend.ibarrier(background=False))
         elif backend.rank == 2:
             barrier = turns.take(1, receive)
         else:

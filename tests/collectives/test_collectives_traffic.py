@@ -248,11 +248,11 @@ def test_auto_prefers_few_rounds_for_few_bytes_and_few_bytes_for_many() -> None:
 def test_a_plan_is_made_once_for_calls_of_a_kind() -> None:
     def run(backend: Backend) -> int:
         phalanx.all_reduce(torch.ones(5), backend)
-        before = len(backend.plans)
+        before = len(backend.cache)
         for _ in range(10):
             phalanx.all_reduce(torch.ones(5), backend)
             phalanx.async_all_reduce_(torch.ones(5), backend).wait()
-        return len(backend.plans) - before
+        return len(backend.cache) - before
 
     assert simulate(run, 3) == [0, 0, 0]
 
@@ -262,7 +262,7 @@ def test_what_is_remembered_of_earlier_calls_is_bounded() -> None:
         kept = []
         for count in range(5000):
             phalanx.broadcast(torch.empty(count), backend)
-            kept.append(len(backend.plans))
+            kept.append(len(backend.cache))
         return kept
 
     (kept,) = simulate(run, 1)

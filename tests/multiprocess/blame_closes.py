@@ -13,6 +13,7 @@ from blame_acts import error_of
 from blame_cast import Report, Verdict, cast, judge
 from networks import Network
 
+import phalanx
 from phalanx import Backend
 
 BOUND = 6.0  # seconds; close() itself waits 5 at most
@@ -50,7 +51,7 @@ def close_or_wait(backend: Backend, wire: Connection) -> Report | None:
         wire.poll(60)
         return None
     wire.recv()
-    backend.start_send(bytearray(200 << 20), 1, background=True)
+    phalanx.isend(bytearray(200 << 20), 1, backend)
     sleep(0.2)  # for the buffers to fill
     began = monotonic()
     backend.close()

@@ -12,7 +12,7 @@ from blame_acts import error_of, then_go_on, until_error, went_on
 from blame_cast import Cast, Report, Verdict, cast, judge
 from blame_traffic import TRAFFIC
 
-from phalanx import Backend
+from phalanx import Backend, isend
 
 RANKS = 4
 WITHIN = 1.0  # seconds after the death
@@ -88,7 +88,7 @@ def close_or_wait(backend: Backend, wire: Connection, victim: int) -> Report | N
     wire.recv()
     for rank in range(backend.world_size):
         if rank != victim:
-            backend.start_send(bytearray(32 << 20), rank, background=True)
+            isend(bytearray(32 << 20), rank, backend)
     backend.close()
     return None
 

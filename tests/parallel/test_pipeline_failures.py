@@ -284,7 +284,7 @@ def test_no_time_runs_out_for_messages_that_nobody_waits_for() -> None:
             self.backend, self.seconds = backend, []
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seconds += [operation.timeout for operation in self.backend.group.under_way()]
+            self.seconds += [work.timeout for work in self.backend.group.under_way()]
             return x
 
     def run(backend: Backend) -> list[float]:

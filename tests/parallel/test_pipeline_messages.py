@@ -24,6 +24,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
+from phalanx.core.posted import Wait
 from phalanx.pipeline.schedules import SCHEDULES as TABLE
 from phalanx.pipeline.stage_p2p import FIRST_TAG
 
@@ -43,14 +44,14 @@ class Sent:
 
     def __init__(self, backend: Backend) -> None:
         self.sizes: list[int] = []
-        start = backend.start_send
+        isend = backend.isend
 
         def watched(data: Any, dst: int, *, tag: int = 0, **options: Any) -> Any:
             if tag >= FIRST_TAG:
                 self.sizes.append(data.nbytes if isinstance(data, Tensor) else len(data))
-            return start(data, dst, tag=tag, **options)
+            return isend(data, dst, tag=tag, **options)
 
-        backend.start_send = watched  # type: ignore[method-assign]
+        backend.isend = watched  # type: ignore[method-assign]
 
     def take(self) -> list[int]:
         sizes, self.sizes = self.sizes, []
@@ -123,14 +124,14 @@ def test_a_rank_that_sends_goes_on_while_the_receiver_still_computes(kind: str) 
             return x * 2
 
     def run(backend: Backend) -> list[str]:
-        waited, wait = [], backend.wait
+        waited, wait = [], backend.engine.wait
 
-        def watched(operation: Any, **options: Any) -> None:
-            if operation.name == "send" and not operation.over and first.calls < 4:
-                waited.append(operation.describe())
-            wait(operation, **options)
+        def watched(until: Wait) -> None:
+            if until.name == "send" and first.calls < 4:
+                waited.append(until.describe())
+            wait(until)
 
-        backend.wait = watched  # type: ignore[method-assign]
+        backend.engine.wait = watched  # type: ignore[method-assign]
         first = First()
         layers = [first, Second(), nn.Identity(), nn.Linear(width, 1, bias=False)]
         piped(backend, layers, 4).train_step(torch.ones(8, width), torch.ones(8), mean)
@@ -147,7 +148,7 @@ def test_what_comes_next_is_being_received_while_a_stage_computes(kind: str) -> 
             self.backend, self.seen = backend, []
 
         def forward(self, x: Tensor) -> Tensor:
-            under_way = [operation.name for operation in self.backend.group.under_way()]
+            under_way = [work.name for work in self.backend.group.under_way()]
             self.seen.append("recv" in under_way)
             go_on.release()
             return x

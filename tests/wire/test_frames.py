@@ -186,7 +186,7 @@ def test_the_header_is_little_endian_and_fixed() -> None:
         offset=2,
     )
     assert HEADER_SIZE == len(header) == 52
-    assert header[:12].hex() == "50484c580102000004000000"
+    assert header[:12].hex() == "50484c580202000004000000"
     assert header[12:20].hex() == "0807060504030201"
     assert header[20:28].hex() == "feffffffffffffff"
     assert header[28:].hex() == "030000000000000006000000000000000200000000000000"
@@ -208,7 +208,7 @@ CONTROL = pack_header(Channel(1, Kind.FAILURE, 0), length=10, total=10)
     ("header", "words"),
     [
         (b"HTTP" + PLAIN[4:], "HTTP"),
-        (patched(PLAIN, 4, "B", 2), "version 2, this rank 1"),
+        (patched(PLAIN, 4, "B", 1), "version 1, this rank 2"),
         (patched(PLAIN, 5, "B", 0), "unknown kind 0"),
         (patched(PLAIN, 5, "B", 200), "unknown kind 200"),
         (patched(PLAIN, 6, "H", 1), "flags 1"),

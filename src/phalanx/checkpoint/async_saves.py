@@ -105,7 +105,7 @@ class AsyncSaves:
     @classmethod
     def on(cls, backend: Backend | None) -> AsyncSaves:
         """Those on a backend, which keeps them."""
-        found = backend.plans.get(_KEY) if backend is not None else None
+        found = backend.cache.get(_KEY) if backend is not None else None
         return found if isinstance(found, AsyncSaves) else cls()
 
     def wait(self) -> None:
@@ -133,8 +133,8 @@ class AsyncSaves:
         """Let `write` run in the background."""
         if backend is not None:
             self.latest = pending
-            backend.plans.pop(_KEY, None)  # of what a backend keeps, the oldest may be dropped
-            backend.plans[_KEY] = self
+            backend.cache.pop(_KEY, None)  # of what a backend keeps, the oldest may be dropped
+            backend.cache[_KEY] = self
         pending._start(write)
 
 

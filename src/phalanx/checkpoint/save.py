@@ -163,8 +163,7 @@ class _Save:
         """Write and commit; or copy, and let a thread do so."""
         pending = PendingSave(Path(self._path), self._step)
         backend = self._backend
-        one_thread = backend is not None and backend.engine.one_thread
-        if not self._async or one_thread:
+        if not self._async or (backend is not None and not backend.has_background):
             self._write_and_commit()
             return pending
         with self._abandoned_on_error():

@@ -27,7 +27,7 @@ from phalanx.checkpoint.manifest import (
 )
 from phalanx.checkpoint.tensor_files import METADATA, FileKind, TensorShard
 from phalanx.collectives import all_gather_object
-from phalanx.core.backend import Backend
+from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.random_state import RandomState, current, restore, seeded
 from phalanx.errors import (
     CheckpointMismatchError,
@@ -232,8 +232,11 @@ def check_layer_parts_apart(
 
 
 def _members(backend: Backend) -> set[tuple[int, int]]:
-    """The ranks of a group, numbered alike in all groups of the same connections."""
-    return {(id(backend.engine), rank) for rank in backend.group.ranks}
+    """The ranks of a group, numbered alike in all groups that were made of one backend."""
+    whole = backend
+    while isinstance(whole, SubBackend):
+        whole = whole.parent
+    return {(id(whole), rank) for rank in backend.ranks}
 
 
 # ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from phalanx.aggregation.parameter_server.wire import (
     checked_params,
     checked_servers,
     described,
+    local_rank,
     numbers_by_server,
     pair_of,
 )
+from phalanx.collectives import PendingCollective
 from phalanx.compression.compressor import listed_tensors
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.call import check_timeout
-from phalanx.core.work import Operation
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -243,12 +244,12 @@ class ParameterClient:
 
     def _translated(self, error: DistributedError, op: str, number: int) -> DistributedError:
         """The error in this backend's numbers, and of this call."""
-        rank, local = self.backend.rank, self.backend.group.to_local
-        failures = [c.pair.group.failure for c in self._connections]
+        rank = self.backend.rank
+        failures = [c.pair.failure for c in self._connections]
         failure = next((each for each in failures if each is not None), None)
         reason, peer = str(error), error.peer
         if failure is not None:
-            reason, peer = failure.reason, local.get(failure.culprit)
+            reason, peer = failure.reason, local_rank(self.backend, failure.culprit)
         text = f"rank {rank}: ParameterClient.{op}: {reason}"
         return type(error)(
             text, rank=rank, peer=peer, op=op, sequence=number, seconds=error.seconds
@@ -266,7 +267,7 @@ class ParameterClient:
 
     def _end(self, error: BaseException) -> None:
         """Leave without BYE: the servers learn why, and who is to blame if it is another."""
-        rank, ranks = self.backend.rank, self.backend.group.ranks
+        rank, ranks = self.backend.rank, self.backend.ranks
         told: DistributedError = PeerLostError(f"worker rank {rank} ended with {error!r}")
         culprit = ranks[rank]
         if isinstance(error, DesyncError):
@@ -343,7 +344,7 @@ class ServerCall:
         self._connections = connections
         self._headers = headers
         self._deadline = monotonic() + seconds
-        self._under_way: dict[Operation, PendingMessage] = {}
+        self._under_way: dict[PendingCollective[Any], PendingMessage] = {}
 
     def run(self) -> None:
         """Blocks until all have answered. On an error nothing of it is under way any more."""
@@ -357,22 +358,22 @@ class ServerCall:
             while self._under_way:
                 left = max(self._deadline - monotonic(), SHORTEST)
                 self._backend.wait_any([*self._under_way], timeout=left)
-                for operation in [each for each in self._under_way if each.over]:
-                    self._take(operation)
+                for pending in [each for each in self._under_way if each.over]:
+                    self._take(pending)
         finally:
-            for operation, message in self._under_way.items():
-                message.connection.pair.give_up(operation, "another message of this call failed")
+            for pending in self._under_way:
+                pending.cancel("another message of this call failed")
 
     def _expect(
         self, connection: ServerConnection, request: int, tag: int, size: int = HEADER_SIZE
     ) -> None:
-        operation, into = connection.receive(tag, size)
-        self._under_way[operation] = PendingMessage(connection, request, into, tag)
+        pending, into = connection.receive(tag, size)
+        self._under_way[pending] = PendingMessage(connection, request, into, tag)
 
-    def _take(self, operation: Operation) -> None:
+    def _take(self, pending: PendingCollective[Any]) -> None:
         """A message is sent, or has come: of an answer, keep it, and expect what follows it."""
-        connection, request, into, tag = self._under_way.pop(operation)
-        connection.pair.wait(operation)
+        connection, request, into, tag = self._under_way.pop(pending)
+        pending.wait()
         if into is None:
             return
         if tag == TEXT:
@@ -427,16 +428,16 @@ class ServerConnection:
 
     # Who waits for any of these has a deadline; they have none of their own.
 
-    def send(self, header: MessageHeader) -> Operation:
+    def send(self, header: MessageHeader) -> PendingCollective[None]:
         """Begin to send a message; a PUSH with the gradients."""
         message, tag = header.message(), HEADERS
         if header.kind is MessageKind.PUSH:
             message, tag = self._gradients, TENSORS
             header.write(message)
-        return self.pair.start_send(message, self._peer, tag=tag, timeout=math.inf)
+        return self.pair.isend(message, self._peer, tag=tag, timeout=math.inf, background=False)
 
-    def receive(self, tag: int, size: int) -> tuple[Operation, Tensor]:
+    def receive(self, tag: int, size: int) -> tuple[PendingCollective[int], Tensor]:
         """Begin to receive parameters, or `size` bytes without them; where they will be."""
         into = self._values if tag == TENSORS else torch.empty(size, dtype=torch.uint8)
-        operation, _ = self.pair.start_recv(into, self._peer, tag=tag, timeout=math.inf)
-        return operation, into
+        pair, peer = self.pair, self._peer
+        return pair.irecv(into, peer, tag=tag, timeout=math.inf, background=False), into

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +31,13 @@ from phalanx.aggregation.parameter_server.wire import (
     ShardLayout,
     checked_params,
     checked_servers,
+    local_rank,
     numbers_by_server,
     pair_of,
 )
+from phalanx.collectives import PendingCollective
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.call import check_timeout
-from phalanx.core.work import Operation
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -165,7 +167,7 @@ class Server:
         """A worker is gone: it is dropped, or nobody can go on."""
         state, rank = self._state, self._backend.rank
         reason = connection.why(error)
-        if connection.pair.group.failure is None:  # it lives, and sends what makes no sense
+        if connection.pair.failure is None:  # it lives, and sends what makes no sense
             connection.pair.fail(
                 PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}")
             )
@@ -194,7 +196,7 @@ class Server:
 
     def _tell_all(self, error: BaseException) -> None:
         """The workers learn why this server does not go on; of a lost worker, which one."""
-        ranks, rank = self._backend.group.ranks, self._backend.rank
+        ranks, rank = self._backend.ranks, self._backend.rank
         lost = error.peer if isinstance(error, (PeerLostError, DesyncError)) else None
         text = str(error) if lost is not None else f"server rank {rank} ended with {error!r}"
         kind = DesyncError if isinstance(error, DesyncError) else PeerLostError
@@ -273,16 +275,16 @@ class WorkerConnection:
         self._layout = layout
         self._peer = 1 - pair.rank
         self._header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-        self._receives: dict[Operation, Tensor] = {}  # and what each fills
-        self._sends: set[Operation] = set()
+        self._receives: dict[PendingCollective[int], Tensor] = {}  # and what each fills
+        self._sends: set[PendingCollective[None]] = set()
         self._pushed: Tensor | None = None
         self._values: Tensor | None = None
-        self._values_sent: Operation | None = None
+        self._values_sent: PendingCollective[None] | None = None
         self._deferred: tuple[MessageHeader, Callable[[list[Tensor]], None]] | None = None
         self._is_expecting = True
         self._expect(self._header, HEADERS)
 
-    def pending(self) -> list[Operation]:
+    def pending(self) -> list[PendingCollective[Any]]:
         """What is under way, any of which may be waited for."""
         return [*self._receives, *self._sends]
 
@@ -290,11 +292,11 @@ class WorkerConnection:
         """The headers of messages that have come since; then raises the error that ends the
         connection, if there is one.
         """
-        for operation in [each for each in self._receives if each.over]:
-            message = self._receives.pop(operation, None)
+        for receive in [each for each in self._receives if each.over]:
+            message = self._receives.pop(receive, None)
             if message is None:  # it was given up meanwhile
                 continue
-            self.pair.wait(operation)
+            receive.wait()
             header = MessageHeader.read(message)
             if header.kind is MessageKind.HELLO and self._pushed is None:
                 self._values = self._layout.memory(self.pair)
@@ -303,9 +305,9 @@ class WorkerConnection:
             yield header
             if message is self._header and self._is_expecting:
                 self._expect(self._header, HEADERS)
-        for operation in [each for each in self._sends if each.over]:
-            self._sends.remove(operation)
-            self.pair.wait(operation)
+        for send in [each for each in self._sends if each.over]:
+            self._sends.remove(send)
+            send.wait()
         if self._deferred is not None:
             self.send_values(*self._deferred)
         if self.error is not None:
@@ -346,8 +348,8 @@ class WorkerConnection:
     def end(self, *, lost: bool = False) -> None:
         """Expect nothing more of this worker; `lost`: nor that it takes what was sent."""
         self._is_expecting = False
-        for operation in [*self._receives, *(self._sends if lost else ())]:
-            self.pair.give_up(operation, "the worker is gone")
+        for pending in [*self._receives, *(self._sends if lost else ())]:
+            pending.cancel("the worker is gone")
         self._receives.clear()
         self._deferred = self.error = None
         if lost:
@@ -355,31 +357,33 @@ class WorkerConnection:
 
     def why(self, error: Exception) -> str:
         """Why the connection has ended, without the words of the message that noticed it."""
-        failure = self.pair.group.failure
+        failure = self.pair.failure
         return failure.reason if failure is not None else str(error)
 
     def culprit(self, backend: Backend, worker: int) -> int:
         """Whose fault that is, as a rank of the backend: the worker's, or of whom it says so."""
-        failure = self.pair.group.failure
-        named = None if failure is None else backend.group.to_local.get(failure.culprit)
+        failure = self.pair.failure
+        named = None if failure is None else local_rank(backend, failure.culprit)
         return worker if named is None or named == backend.rank else named
 
     def _expect(self, into: Tensor, tag: int) -> None:
         try:
-            operation, _ = self.pair.start_recv(into, self._peer, tag=tag, timeout=math.inf)
+            pending = self.pair.irecv(into, self._peer, tag=tag, timeout=math.inf, background=False)
         except DistributedError as error:
             self.error = error
         else:
-            self._receives[operation] = into
+            self._receives[pending] = into
 
-    def _send(self, message: Tensor, tag: int) -> Operation | None:
+    def _send(self, message: Tensor, tag: int) -> PendingCollective[None] | None:
         try:
-            operation = self.pair.start_send(message, self._peer, tag=tag, timeout=math.inf)
+            pending = self.pair.isend(
+                message, self._peer, tag=tag, timeout=math.inf, background=False
+            )
         except DistributedError as error:
             self.error = error
             return None
-        self._sends.add(operation)
-        return operation
+        self._sends.add(pending)
+        return pending
 
 
 # ------------------------------------------------------------------------------

@@ -218,3 +218,8 @@ def pair_of(backend: Backend, peer: int) -> SubBackend:
     A group for each pair of server and worker, so that a lost rank breaks its own pairs only.
     """
     return backend.subgroup((backend.rank, peer))
+
+
+def local_rank(backend: Backend, rank: int) -> int | None:
+    """The backend's number for a rank of the job; None if it is no member."""
+    return backend.ranks.index(rank) if rank in backend.ranks else None

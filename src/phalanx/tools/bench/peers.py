@@ -64,7 +64,7 @@ class Phalanx(Peer):
         super().__init__(context)
         self.backend = backend
         self.memories = frozenset({"ordinary", "fresh", "into"})
-        if any(context.control.gather(self.backend.group.shared is not None)):
+        if any(context.control.gather(self.backend.registers_memory)):
             self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
 
     @property
