@@ -100,11 +100,8 @@ def wait_any(pending: Sequence[PendingCollective[Any]], *, timeout: float | None
     """
     if not pending:
         raise ValueError("wait_any of nothing would wait for ever")
-    group = pending[0].group
-    if any(each.group.engine is not group.engine for each in pending):
-        raise ValueError("wait_any takes what one rank waits for: these are of several ranks")
-    until = AnyOf(group, pending, math.inf if timeout is None else check_timeout(timeout))
-    until.wait()
+    seconds = math.inf if timeout is None else check_timeout(timeout)
+    AnyOf(pending[0].group, pending, seconds).wait()
     return next(place for place, each in enumerate(pending) if each.over)
 
 

@@ -342,20 +342,7 @@ def all_to_all_uneven(
     """
     check_tensor(tensor, backend, UNEVEN)
     rank, size = backend.rank, backend.world_size
-    sends = _checked(send_sizes, "send_sizes", backend)
-    recvs = _checked(recv_sizes, "recv_sizes", backend)
-    rows = tensor.shape[0] if tensor.dim() else None
-    if sum(sends) != rows:
-        raise _refusal(
-            f"send_sizes={sends} are {sum(sends)} rows, and a tensor of shape "
-            f"{list(tensor.shape)} has {rows or 'none'}",
-            backend,
-        )
-    if sends[rank] != recvs[rank]:
-        raise _refusal(
-            f"send_sizes has {sends[rank]} rows for this rank itself, and recv_sizes {recvs[rank]}",
-            backend,
-        )
+    sends, recvs = _checked_rows(tensor, send_sizes, recv_sizes, backend)
     row = tuple(tensor.shape[1:])
     shape = (sum(recvs), *row)
     algorithm = checked_algorithm("all_to_all", algorithm, backend)
@@ -363,12 +350,9 @@ def all_to_all_uneven(
         algorithm = "direct"
     work, result = out_for(shape, tensor.dtype, backend, into, UNEVEN, device=tensor.device)
     source = given(tensor, work)
-    outgoing_ranges, incoming_ranges = ranges_of(sends), ranges_of(recvs)
-    copy_bits(work[slice(*incoming_ranges[rank])], source[slice(*outgoing_ranges[rank])])
-
-    binder = Binder(
-        rank, Exchanged(rank, outgoing_ranges, incoming_ranges), prod(row) * tensor.itemsize
-    )
+    outgoing, incoming = ranges_of(sends), ranges_of(recvs)
+    copy_bits(work[slice(*incoming[rank])], source[slice(*outgoing[rank])])
+    binder = Binder(rank, Exchanged(rank, outgoing, incoming), prod(row) * tensor.itemsize)
     moves = binder.bind(COLLECTIVES["all_to_all"][algorithm].schedule(rank, size))
     # From the left in each pair: what goes there, and what is expected from there.
     mine = torch.tensor([sends, recvs], dtype=torch.int64).t().contiguous()
@@ -394,6 +378,27 @@ def all_to_all_uneven(
 
 
 async_all_to_all_uneven = asynchronous(all_to_all_uneven)
+
+
+def _checked_rows(
+    tensor: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], backend: Backend
+) -> tuple[list[int], list[int]]:
+    """What this rank sends to each rank, and gets from it, in rows."""
+    sends = _checked(send_sizes, "send_sizes", backend)
+    recvs = _checked(recv_sizes, "recv_sizes", backend)
+    rows, own = tensor.shape[0] if tensor.dim() else None, backend.rank
+    if sum(sends) != rows:
+        raise _refusal(
+            f"send_sizes={sends} are {sum(sends)} rows, and a tensor of shape "
+            f"{list(tensor.shape)} has {rows or 'none'}",
+            backend,
+        )
+    if sends[own] != recvs[own]:
+        raise _refusal(
+            f"send_sizes has {sends[own]} rows for this rank itself, and recv_sizes {recvs[own]}",
+            backend,
+        )
+    return sends, recvs
 
 
 def _exchange_of_sizes(rank: int, size: int) -> Round:

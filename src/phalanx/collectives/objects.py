@@ -58,7 +58,6 @@ def _exchange(
     """Gather or broadcast objects, as the collective of that name does with tensors.
 
     mine      the bytes of what this rank gives
-
     result    makes what the caller gets of the objects, one for each rank that has one
     """
     rank, size = backend.rank, backend.world_size
@@ -89,10 +88,11 @@ def _exchange(
         yield from rounds(CONTENT, announced)
 
     def objects() -> T:
+        parts = (buffers[CONTENT][slice(*place)] for place in places)
         return result(
             [
-                _decoded(buffers[CONTENT][slice(*place)], name, owner, backend)
-                for owner, place in zip(owners, places, strict=True)
+                _decoded(part, name, owner, backend)
+                for part, owner in zip(parts, owners, strict=True)
             ]
         )
 

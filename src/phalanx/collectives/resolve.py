@@ -29,7 +29,7 @@ from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.collectives.tuning import remembered
 from phalanx.core.backend import Backend
 from phalanx.core.posted import Combine
-from phalanx.core.steps import NativeCall, Program, Step
+from phalanx.core.steps import Native, NativeCall, Program, Step
 from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.transport.shm.control import ControlBlock
@@ -40,59 +40,57 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class TensorRequest(TensorArguments[T], Request[T]):
-    """One collective of one rank."""
+    """One collective of one rank. `signature` and `fingerprint` say what it is, for agreement."""
+
+    signature: str = ""
+    fingerprint: int = 0
 
     @override
     def run(self) -> T:
-        plan, program = self._resolved()
+        program = self._bound()
         self.backend.run(
             self.name or self.collective,
             program.steps,
             program.buffers,
             combine=program.combine,
-            signature=self._signature(plan),
-            fingerprint=self._fingerprint(plan),
+            signature=self.signature,
+            fingerprint=self.fingerprint,
             timeout=self.timeout,
         )
         return cast("T", program.result())
 
     @override
     def issue(self, *, background: bool = True) -> Work[T]:
-        plan, program = self._resolved()
+        program = self._bound()
         return self.backend.issue(
             self.name or self.collective,
             program.steps,
             program.buffers,
             combine=program.combine,
             result=program.result,
-            signature=self._signature(plan),
-            fingerprint=self._fingerprint(plan),
+            signature=self.signature,
+            fingerprint=self.fingerprint,
             timeout=self.timeout,
             background=background,
         )
 
-    def _signature(self, plan: Plan) -> str:
-        return f"{plan.signature}, {self.label}" if self.label else plan.signature
-
-    def _fingerprint(self, plan: Plan) -> int:
-        if not self.label:
-            return plan.fingerprint
-        return plan.fingerprint ^ xxh3_64_intdigest(self.label.encode())
-
-    def _resolved(self) -> tuple[Plan, BoundProgram]:
-        """The plan, and the steps of this call."""
-        resolved = resolve(self)
-        plan = resolved.plan
-        if self.algorithm == "auto" and not self.reproducible:
-            native = self._native_step(plan)
+    def _bound(self) -> BoundProgram:
+        """The steps of this call; `signature` and `fingerprint` are known from now on."""
+        plan, shm = resolve(self)
+        self.signature, self.fingerprint = plan.signature, plan.fingerprint
+        if self.label:
+            self.signature = f"{plan.signature}, {self.label}"
+            self.fingerprint ^= xxh3_64_intdigest(self.label.encode())
+        if self.backend.native is not None and self.algorithm == "auto" and not self.reproducible:
+            native = self._native_step(self.backend.native, plan)
             if native is not None:
-                return plan, BoundProgram((native,), self.result)
+                return BoundProgram((native,), self.result)
         first = self.source if self.source is not None else self.out
         if first is not None and not first.is_cpu:
             raise self._device_error(plan, first)
-        if resolved.shm is not None:
-            return plan, BoundProgram(resolved.shm.steps(self), self.result)
-        return plan, by_messages(self, plan)
+        if shm is not None:
+            return BoundProgram(shm.steps(self), self.result)
+        return by_messages(self, plan)
 
     def _device_error(self, plan: Plan, tensor: Tensor) -> UnsupportedOperationError:
         backend = self.backend
@@ -106,10 +104,9 @@ class TensorRequest(TensorArguments[T], Request[T]):
             op=self.collective,
         )
 
-    def _native_step(self, plan: Plan) -> Step | None:
+    def _native_step(self, native: Native, plan: Plan) -> Step | None:
         """The step that does it by the backend's library, if that has it."""
-        native = self.backend.native
-        if native is None or not plan.program:
+        if not plan.program:
             return None
         self.settle()
         op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
@@ -165,7 +162,7 @@ def _resolve(request: TensorRequest[Any]) -> Resolved:
     hosts = backend.topology if COLLECTIVES[collective][name].placed else None
     key = Key(collective, name, request.shape, dtype, request.op, request.root, hosts, tuning)
     plan = make_plan(key, backend.rank, backend.world_size)
-    shared = backend.group.shared
+    shared = backend.shared
     if backend.shares_memory and plan.program and name == SHM_DIRECT[collective]:
         assert isinstance(shared, ControlBlock)
         return Resolved(plan, ShmDirect(plan, shared))
@@ -195,8 +192,9 @@ def checked_algorithm(
 def by_messages(request: TensorRequest[Any], plan: Plan) -> BoundProgram:
     """By the rounds of the plan."""
     backend = request.backend
-    request.settle()
-    work, source, own = memory_of(request, plan)
+    if request.own:
+        request.settle()
+    work, source, own = ROUND_MEMORY[request.collective](request, plan)
     buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
     if source is not None:
         buffers += (tensor_bytes(source),)
@@ -239,11 +237,6 @@ class RoundMemory(NamedTuple):
     work: Tensor
     source: Tensor | None = None
     own: Tensor | None = None
-
-
-def memory_of(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """The memory on which this rank's rounds work, with what it gives in its place."""
-    return _WORK[request.collective](request, plan)
 
 
 def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
@@ -325,7 +318,7 @@ def _copy(tensor: Tensor, backend: Backend) -> Tensor:
     return copy
 
 
-_WORK: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = MappingProxyType(
+ROUND_MEMORY: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = MappingProxyType(
     {
         "all_reduce": _in_result,
         "broadcast": _in_result,
@@ -337,6 +330,7 @@ _WORK: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = Mapping
         "all_to_all": _exchanged,
     }
 )
+"""For each collective, the memory on which a rank's rounds work; what it gives is in its place."""
 
 
 def start(

@@ -36,6 +36,7 @@ from phalanx.core.steps import (
     ReceiveBytes,
     Round,
     SendBytes,
+    SharedGroup,
     Step,
     ring_barrier,
 )
@@ -144,8 +145,13 @@ class Backend:
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks share memory, in which collectives are done."""
-        shared = self.group.shared
+        shared = self.shared
         return shared is not None and shared.size == self.world_size
+
+    @property
+    def shared(self) -> SharedGroup | None:
+        """The memory that ranks of this host have for collectives, if there is any."""
+        return self.group.shared
 
     @property
     def registers_memory(self) -> bool:

@@ -72,7 +72,7 @@ class Engine(Poster):
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
         self.matching = Matching(self._came_too_late)
         self.history = History(rank)
-        self.trace = Trace.wanted(rank, world_size)
+        self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
         self.native: Callable[[GroupBase], Native | None] = _no_library
@@ -140,14 +140,14 @@ class Engine(Poster):
 
     def look(self) -> None:
         """See which of the steps that have to be polled are complete. Lock held."""
-        if self.polled:
-            for work, step in list(self.polled.items()):
-                if self._is_complete(work, step) and self.polled.pop(work, None) is not None:
-                    self.ready.append(work)
+        for work, step in list(self.polled.items()):
+            if self._is_complete(work, step) and self.polled.pop(work, None) is not None:
+                self.ready.append(work)
 
     def run_ready(self) -> None:
         """Go on with the works whose steps are complete. Lock held."""
-        self.look()
+        if self.polled:
+            self.look()
         if self._advancing:
             return
         self._advancing = True

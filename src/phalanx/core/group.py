@@ -98,7 +98,8 @@ class Group(GroupBase):
 
     def issue(self, work: WorkBase) -> None:
         """Begin a work, or put it behind the collectives that were issued before."""
-        self.check_usable(work.call)
+        if self.failure is not None or self.closed or self.engine.closed:
+            self.check_usable(work.call)
         if not work.is_collective:
             self._messages.add(work)
             work.advance()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 from typing_extensions import override
@@ -50,11 +49,7 @@ class Wait(ABC):
     deadline: float
     error: Exception | None
     over: bool
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether every member of the group takes part, in the group's order."""
-        return False
+    is_collective: bool  # whether every member of the group takes part, in the group's order
 
     @abstractmethod
     def attend(self) -> float:
@@ -106,6 +101,7 @@ class WorkBase(Wait):
         "deadline",
         "error",
         "group",
+        "is_collective",
         "over",
         "received",
         "sender",
@@ -126,6 +122,7 @@ class WorkBase(Wait):
         self.group = group
         self.call = call
         self.channel = channel
+        self.is_collective = channel.kind is Kind.COLLECTIVE
         self.buffers = buffers
         self.combine = combine
         self.timeout = call.timeout
@@ -147,11 +144,6 @@ class WorkBase(Wait):
     def sequence(self) -> int:  # type: ignore[override]
         """For errors."""
         return self.call.sequence
-
-    @property
-    @override
-    def is_collective(self) -> bool:
-        return self.channel.kind is Kind.COLLECTIVE
 
     @abstractmethod
     def advance(self) -> None:
@@ -229,7 +221,9 @@ class GroupBase(Members, ABC):
 
 
 class Poster(ABC):
-    """Who carries out rounds."""
+    """Who carries out rounds. `now` is the clock, in seconds."""
+
+    now: Callable[[], float]
 
     @abstractmethod
     def post(self, posted: PostedRound) -> None:
@@ -247,6 +241,7 @@ class Poster(ABC):
 class PostedReceive:
     """A receive that waits for its message.
 
+    work    whose receive it is
     peer    a global rank; of a receive from `ANY`, the one whose message it has met
     order   receives of one channel take messages in this order
     """
@@ -262,12 +257,14 @@ class PostedReceive:
         "start",
         "stop",
         "view",
+        "work",
     )
 
     def __init__(
         self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int, combine: bool
     ) -> None:
         self.round = posted
+        self.work = work = posted.work
         self.peer = peer
         self.from_any = peer == ANY
         self.order = 0
@@ -275,13 +272,8 @@ class PostedReceive:
         self.start = start
         self.stop = stop
         self.combine = combine
-        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
+        self.view = work.buffers[buffer][start:stop] if stop > start else NOTHING
         self.done = False
-
-    @property
-    def work(self) -> WorkBase:
-        """Whose receive it is."""
-        return self.round.work
 
     def complete(self) -> None:
         """The message is where it belongs."""
@@ -294,20 +286,16 @@ class PostedReceive:
 
 
 class PostedSend:
-    """A message on its way out. `peer` is a global rank."""
+    """A message of `work` on its way out. `peer` is a global rank."""
 
-    __slots__ = ("done", "peer", "round", "view")
+    __slots__ = ("done", "peer", "round", "view", "work")
 
     def __init__(self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int) -> None:
         self.round = posted
+        self.work = work = posted.work
         self.peer = peer
-        self.view = posted.work.buffers[buffer][start:stop] if stop > start else NOTHING
+        self.view = work.buffers[buffer][start:stop] if stop > start else NOTHING
         self.done = False
-
-    @property
-    def work(self) -> WorkBase:
-        """Whose message it is."""
-        return self.round.work
 
     def complete(self) -> None:
         """The memory may be used again."""
@@ -364,7 +352,7 @@ class PostedRound(Step):
     def trace(self) -> None:
         """It is posted while operations are traced: count what it moves."""
         work = self.work
-        self._posted_at = monotonic()
+        self._posted_at = self._poster.now()
         work.sent += sum(len(send.view) for send in self.sends)
         work.received += sum(receive.stop - receive.start for receive in self.receives)
 
@@ -372,7 +360,7 @@ class PostedRound(Step):
         """A message of this round begins to come (called while operations are traced)."""
         if not self._heard:
             self._heard = True
-            self.work.waited += monotonic() - self._posted_at
+            self.work.waited += self._poster.now() - self._posted_at
 
     @override
     def needs(self, rank: int) -> bool:

@@ -8,10 +8,10 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, time
+from time import time
 from typing import Any
 
 from phalanx.core.call import Call
@@ -64,10 +64,10 @@ VARIABLE = "PHALANX_TRACE"
 class Trace:
     """One backend's file. Times are microseconds of this host's clock, since 1970."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, now: Callable[[], float]) -> None:
         self._rank = rank
         self._groups: dict[int, int] = {}
-        self._since = time() - monotonic()
+        self._since = time() - now()
         self._file = _create(folder, rank)
         self._size = 0  # bytes, all of whole lines
         weakref.finalize(self, _close, self._file)
@@ -84,13 +84,13 @@ class Trace:
         )
 
     @classmethod
-    def wanted(cls, rank: int, world_size: int) -> Trace | None:
+    def wanted(cls, rank: int, world_size: int, now: Callable[[], float]) -> Trace | None:
         """A trace, if the environment asks for one. Raises `BackendUnavailableError`."""
         folder = os.environ.get(VARIABLE, "")
         if not folder:
             return None
         try:
-            return cls(Path(folder), rank, world_size)
+            return cls(Path(folder), rank, world_size, now)
         except OSError as error:
             raise BackendUnavailableError(
                 f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank

@@ -182,15 +182,20 @@ class AnyOf(Wait):
     send to rank 3        - - - - - - - - -
 
     timeout   seconds; when they have passed, the wait ends with an error, and the works go on
+
+    Raises ValueError for works of several ranks.
     """
 
     group: Group
     name = "wait_any"
     sequence = -1
+    is_collective = False
 
     def __init__(self, group: Group, works: Iterable[Work[Any]], timeout: float = math.inf) -> None:
         self.group = group
         self.works = tuple(works)
+        if any(each.group.engine is not group.engine for each in self.works):
+            raise ValueError("wait_any takes what one rank waits for: these are of several ranks")
         self.timeout = timeout
         self.deadline = group.engine.now() + timeout
         self.error = None

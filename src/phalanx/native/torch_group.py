@@ -111,7 +111,7 @@ class GlooBackend(_NamedBackend):
 
     rank, world_size  which one this is, of how many
     master_addr       `"host:port"` where rank 0 holds the store through which they meet
-    timeout           seconds that a call waits at most, the epoch of the ranks included
+    timeout           seconds that a call waits at most, the rendezvous of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are not met
     listener          for rank 0: a socket that listens at `master_addr` already
 

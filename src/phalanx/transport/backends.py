@@ -18,7 +18,7 @@ from phalanx.transport.tcp.admission import check_token, find_token, listen_as_m
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
 from phalanx.transport.tcp.transport import TcpTransport
-from phalanx.wire.control import Address, parse_address
+from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
 FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
@@ -73,22 +73,7 @@ class MeshBackend(Backend):
         mesh.host = host
         try:
             if world_size > 1:
-                sharing = self.sharing.relaxed() if fall_back else self.sharing
-                domain, why_not = sharing.offer(rank, world_size)
-                mesh.domain = domain
-                attach = partial(sharing.attach, domain, why_not, rank) if sharing.shares else None
-                if rank == 0:
-                    mesh.open_acceptor(listener or listen_as_master(endpoint))
-                with engine.lock:
-                    rendezvous = Rendezvous(mesh, endpoint, attach)
-                    addresses = rendezvous.run(self.timeout, transport.drive)
-                    transport.heartbeat.begin(_processes_on_host(rank, addresses))
-                hosts = [address.host_id for address in addresses]
-                self.topology = tuple(hosts.index(host) for host in hosts)
-                if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
-                    with engine.lock:
-                        transport.share(domain)
-                        self.group.shared = transport.shared(self.group)
+                self._meet(endpoint, listener, fall_back=fall_back)
         except BaseException:
             with engine.lock:
                 transport.shut()
@@ -102,6 +87,26 @@ class MeshBackend(Backend):
         # last is not lost with it.
         self._at_exit = CloseAtExit(self)
         os.register_at_fork(after_in_child=_CloseInChild(self))
+
+    def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
+        """Connect to all other ranks, and attach the memory of those of this host."""
+        rank, transport, mesh = self.rank, self._transport, self._transport.mesh
+        sharing = self.sharing.relaxed() if fall_back else self.sharing
+        domain, why_not = sharing.offer(rank, self.world_size)
+        mesh.domain = domain
+        attach = partial(sharing.attach, domain, why_not, rank) if sharing.shares else None
+        if rank == 0:
+            mesh.open_acceptor(listener or listen_as_master(endpoint))
+        with self.engine.lock:
+            rendezvous = Rendezvous(mesh, endpoint, attach)
+            addresses = rendezvous.run(self.timeout, transport.drive)
+            transport.heartbeat.begin(_processes_on_host(rank, addresses))
+        hosts = [address.host_id for address in addresses]
+        self.topology = tuple(hosts.index(host) for host in hosts)
+        if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
+            with self.engine.lock:
+                transport.share(domain)
+                self.group.shared = transport.shared(self.group)
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
@@ -167,7 +172,7 @@ class TcpBackend(MeshBackend):
     token             the job's secret, the same on every rank, of 16 bytes at least; by default
                       that of PHALANX_TOKEN, or of the file PHALANX_TOKEN_FILE, which only its owner
                       may read. Without one (or with ""), only ranks on this host are let in
-    timeout           seconds that a call waits at most, the epoch of the ranks included
+    timeout           seconds that a call waits at most, the rendezvous of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are turned away
     listener          for rank 0: a socket that listens at `master_addr` already
     heartbeat         seconds within which a call that waits knows of a peer that is stopped or

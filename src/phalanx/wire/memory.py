@@ -29,7 +29,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     By way of ctypes, since NumPy knows no bfloat16 and need not be installed.
     """
-    check_on_cpu(tensor)
+    if not tensor.is_cpu:
+        check_on_cpu(tensor)
     count = tensor.nbytes
     if count == 0:
         return memoryview(bytearray())

@@ -7,7 +7,7 @@ Start with `steps.py` (what a round is, and the rules that executors keep), then
     direct            linear.py            all pairs at once, in rank order   reproducible sums
     star              linear.py            one hub, one round                 few bytes, few ranks
     pairwise          linear.py            a message of its own a pair        all to all
-    tree              tree.py              binomial, ceil(log2 p) rounds      small tensors, many ranks
+    tree              tree.py              binomial, ceil(log2 p) rounds      few bytes, many ranks
     halving_doubling  halving_doubling.py  log2 p rounds, the ring's bytes    everything between
     two_level         two_level.py         inside hosts, then between them    several ranks a host
 

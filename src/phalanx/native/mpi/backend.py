@@ -16,7 +16,7 @@ class MpiBackend(LibraryBackend):
 
     comm      an intra-communicator of mpi4py: each of its ranks makes a backend. None: all ranks
               that `mpirun` has started; a process that it has not is a world of one
-    timeout   seconds that a call waits at most, the epoch of the ranks included
+    timeout   seconds that a call waits at most, the rendezvous of the ranks included
 
     It works on a duplicate of `comm`, so that nothing mixes with what else is sent there, which is
     kept until MPI ends, after `close()` too: what comes late to one that was freed could be taken

@@ -136,6 +136,11 @@ class Connection:
         """Whether nothing is read from the peer, since there is no room for what it sends."""
         return self._decoder.paused
 
+    @property
+    def held_back(self) -> bool:
+        """Whether the peer waits for room, on the connection or in its ring buffer."""
+        return self._owed > 0 or self._decoder.paused
+
     def on_ready(self, readable: bool, writable: bool) -> None:
         """The socket can be read from, or written to."""
         if writable:
@@ -361,6 +366,7 @@ class SendQueue:
         self._outbox: deque[Outgoing] = deque()
         self._control: deque[bytes] = deque()
         self._pieces: list[memoryview] = []  # what is left of the frame that is being written
+        self._waiting = False  # whether the socket took no more
 
     def send(self, send: PostedSend) -> None:
         """Put a message in the queue, and write what can be written."""
@@ -451,15 +457,17 @@ class SendQueue:
                 written = self._sock.sendmsg(self._pieces)
                 self._written(written)
         except BlockingIOError:
+            self._waiting = True
             self._wants_room(True)
+            return
         except OSError as error:
             # What the peer has sent before is still to be read; that ends the link.
             log.debug("writing to rank %d failed: %s", self._peer, error)
             self._outbox.clear()
             self._control.clear()
             self._pieces = []
-            self._wants_room(False)
-        else:
+        if self._waiting:
+            self._waiting = False
             self._wants_room(False)
 
     def _next_frame(self) -> bool:

@@ -103,7 +103,7 @@ class TcpTransport(Transport):
     @override
     def room(self, peer: int) -> None:
         connection = self.mesh.connections.get(peer)
-        if connection is not None:
+        if connection is not None and connection.held_back:
             connection.resume()
 
     @override
