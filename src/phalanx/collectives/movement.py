@@ -346,8 +346,7 @@ def all_to_all_uneven(
     row = tuple(tensor.shape[1:])
     shape = (sum(recvs), *row)
     algorithm = checked_algorithm("all_to_all", algorithm, backend)
-    if algorithm == "auto":  # not by size: ranks do not know how much the others move
-        algorithm = "direct"
+    algorithm = "direct" if algorithm == "auto" else algorithm  # others' sizes are not known
     work, result = out_for(shape, tensor.dtype, backend, into, UNEVEN, device=tensor.device)
     source = given(tensor, work)
     outgoing, incoming = ranges_of(sends), ranges_of(recvs)
@@ -361,18 +360,13 @@ def all_to_all_uneven(
     def program() -> Iterator[Round]:
         if size > 1:
             yield _exchange_of_sizes(rank, size)
-        told = theirs.tolist()
-        for peer in range(size):
-            if peer != rank and told[peer] != [recvs[peer], sends[peer]]:
-                raise _mismatch(backend, peer, sends[peer], recvs[peer], *told[peer])
+        _check_sizes(sends, recvs, theirs.tolist(), backend)
         for step in moves:
             assert isinstance(step, Round)  # there is nothing to fold
             yield step
 
     dtype = str(tensor.dtype).removeprefix("torch.")
-    signature = f"{dtype} rows of shape {list(row)}, {algorithm}"
-    if label:
-        signature = f"{signature}, {label}"
+    signature = f"{dtype} rows of shape {list(row)}, {algorithm}" + (f", {label}" if label else "")
     buffers = (tensor_bytes(work), tensor_bytes(source), tensor_bytes(mine), tensor_bytes(theirs))
     return ProgramRequest(backend, UNEVEN, program(), buffers, result, signature, timeout)
 
@@ -399,6 +393,15 @@ def _checked_rows(
             backend,
         )
     return sends, recvs
+
+
+def _check_sizes(
+    sends: list[int], recvs: list[int], told: list[list[int]], backend: Backend
+) -> None:
+    """Raise unless every other rank sends what this one expects, and expects what it sends."""
+    for peer in range(backend.world_size):
+        if peer != backend.rank and told[peer] != [recvs[peer], sends[peer]]:
+            raise _mismatch(backend, peer, sends[peer], recvs[peer], *told[peer])
 
 
 def _exchange_of_sizes(rank: int, size: int) -> Round:

@@ -96,18 +96,11 @@ def _exchange(
             ]
         )
 
-    told = [f"root {root}" if gather in ROOTED else "", label]
-    if tuning := tuning_of(backend):
-        told.append(f"tuning {tuning}")
-    return ProgramRequest(
-        backend,
-        name,
-        program(),
-        cast("tuple[memoryview, ...]", buffers),  # a list, since the program adds one
-        objects,
-        ", ".join(filter(None, told)),
-        timeout,
-    )
+    tuning = tuning_of(backend)
+    told = [f"root {root}" if gather in ROOTED else "", label, tuning and f"tuning {tuning}"]
+    signature = ", ".join(filter(None, told))
+    memory = cast("tuple[memoryview, ...]", buffers)  # a list, since the program adds one
+    return ProgramRequest(backend, name, program(), memory, objects, signature, timeout)
 
 
 def _room(announced: list[int], owners: list[int], name: str, backend: Backend) -> torch.Tensor:
