@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import phalanx
-from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, TopK
-from phalanx.compression import Compressor, Half
+from phalanx import DDP, Backend, init, simulate
+from phalanx.compression import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, TopK
 
 COMPRESSORS: dict[str, Compressor | None] = {
     "dense": None,
@@ -53,8 +52,8 @@ def compare(backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    world = phalanx.init()
+    world = init()
     if world.world_size == 1:
-        phalanx.simulate(compare, 2)
+        simulate(compare, 2)
     else:
         compare(world)
