@@ -1,9 +1,10 @@
-"""The layers of docs/design.md: imports point down, and nothing is global."""
+"""The layers of docs/design.md: imports point down, without circles, and nothing is global."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,86 +12,110 @@ import pytest
 import phalanx
 
 PACKAGE = Path(phalanx.__file__).parent
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-LAYERS = [
-    {"errors", "wire"},
-    {"core"},
-    {"transport"},
-    {"native"},
-    {"backends"},
-    {"collectives"},
-    {"compression"},
-    {"parallel"},
-    {"aggregation", "fsdp", "tensor"},
-    {"pipeline"},
-    {"checkpoint", "training"},
-    {"launch", "tools"},
-    {"cli"},
-    {"__init__"},
+LAYERS = [  # from the lowest to the highest; the parts of one layer never import each other
+    ["errors"],
+    ["wire"],
+    ["core"],
+    ["transport"],
+    ["native"],
+    ["backends"],
+    ["collectives", "compression"],
+    ["parallel"],
+    ["parallel.ddp", "parallel.local_sgd", "fsdp", "tensor", "aggregation"],
+    ["parallel.__init__", "pipeline"],
+    ["checkpoint", "training"],
+    ["launch"],
+    ["tools"],
+    ["cli", "__init__"],
 ]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FILES = sorted(PACKAGE.rglob("*.py"))
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
 
 
-def part_of(path: Path) -> str:
-    """The folder or file right under the package."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    """Such as `phalanx.core.engine` or `phalanx.core.__init__`."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
-def imported_parts(path: Path) -> Iterator[str]:
-    """The parts of Phalanx that a file imports, anywhere in it, for types too."""
-    folders = [*path.relative_to(PACKAGE.parent).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
+MODULES = {module_of(path) for path in TREES}
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it, for types too."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = folders[: len(folders) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "phalanx":
-                yield parts[1] if parts[1] in LEVEL else "__init__"
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                is_module = {whole, f"{whole}.__init__"} & MODULES
+                names.add(whole if is_module else str(node.module))
+    return {found for name in names for found in (name, f"{name}.__init__") if found in MODULES}
 
 
-def test_every_part_of_the_package_has_a_layer() -> None:
-    assert {part_of(path) for path in FILES} <= LEVEL.keys()
+IMPORTS = {module_of(path): imports_of(tree) for path, tree in TREES.items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    here = part_of(path)
-    allowed_up = {"__init__"} if here == "cli" else set()  # for the version
-    upward = {
-        part
-        for part in imported_parts(path)
-        if LEVEL[part] > LEVEL[here] and part not in allowed_up
-    }
-    assert not upward, f"{here} is below {sorted(upward)}"
+def part_of(module: str) -> str:
+    """The part of the package that a module is in: the longest one that `LAYERS` names."""
+    name = module.removeprefix("phalanx.")
+    if name in WITH_DDP:
+        return "parallel.ddp"
+    fitting = [part for part in LEVEL if f"{name}.".startswith(f"{part}.")]
+    assert fitting, f"{module} has no layer"
+    return max(fitting, key=len)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_there_is_no_module_level_mutable_state(path: Path) -> None:
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, others in IMPORTS.items()
+        for imported in others
+        if part_of(imported) != part_of(module)
+        and LEVEL[part_of(imported)] >= LEVEL[part_of(module)]
+    ]
+    assert not wrong
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_no_two_classes_have_one_name() -> None:
+    modules = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name].append(module_of(path))
+    assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+
+
+def test_there_is_no_module_level_mutable_state() -> None:
     """Many ranks live in one process: a table may be global, something that changes may not."""
-    tree = ast.parse(path.read_text())
-    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    for node in tree.body:
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-        names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
-        if isinstance(value, (ast.List, ast.Set)):
-            assert names == ["__all__"], f"line {node.lineno}: make it a tuple or a frozenset"
-        if isinstance(value, ast.Dict):
-            assert value.keys, f"line {node.lineno}: an empty table is one that gets filled"
+    for path, tree in TREES.items():
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        for node in tree.body:
+            value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+            names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+            where = f"{path}:{node.lineno}"
+            if isinstance(value, (ast.List, ast.Set)):
+                assert names == ["__all__"], f"{where}: make it a tuple or a frozenset"
+            if isinstance(value, ast.Dict):
+                assert value.keys, f"{where}: an empty table is one that gets filled"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_pickle_outside_of_spawn(path: Path) -> None:
-    names = {
-        alias.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import)
-        for alias in node.names
+def test_no_pickle_outside_of_spawn() -> None:
+    importing = {
+        path.name
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and "pickle" in [alias.name for alias in node.names]
     }
-    started_by_spawn = {"spawn.py", "worker.py", "report.py"}
-    assert "pickle" not in names or path.name in started_by_spawn
+    assert importing <= {"spawn.py", "worker.py", "report.py"}

@@ -33,7 +33,7 @@ from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, GradientRe
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap, refuse
 from phalanx.fsdp.write_epoch import WriteEpoch
-from phalanx.parallel.reducer import inside_backward, keeps_graph
+from phalanx.parallel.wrapper import inside_backward, keeps_graph
 
 
 class _UnderWay(NamedTuple):

@@ -39,9 +39,9 @@ from phalanx.parallel.guards import (
     check_same_model,
     explain,
 )
-from phalanx.parallel.reducer import Reducer, inside_backward
+from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, inside_backward
 
 
 class DDP(Wrapper):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.core.backend import Backend
@@ -188,3 +189,18 @@ class Slice(NamedTuple):
     def numel(self) -> int:
         """How many elements this rank holds."""
         return self.stop - self.start
+
+
+# ------------------------------------------------------------------------------
+# What torch says about the backward pass that runs.
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def keeps_graph() -> bool:
+    """Whether it was asked to keep the graph, so that another one may follow. If unknown: yes."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(ask()) if ask is not None else True
