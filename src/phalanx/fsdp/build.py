@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.collectives.request import in_place
-from phalanx.collectives.resolve import start
+from phalanx.collectives import broadcast_
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
 from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, ShardingPlan, StoragePool, trim_heap
@@ -79,7 +78,7 @@ def _adopt_values(flat: FlatParameter, backend: Backend) -> None:
     full = flat.joined()
     if backend.world_size > 1:
         label = f"FSDP takes rank 0's values of {', '.join(flat.names)}"
-        start(in_place("broadcast", full, root=0), backend, label=label).wait()
+        broadcast_(full, backend, label=label)
     flat.adopt(full)
 
 

@@ -24,9 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import PendingCollective
-from phalanx.collectives.request import Task
-from phalanx.collectives.resolve import start
+from phalanx.collectives import PendingCollective, async_all_gather
 from phalanx.core.backend import Backend
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
@@ -70,26 +68,16 @@ class ShardGroups(NamedTuple):
         return cls(backend, shards, replicas, count, index)
 
 
-_MOVED = ("all_gather", "reduce_scatter")
-
-
-def begin(task: Task[Tensor], backend: Backend, label: str) -> PendingCollective[Tensor]:
-    """Start a collective of FSDP; it goes on while this rank computes, if that helps.
+def fewest_bytes(shards: Backend) -> str:
+    """The algorithm for all-gathers and reduce-scatters of a shard group.
 
     By messages every rank sends each part once to each other one, which is the least there is, in
     bytes and in memory; not so where several ranks are on each of several hosts, or a library has
     collectives of its own, which know better.
     """
-    hosts = len(set(backend.topology))
-    plain = backend.native is None and hosts in (1, backend.world_size)
-    least = plain and not backend.shares_memory and task.collective in _MOVED
-    return start(
-        task,
-        backend,
-        algorithm="direct" if least else "auto",
-        background=backend.spares_a_processor,
-        label=label,
-    )
+    if shards.native is not None or shards.shares_memory:
+        return "auto"
+    return "direct" if len(set(shards.topology)) in (1, shards.world_size) else "auto"
 
 
 class ShardingPlan(NamedTuple):
@@ -369,10 +357,9 @@ class FlatParameter:
 
     def _all_gather(self, full: Tensor, label: str) -> PendingCollective[Tensor]:
         assert self._group is not None
-        task: Task[Tensor] = Task(
-            "all_gather", tuple(full.shape), full.dtype, self._own(full), full, lambda: full
-        )
-        return begin(task, self._group, label)
+        algorithm = fewest_bytes(self._group)
+        own = self._own(full)
+        return async_all_gather(own, self._group, algorithm=algorithm, into=full, label=label)
 
     # Summoned parameters --------------------------------------------------------------------
 

@@ -26,9 +26,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from phalanx.collectives import ReduceOp
-from phalanx.collectives.request import Task, in_place, memory_for
-from phalanx.collectives.resolve import start
+from phalanx.collectives import (
+    ReduceOp,
+    all_reduce_,
+    async_all_reduce_,
+    async_reduce_scatter,
+    reduce_scatter,
+)
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     AllReduceMean,
@@ -41,7 +45,7 @@ from phalanx.compression.compressor import (
 from phalanx.compression.state import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, begin
+from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, fewest_bytes
 from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.averaging import RequestExecutor, bytes_of
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
@@ -136,16 +140,12 @@ class FlatGradient:
     def _allocate(self) -> Tensor:
         flat, groups = self.flat, self._groups
         count = flat.layout.padded
-        self._memory = memory = (
-            self._pool.empty(count, self._dtype)
-            if self._pooled
-            else memory_for(
-                groups.shards or groups.replicas or groups.world,
-                (count,),
-                self._dtype,
-                flat.device,
-            )
-        )
+        if self._pooled:
+            memory = self._pool.empty(count, self._dtype)
+        else:
+            backend = groups.shards or groups.replicas or groups.world
+            memory = backend.empty(count, dtype=self._dtype, device=flat.device)
+        self._memory = memory
         memory[flat.layout.total :].zero_()
         self._views = flat.split(memory)
         self._missing = set(range(len(self._views)))
@@ -168,10 +168,10 @@ class FlatGradient:
         if shards is None:
             self._average(memory)
             return
-        shape = (self.flat.layout.shard,)
-        into = memory_for(replicas or shards, shape, self._dtype, self.flat.device)
+        size, device = self.flat.layout.shard, self.flat.device
+        into = (replicas or shards).empty(size, dtype=self._dtype, device=device)
         self._scattering = self._scatter(shards, memory, into), into, memory
-        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
+        if not shards.spares_a_processor:
             self.finish_scattering()
 
     def _scatter(self, shards: Backend, memory: Tensor, into: Tensor) -> Wait:
@@ -181,17 +181,20 @@ class FlatGradient:
         self.bytes_sent += bytes_of(ReduceScatterMean(memory), shards.world_size)
         # What was not copied: where in this rank's shard it belongs, and its values.
         inside, index = self.flat.layout.inside, self._groups.shard_index
-        elsewhere = tuple(
-            (inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())
-        )
+        own = [(inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())]
         self._elsewhere = {}
-        task: Task[Tensor] = Task(
-            *("reduce_scatter", tuple(memory.shape), self._dtype, memory, into, lambda: into),
-            op=ReduceOp.MEAN,
-            consumes=True,
-            elsewhere=elsewhere,
-        )
-        return begin(task, shards, label).wait
+        mean = ReduceOp.MEAN
+        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
+            reduce_scatter(memory, shards, mean, into=into, consume=True, own=own, label=label)
+            return lambda: None
+        return async_reduce_scatter(
+            *(memory, shards, mean),
+            algorithm=fewest_bytes(shards),
+            into=into,
+            consume=True,
+            own=own,
+            label=label,
+        ).wait
 
     def finish_scattering(self) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""
@@ -211,8 +214,8 @@ class FlatGradient:
             self._averaging.append(self._averages.average(self.flat, mean, label))
         elif replicas is not None:
             self.bytes_sent += bytes_of(AllReduceMean(mean), replicas.world_size)
-            task = in_place("all_reduce", mean, op=ReduceOp.MEAN)
-            self._averaging.append(begin(task, replicas, label).wait)
+            averaging = async_all_reduce_(mean, replicas, ReduceOp.MEAN, label=label)
+            self._averaging.append(averaging.wait)
 
     def finish(self) -> None:
         """Wait until this rank has all of its means."""
@@ -332,8 +335,8 @@ class GradientReduction:
             mine.append(not all(gradient.finite for gradient in self._all))
         flags = torch.tensor(mine, dtype=torch.uint8)
         if len(flags):
-            task = in_place("all_reduce", flags, op=ReduceOp.MAX)
-            start(task, self._backend, label="which parameters were used").wait()
+            label = "which parameters were used"
+            all_reduce_(flags, self._backend, ReduceOp.MAX, label=label)
         any_rank = [bool(flag) for flag in flags.tolist()]
         infinite = self.compression is not None and any_rank.pop()
         return any_rank, not infinite

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from phalanx.collectives import PendingCollective
 from phalanx.core.backend import Backend
-from phalanx.core.work import Operation
 from phalanx.fsdp.parameter_group import ParameterGroup
 
 
@@ -37,7 +37,7 @@ class WriteEpoch:
         self._shard_group = shard_group
         self._in_place = any(flat.common and not flat.apart for flat in self._flats)
         self._copies = any(flat.common and flat.apart for flat in self._flats)
-        self._all_written: Operation | None = None
+        self._all_written: PendingCollective[None] | None = None
         self._writer: str | None = None  # what writes now
         self._depth = 0  # a step may call that of its base class, of which torch tells, too
         self._versions = self._count_versions()
@@ -111,11 +111,11 @@ class WriteEpoch:
     def _wait_for_writers(self) -> None:
         if self._all_written is not None:
             written, self._all_written = self._all_written, None
-            self._shard_group.wait(written)
+            written.wait()
 
     def _say_written(self, what: str) -> None:
         label = f"FSDP: after {what}, {self.number}"
-        self._all_written = self._shard_group.start_barrier(label=label)
+        self._all_written = self._shard_group.ibarrier(label=label, background=False)
 
     def _count_versions(self) -> int:
         return sum(p._version for flat in self._flats for p in flat.parameters)
