@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.collectives import ReduceOp
+from phalanx.collectives import ReduceOp, all_reduce
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
-from phalanx.tensor.functions import LabeledBackend, all_reduce, copy_to_ranks, reduce_from_ranks
+from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks
 from phalanx.tensor.layer import check_units
 from phalanx.tensor.shards import ShardSpec
 
@@ -60,7 +60,6 @@ def parallel_cross_entropy(
     """
     _check(logits, targets, reduction, label_smoothing)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    ranks = LabeledBackend(backend, NAME)
     total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes
     classes = ShardSpec.of(total, backend.world_size)
     counts = flat != ignore_index
@@ -76,7 +75,7 @@ def parallel_cross_entropy(
             )
         _check_classes(flat, counts, total)
     ((first, _),) = classes.runs[backend.rank]
-    shard = _ClassShard(ranks, total, first, label_smoothing, known=num_classes is not None)
+    shard = _ClassShard(backend, total, first, label_smoothing, known=num_classes is not None)
     losses = cast(Tensor, _CrossEntropy.apply(rows, flat, counts, shard))  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(targets.shape)
@@ -93,7 +92,7 @@ class _ClassShard(NamedTuple):
     known      V was given; else the ranks have to compare how many classes each has
     """
 
-    ranks: LabeledBackend
+    backend: Backend
     total: int
     first: int
     smoothing: float
@@ -122,7 +121,7 @@ class _CrossEntropy(Function):
         ]
         if shard.smoothing:
             parts.append(wide.sum(1))
-        exps, z_y, *all_z = _all_reduce(torch.stack(parts), shard.ranks).unbind()
+        exps, z_y, *all_z = _all_reduce(torch.stack(parts), shard.backend).unbind()
         lse = m + exps.log()
         ctx.save_for_backward(z, y, counts, lse)
         ctx.shard = shard
@@ -140,10 +139,9 @@ class _CrossEntropy(Function):
         wide = z if z.dtype is torch.float64 else z.float()
         dz = (wide - lse.unsqueeze(1)).exp()
         if torch.is_grad_enabled():  # differentiated again: softmax depends on all ranks' logits
-            backend, label = shard.ranks
-            one = reduce_from_ranks(dz.sum(1), backend, label=label)
-            dz = dz / copy_to_ranks(one, backend, label=label).unsqueeze(1)
-            dloss = copy_to_ranks(dloss, backend, label=label)
+            one = reduce_from_ranks(dz.sum(1), shard.backend, label=NAME)
+            dz = dz / copy_to_ranks(one, shard.backend, label=NAME).unsqueeze(1)
+            dloss = copy_to_ranks(dloss, shard.backend, label=NAME)
         own, place = _target_places(y, counts, shard, z.shape[1])
         if e:
             dz -= e / shard.total
@@ -153,20 +151,20 @@ class _CrossEntropy(Function):
         return dz.to(z.dtype), None, None, None
 
 
-def _all_reduce(values: Tensor, ranks: LabeledBackend, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    return values if ranks.backend.world_size == 1 else all_reduce(values, ranks, op)
+def _all_reduce(values: Tensor, backend: Backend, op: ReduceOp = ReduceOp.SUM) -> Tensor:
+    return values if backend.world_size == 1 else all_reduce(values, backend, op, label=NAME)
 
 
 def _largest(z: Tensor, shard: _ClassShard) -> Tensor:
     """The largest logit of each row, of all ranks."""
     m = z.amax(1)
     if shard.known:
-        return _all_reduce(m, shard.ranks, ReduceOp.MAX)
+        return _all_reduce(m, shard.backend, ReduceOp.MAX)
     mine = z.shape[1]
-    found = _all_reduce(torch.cat([m, m.new_tensor([mine, -mine])]), shard.ranks, ReduceOp.MAX)
+    found = _all_reduce(torch.cat([m, m.new_tensor([mine, -mine])]), shard.backend, ReduceOp.MAX)
     most, least = found[-2:].tolist()
     if most != -least:
-        rank = shard.ranks.backend.rank
+        rank = shard.backend.rank
         raise SizeMismatchError(
             f"rank {rank}: {NAME}: the ranks have from {-least:.0f} to {most:.0f} classes each, "
             f"and {mine} here: say how many there are together with num_classes=",

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import ReduceOp
+from phalanx.collectives import ReduceOp, all_reduce
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.parallel.grad_scaler import clip_, norm_here
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
-from phalanx.tensor.functions import LabeledBackend, all_gather, all_reduce
+from phalanx.tensor.functions import all_gather_shards
 from phalanx.tensor.layer import ParallelLayer, Split, owners
 
 
@@ -52,8 +52,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     for key, value in own.items():
         if key in cut:
             split, backend = cut[key]
-            ranks = LabeledBackend(backend, f"full_state_dict of {key}")
-            whole = all_gather(value, split.cut, split.dim, ranks)
+            label = f"full_state_dict of {key}"
+            whole = all_gather_shards(value, split.cut, split.dim, backend, label)
             keep = keep and not (rank0_only and backend.rank != 0)
         else:
             whole = value
@@ -179,15 +179,15 @@ def clip_grad_norm_(
         place = cut.get(parameter), staged.get(parameter)
         powers[place] = add(powers[place], norm if largest else norm**norm_type)
     if shards is not None and powers:
-        together = all_reduce(torch.stack(list(powers.values())), LabeledBackend(shards, NAME), op)
+        together = all_reduce(torch.stack(list(powers.values())), shards, op, label=NAME)
         powers = dict(zip(powers, together, strict=True))
     totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
     for (parts, stages), power in powers.items():
-        whole = power if parts is None else all_reduce(power, LabeledBackend(parts, NAME), op)
+        whole = power if parts is None else all_reduce(power, parts, op, label=NAME)
         totals[stages] = add(totals[stages], whole)
     for stages, power in totals.items():
         if stages is not None:
-            totals[stages] = all_reduce(power, LabeledBackend(stages, NAME), op)
+            totals[stages] = all_reduce(power, stages, op, label=NAME)
     total = reduce(add, totals.values())
     total = total if largest else total ** (1 / norm_type)
     clip_(trained, total, max_norm)
