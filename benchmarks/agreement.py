@@ -1,14 +1,14 @@
-"""What it costs that ranks which disagree are told so: `python benchmarks/checker.py --help`.
+"""What it costs that ranks which disagree are told so: `python benchmarks/agreement.py --help`.
 
 Four kinds of the same all_reduce run in interleaved rounds of the same processes, over TCP:
 
-    off      agreement's parts replaced by constants: the caller's line, the record of what was
-             done, the comparison of fingerprints, the looks at what was asked and at what came
-             unasked. (The fingerprint itself is worked out once for each plan, and has its place
-             in the header in any case.)
+    off      agreement's parts replaced by constants: the caller's line, the history of calls,
+             the comparison of fingerprints, the looks at what others have asked and at messages
+             that were not expected. (The fingerprint itself is worked out once for each plan, and
+             has its place in the header in any case.)
     on       as it is
     strict   PHALANX_STRICT=1: the callers' lines are compared, too
-    traced   PHALANX_TRACE: every operation is written to a file
+    traced   PHALANX_TRACE: every call is written to a file
 
 A round is some calls in a row; what a kind costs is the median, over the rounds, of its time
 divided by that of `off` in the same round, so that what the machine does besides counts little.
@@ -38,10 +38,10 @@ import phalanx
 from phalanx import Backend
 from phalanx.core import backend as backend_module
 from phalanx.core import matching
-from phalanx.core.call import call_site
+from phalanx.core.call import UNKNOWN_SITE
 from phalanx.core.checker import Checker
 from phalanx.core.group import Group
-from phalanx.core.recorder import History, Record, Trace
+from phalanx.core.recorder import History, Trace
 
 KINDS = ("off", "on", "strict", "traced")
 LIMIT = 0.05  # of the time of a call at 4 KiB, for agreement
@@ -51,18 +51,15 @@ WIDTH = 100  # columns that the table needs, also when it goes to a file
 @contextmanager
 def without_agreement() -> Iterator[None]:
     """The same code, with constants where it sees to it that ranks agree."""
-    nowhere = call_site()
-    nothing = Record("", 0, "", "", nowhere, 0, 0.0, 0.0, failed=False)
 
     def constant(value: Any) -> Any:
         return lambda *_: value
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (backend_module, "caller", constant(nowhere)),
-            (Record, "of", constant(nothing)),
+            (backend_module, "call_site", constant(UNKNOWN_SITE)),
             (History, "add", constant(None)),
-            (Checker, "check", constant(None)),
+            (Checker, "begins", constant(None)),
             (Checker, "ended", constant(None)),
             (Group, "may_finish", constant(True)),
             (matching, "_misfit", constant(None)),
@@ -73,7 +70,7 @@ def without_agreement() -> Iterator[None]:
 
 @contextmanager
 def traced(backend: Backend, trace: Trace | None) -> Iterator[None]:
-    """Every operation is written down."""
+    """Every call is written down."""
     engine = backend.engine
     engine.trace, engine.matching.traced = trace, True
     try:
