@@ -529,36 +529,6 @@ class Backend:
 
     # SHIMS, until callers are converted -----------------------------------------------------
 
-    @property
-    def plans(self) -> dict[Hashable, object]:
-        """Shim."""
-        return self.cache
-
-    def start_send(
-        self,
-        data: Any,
-        dst: int,
-        *,
-        tag: int = 0,
-        timeout: float | None = None,
-        background: bool = False,
-    ) -> Work[None]:
-        """Shim."""
-        return self.isend(data, dst, tag=tag, timeout=timeout, background=background)
-
-    def start_recv(
-        self,
-        into: Any,
-        src: int | None,
-        *,
-        tag: int = 0,
-        timeout: float | None = None,
-        background: bool = False,
-    ) -> tuple[Work[int], Callable[[], int]]:
-        """Shim."""
-        work = self.irecv(into, src, tag=tag, timeout=timeout, background=background)
-        return work, work.wait
-
     def start_barrier(
         self, *, label: str = "", timeout: float | None = None, background: bool = False
     ) -> Work[None]:
@@ -568,10 +538,6 @@ class Backend:
     def wait(self, work: Work[Any], *, timeout: float | None = None) -> None:
         """Shim."""
         work.wait(timeout)
-
-    def give_up(self, work: Work[Any], reason: str) -> None:
-        """Shim."""
-        work.cancel(reason)
 
     # What is checked before anything is sent ------------------------------------------------
 

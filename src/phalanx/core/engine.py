@@ -79,11 +79,6 @@ class Engine(Poster):
         self._early = EarlyControls()
         self._advancing = False
 
-    @property
-    def one_thread(self) -> bool:
-        """SHIM, until callers are converted."""
-        return self.transport.single_thread
-
     # Works ----------------------------------------------------------------------------------
 
     def begin(self, work: WorkBase, step: Step) -> bool:
