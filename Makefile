@@ -3,6 +3,7 @@
 #   make demo    set up, then train a small language model on two ranks
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
+#   make docs    the documentation site, into site/; warnings are errors
 #   make bench   all_reduce beside Gloo and MPI
 #
 # The tests have a long form, too, with four times as many examples of hypothesis, a thousand ranks
@@ -43,8 +44,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test lint format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement \
+.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement \
 	loss-against-bytes slow-link clean
 
 demo: $(READY)
@@ -57,6 +59,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff format
@@ -104,5 +109,10 @@ $(READY): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+		--constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

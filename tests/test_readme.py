@@ -1,13 +1,16 @@
-"""The README's promises: its code runs, its commands exist, its diff is a training loop."""
+"""The promises of README and docs/: their code runs, their commands exist, their diffs train."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -18,23 +21,84 @@ import phalanx
 from phalanx.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES: Mapping[str, str] = MappingProxyType(
+    {
+        str(path.relative_to(ROOT)): path.read_text()
+        for path in [
+            *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+            *sorted((ROOT / "docs").rglob("*.md")),
+        ]
+    }
+)
+README = PAGES["README.md"]
+ALONE = ("README.md", "docs/testing.md", "docs/getting-started.md")  # the others: parts of a script
+INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/main-path.md")  # these name what is inside
+LONG_EXAMPLES = ("examples/train_language_model.py",)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, page: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
 
 
-COMMANDS = [line for block in blocks("console") for line in block.splitlines()]
+def all_blocks(language: str) -> list[str]:
+    return [block for page in PAGES.values() for block in blocks(language, page)]
 
 
-@pytest.mark.parametrize("source", blocks("python"))
-def test_the_python_in_the_readme_runs(source: str) -> None:
-    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+COMMANDS = sorted({line for block in all_blocks("console") for line in block.splitlines()})
 
 
-@pytest.mark.parametrize("diff", blocks("diff"), ids=["to DDP", "to FSDP"])
-def test_a_diff_in_the_readme_trains_before_and_after(
+def new_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 1))
+
+
+def scope_of(backend: phalanx.Backend) -> dict[str, object]:
+    """What a training script has before it does anything with ranks."""
+    model = new_model()
+    return {
+        "__name__": "document",
+        "torch": torch,
+        "nn": nn,
+        "phalanx": phalanx,
+        "Model": new_model,
+        "Block": nn.Linear,
+        "criterion": nn.functional.mse_loss,
+        "data": [(torch.ones(2, 3) * i, torch.ones(2, 1) * i) for i in range(4)],
+        "batches": iter,
+        "backend": backend,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "step": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(name, n) for name in ALONE for n in range(len(blocks("python", PAGES[name])))],
+)
+def test_the_python_in_a_document_runs_by_itself(page: str, number: int) -> None:
+    source = blocks("python", PAGES[page])[number]
+    exec(compile(source, f"<{page}>", "exec"), {"__name__": "document"})
+
+
+@pytest.mark.parametrize(
+    "page", [name for name in PAGES if name not in ALONE and blocks("python", PAGES[name])]
+)
+def test_the_python_of_a_guide_runs_on_two_ranks(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block after the other, as parts of one script."""
+    monkeypatch.chdir(tmp_path)  # some save checkpoints
+
+    def run(backend: phalanx.Backend) -> None:
+        scope = scope_of(backend)
+        for source in blocks("python", PAGES[page]):
+            exec(compile(source, f"<{page}>", "exec"), scope)
+
+    assert len(phalanx.simulate(run, 2)) == 2
+
+
+@pytest.mark.parametrize("diff", all_blocks("diff"), ids=["to DDP", "to FSDP"])
+def test_a_diff_in_a_document_trains_before_and_after(
     diff: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # it saves a checkpoint
@@ -42,18 +106,8 @@ def test_a_diff_in_the_readme_trains_before_and_after(
     before = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
 
     def run(source: str, backend: phalanx.Backend) -> float:
-        rows = [(torch.ones(2, 3) * i, torch.ones(2, 1) * i) for i in range(4)]
-        scope = {
-            "torch": torch,
-            "phalanx": phalanx,
-            "Model": lambda: nn.Sequential(nn.Linear(3, 1)),
-            "Block": nn.Linear,
-            "criterion": nn.functional.mse_loss,
-            "data": rows,
-            "batches": iter,
-            "backend": backend,
-        }
-        exec(compile(source.replace("phalanx.init()", "backend"), "README.md", "exec"), scope)
+        scope = scope_of(backend)
+        exec(compile(source.replace("phalanx.init()", "backend"), "document", "exec"), scope)
         loss = scope["loss"]
         assert isinstance(loss, torch.Tensor)
         return loss.item()
@@ -63,12 +117,16 @@ def test_a_diff_in_the_readme_trains_before_and_after(
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
-def test_the_make_targets_in_the_readme_exist(command: str) -> None:
+def test_the_make_targets_in_the_documents_exist(command: str) -> None:
     subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("phalanx run ")])
-def test_the_launcher_understands_the_commands_in_the_readme(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.startswith("phalanx run ") and "train.py" in c]
+)
+def test_the_launcher_understands_the_commands_in_the_documents(
+    command: str, tmp_path: Path
+) -> None:
     """Each is given a script that is not there: it is read to the end, and nothing is started."""
     program = [sys.executable, "-m", "phalanx.cli", *shlex.split(command)[1:]]
     ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -78,27 +136,69 @@ def test_the_launcher_understands_the_commands_in_the_readme(command: str, tmp_p
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("phalanx bench")])
-def test_the_benchmarks_in_the_readme_are_understood(command: str) -> None:
+def test_the_benchmarks_in_the_documents_are_understood(command: str) -> None:
     """Each is asked for too few ranks: it is read to the end, and nothing is started."""
     result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--ranks", "1"])
     assert isinstance(result.exception, phalanx.InvalidWorldSizeError), result.output
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_what_the_readme_links_to_is_there_and_examples_are_short(target: str) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_document_links_to_is_there(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", PAGES[page]):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"\bexamples/\w+\.py", "".join(PAGES.values()))))
+)
+def test_the_examples_that_documents_name_are_there_and_short(target: str) -> None:
     assert (ROOT / target).exists()
-    if target.startswith("examples/") and target != "examples/train_language_model.py":
-        assert len((ROOT / target).read_text().splitlines()) < 60
+    if target not in LONG_EXAMPLES:
+        assert len((ROOT / target).read_text().splitlines()) <= 60
+
+
+def test_the_documents_name_every_example() -> None:
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert not {name for name in examples if name not in PAGES["docs/getting-started.md"]}
 
 
 def test_make_demo_and_make_test_are_the_two_commands() -> None:
-    assert blocks("console")[0].split("\n")[:2] == ["make demo", "make test"]
+    assert blocks("console", README)[0].split("\n")[:2] == ["make demo", "make test"]
 
 
-def test_every_part_that_the_readme_names_is_there() -> None:
-    for name in re.findall(r"`phalanx\.(\w+)", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_part_that_a_document_names_is_there(page: str) -> None:
+    for path in re.findall(r"`phalanx\.(\w+(?:\.\w+)*)", PAGES[page]):
+        assert is_there(f"phalanx.{path}"), path
+    names = r"`(\w+Backend|DDP|FSDP|\w+_checkpoint|all_\w+|reduce_scatter|sendrecv)\b"
+    for name in re.findall(names, PAGES[page] if page not in INSIDE else ""):
         assert hasattr(phalanx, name), name
-    for name in re.findall(
-        r"`(\w+Backend|DDP|FSDP|\w+_checkpoint|all_\w+|reduce_scatter|sendrecv)\b", README
-    ):
-        assert hasattr(phalanx, name), name
+
+
+def is_there(path: str) -> bool:
+    """Whether it is a module of the package, or a name in one; or the key of a checkpoint."""
+    parent, _, name = path.rpartition(".")
+    if path == "phalanx.parts":  # safetensors' metadata
+        return True
+    if importlib.util.find_spec(parent) is None:
+        return False
+    return hasattr(importlib.import_module(parent), name) or bool(importlib.util.find_spec(path))
+
+
+# The API reference ------------------------------------------------------------------------------
+
+SHOWN = re.findall(r"^::: (phalanx[\w.]*)", "".join(PAGES.values()), flags=re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    """Also those that have left the top level, by the package that they are in."""
+    names = [path.rpartition(".")[2] for path in SHOWN]
+    assert len(set(names)) == len(names)
+    assert set(phalanx.__all__) <= set(names)
+
+
+def test_what_the_reference_shows_is_there_and_has_a_docstring() -> None:
+    for path in SHOWN:
+        assert is_there(path), path
+        parent, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(parent), name).__doc__, path

@@ -1,0 +1,95 @@
+"""What the API reference has to know of the source: how collectives are made, and docstrings.
+
+    @collective        the function returns `Request[T]`; its caller gets `T`
+    asynchronous(f)    takes the arguments of `f`, and returns a `PendingCollective[T]`
+
+In a docstring a block of aligned lines says what the arguments are,
+
+    tensor      of the same shape on every rank; not changed
+    into        where to put the result; else a new tensor
+
+and becomes a list. All else in a docstring is Markdown already.
+"""
+
+from __future__ import annotations
+
+import re
+from textwrap import indent
+from typing import Any
+
+from griffe import Attribute, Docstring, Extension, Function, Module, Object
+
+ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?P<text>\S.*)")
+ISSUED = re.compile(r"asynchronous\((\w+)\)")
+REQUEST = re.compile(r"Request\[(.*)\]")
+
+
+def returned(function: Function) -> str:
+    """What the caller of a function that returns `Request[T]` gets: T."""
+    return REQUEST.sub(r"\1", str(function.returns))
+
+
+def is_collective(function: Function) -> bool:
+    """Whether it is written as what it asks for."""
+    return any(str(decorator.value) == "collective" for decorator in function.decorators)
+
+
+def issued(name: str, attribute: Attribute, blocking: Function) -> Function:
+    """The form of a collective that returns at once."""
+    form = Function(
+        name,
+        lineno=attribute.lineno,
+        endlineno=attribute.endlineno,
+        parameters=blocking.parameters,
+        returns=f"PendingCollective[{returned(blocking)}]",
+    )
+    text = (
+        f"`{blocking.name}` that returns at once; `wait()` of what it returns gives the result. "
+        f"The arguments are those of [`{blocking.name}`][phalanx.{blocking.name}]."
+    )
+    form.docstring = Docstring(text, parent=form)
+    return form
+
+
+def as_markdown(text: str) -> str:
+    """A docstring whose blocks of aligned arguments are lists."""
+    return "\n\n".join(as_list(paragraph) for paragraph in text.split("\n\n"))
+
+
+def as_list(paragraph: str) -> str:
+    """A list, if it is a block of arguments; text of fixed width, if it is a table; else as it is."""
+    items: list[str] = []
+    columns = [ARGUMENT.fullmatch(line) for line in paragraph.splitlines()]
+    if len(columns) > 1 and all(c and re.search(r"\S {2,}\S", c["text"]) for c in columns):
+        return indent(paragraph, "    ")  # a table of three columns
+    for line in paragraph.splitlines():
+        entry = ARGUMENT.fullmatch(line)
+        if entry is not None:
+            names = ", ".join(f"`{name.strip('`')}`" for name in entry["name"].split(", "))
+            items.append(f"- {names}: {entry['text']}")
+        elif items and line.startswith("  "):
+            items[-1] += f" {line.strip()}"
+        else:
+            return paragraph
+    return "\n".join(items)
+
+
+class ReferenceExtension(Extension):
+    """Changes what griffe has read before it is shown."""
+
+    def on_module(self, *, mod: Module, **kwargs: Any) -> None:
+        """The asynchronous forms of collectives are functions."""
+        if not mod.path.startswith("phalanx"):
+            return
+        for name, member in list(mod.members.items()):
+            if isinstance(member, Attribute) and str(member.value).startswith("asynchronous("):
+                blocking = mod.members[ISSUED.fullmatch(str(member.value))[1]]
+                mod.set_member(name, issued(name, member, blocking))
+        for member in mod.members.values():
+            if isinstance(member, Function) and is_collective(member):
+                member.returns = returned(member)
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        """Docstrings are Markdown."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
