@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
 MAX_TAG = 2**31 - 1
-PATIENCE = 0.05  # seconds; longer than a step that overlaps its communication is worth
+PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
 
 
 class LinkCost(NamedTuple):
@@ -109,7 +109,7 @@ class Backend:
         self.group = group
         self.timeout = check_timeout(timeout)
         self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
-        # What another library does whole, nobody compares.
+        # A collective that a library does whole cannot be compared before it runs.
         self.native = None if self._strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.cache: dict[Hashable, object] = {}  # what upper layers have worked out once
@@ -167,8 +167,8 @@ class Backend:
     def spares_a_processor(self) -> bool:
         """Whether a collective gains from a thread that moves it on while this rank computes.
 
-        By messages it does, since bytes travel by themselves. In shared memory it is work like any
-        other, for which there has to be a processor that has none.
+        With messages it does: the kernel moves bytes meanwhile. In shared memory a rank moves the
+        bytes itself, so a thread helps only if the host has more processors than ranks.
         """
         return not self.shares_memory or self.links.processors > self.world_size
 
@@ -572,13 +572,14 @@ class Backend:
         """Break the group on every rank because of an error of this one, which raises it itself.
 
         For code above the collectives that finds out, between two of them, that this rank cannot
-        go on: the others wait for it, and learn here why it will not come. They blame the error's
-        `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
+        go on: the others wait for it, and this tells them why it will not come. They blame the
+        error's `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
         """
         with self.engine.lock:
             ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
-            whole = ranks[blamed] if culprit is None else culprit
-            self.group.fail(Failure(type(error), whole, ranks[self.rank], str(error)))
+            if culprit is None:
+                culprit = ranks[blamed]
+            self.group.fail(Failure(type(error), culprit, ranks[self.rank], str(error)))
             self.engine.run_ready()
 
     def close(self) -> None:
@@ -596,10 +597,10 @@ class Backend:
         with self.engine.lock:
             group = self.group
             if not group.closed:
-                whole = group.ranks[group.rank]
+                here = group.ranks[group.rank]
                 reason = f"rank {group.name_of(group.rank)} was lost: it aborted"
                 group.close()
-                failure = Failure(PeerLostError, whole, whole, reason)
+                failure = Failure(PeerLostError, here, here, reason)
                 self.engine.tell_members(group, failure.notice())
                 self.engine.run_ready()
 
@@ -669,10 +670,10 @@ class SubBackend(Backend):
                 "of them: only members make a group",
                 rank=parent.rank,
             )
-        whole = tuple(parent.group.ranks[member] for member in self.members)
+        ranks = tuple(parent.group.ranks[member] for member in self.members)
         engine = parent.engine
         with engine.lock:
-            group = parent.group.child(whole)
+            group = parent.group.child(ranks)
         super().__init__(engine, group, timeout=parent.timeout)
         self.devices = parent.devices
         self.links = parent.links
@@ -689,7 +690,7 @@ class SubBackend(Backend):
 
 
 # ------------------------------------------------------------------------------
-# What becomes of a backend that is still open when the interpreter ends.
+# Closing a backend that is still open when the interpreter ends.
 
 
 class CloseAtExit:

@@ -103,8 +103,8 @@ def check_timeout(timeout: float) -> float:
 class Members:
     """Which ranks a group has, and what they are called in messages.
 
-    ranks      its members as global ranks; a member's place here is its rank in the group
-    to_local   the other way round
+    ranks      its members as global ranks; a member's index here is its rank in the group
+    to_local   global rank -> rank in the group
     here       this rank, as a global rank; `rank` is the same in the group's numbers
     """
 
@@ -119,8 +119,8 @@ class Members:
 
     def name_of(self, local: int) -> str:
         """A member for a message: its rank here, and in the whole job where that differs."""
-        whole = self.ranks[local]
-        return str(local) if whole == local else f"{local} (rank {whole} of the job)"
+        rank = self.ranks[local]
+        return str(local) if rank == local else f"{local} (rank {rank} of the job)"
 
     def name_of_global(self, rank: int) -> str:
         """The same for a global rank, which need not be a member."""

@@ -4,17 +4,17 @@ Four things show that they do not, and each leads to the same question:
 
     a message that fits no receive        its fingerprint is another operation's
     a message that was not expected       the collective is over here, or needs nothing from there
-    an epoch in shared memory             the other arrives with another rolling hash: they diverged
+    an epoch in shared memory             a peer arrives with another rolling hash: the two diverged
                                           here, or in an earlier collective
-    a long wait                           both may wait for the other
+    a long wait                           each may wait for the other
 
         rank 1 (all_reduce #41)                     rank 2 (broadcast #41)
             | -- ASK #41, fingerprint, what it is -->  |  compares with its own #41
             | <-- FAILURE: both, in words ----------   |  breaks the group, tells everyone
 
-Whoever is asked knows both sides. It compares as soon as it can: with what it has done, does, or
-will do. So it need not be in the same operation, nor in a wait; and if it stays away, the one that
-asked raises after a while all the same, with only its own side of the story.
+The rank that is asked knows both sides. It compares as soon as it can: with what it has done, does,
+or will do. So it need not be in the same operation, nor in a wait. If it does not answer, the rank
+that asked raises after a while all the same, and describes only its own side.
 """
 
 from __future__ import annotations

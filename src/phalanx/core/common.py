@@ -1,16 +1,17 @@
-"""Memory that the ranks of a group have in common: rank 0 takes it, the others attach it.
+"""Memory that the ranks of a group have in common: rank 0 allocates it, the others attach it.
 
-    rank 0 -> others    where it is, once rank 0 has taken it
-    others -> rank 0    that they have attached it, or why they have not
-    rank 0 -> others    how it went for all
+    rank 0 -> others    where it is, once rank 0 has allocated it
+    others -> rank 0    that they have attached it, or why they could not
+    rank 0 -> others    whether all have it
 
-So if one cannot have it, all raise the same error, and none has it. 3(p-1) messages of 512 bytes.
+So if one rank cannot have it, all raise the same error, and none keeps it. 3(p-1) messages of 512
+bytes.
 
-Order. A rank that is told of something, by a message or by a flag, sees all that the teller had
+Memory order. A rank that receives a message, or sees a flag, sees everything that the sender had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
-flags there are fences where they are needed (`shm/control.py`). So what was written before a
-barrier is seen by all after it. Between two such points it is the callers' business who writes
-what: backends themselves neither read nor write here.
+flags there are fences where they are needed (`shm/control.py`). So all ranks see after a barrier
+what was written before it. Between two barriers the callers decide who writes what: backends
+neither read nor write this memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from phalanx.core.steps import NOWHERE, Place, ReceiveBytes, Round, SendBytes, S
 from phalanx.core.work import Work
 from phalanx.errors import BackendUnavailableError
 
-SIZE = 512  # bytes of a word
+SIZE = 512  # bytes of a notice
 NOBODY = -1
 _NUMBERS = struct.Struct("<4q")
 
@@ -51,65 +52,66 @@ def zeros(size: int) -> UntypedStorage:
     return torch.zeros(size, dtype=torch.uint8).untyped_storage()
 
 
-class Word(NamedTuple):
-    """What ranks tell each other: that all is well, and where; or who cannot go on, and why."""
+class AttachNotice(NamedTuple):
+    """What ranks tell each other: where the memory is; or which rank cannot have it, and why."""
 
     blamed: int = NOBODY
     place: Place = NOWHERE
     problem: str = ""
 
-    def pack(self) -> bytes:
-        """As it goes to another rank: `SIZE` bytes."""
+    def encode(self) -> bytes:
+        """As bytes, of one length."""
         head = _NUMBERS.pack(self.blamed, *self.place)
         return (head + self.problem.encode(errors="replace")).ljust(SIZE, b"\0")[:SIZE]
 
     @classmethod
-    def unpack(cls, data: memoryview) -> Word:
-        """As it came from another rank."""
+    def decode(cls, data: memoryview) -> AttachNotice:
+        """What a rank has sent."""
         blamed, *place = _NUMBERS.unpack_from(data)
         text = bytes(data[_NUMBERS.size :]).rstrip(b"\0").decode(errors="replace")
         return cls(blamed, (place[0], place[1], place[2]), text)
 
 
 class CommonMemory:
-    """One rank's part in taking it.
+    """One rank's part in allocating or attaching it.
 
     storage   the memory, once this rank has it
-    verdict   how it went for all, once that is known
+    verdict   whether all ranks have it, once that is known
     """
 
     def __init__(self, source: Source, rank: int, world_size: int, size: int) -> None:
         self.storage: UntypedStorage | None = None
-        self.verdict = Word()
+        self.verdict = AttachNotice()
         self._source = source
         self._rank = rank
         self._others = [peer for peer in range(world_size) if peer != rank]
         self._size = size
-        self._words = memoryview(bytearray(world_size * SIZE))  # one of each rank
+        self._notices = memoryview(bytearray(world_size * SIZE))  # a notice of each rank
 
     def buffers(self) -> tuple[memoryview, ...]:
-        """What the rounds speak of."""
-        return (self._words,)
+        """The memory of the rounds."""
+        return (self._notices,)
 
     def steps(self) -> Iterator[Round]:
-        """The rounds; between them this rank does what it has to."""
+        """The rounds. Between two of them this rank allocates or attaches the memory."""
         if self._rank != 0:
-            yield self._hear(0)
-            self._say(self._attached(self._word(0)))
-            yield self._tell(0)
-            yield self._hear(0)
-            self.verdict = self._word(0)
+            yield self._receive_from(0)
+            self._set_own(self._attach(self._notice(0)))
+            yield self._send_to(0)
+            yield self._receive_from(0)
+            self.verdict = self._notice(0)
             return
-        taken = self._taken()
-        self._say(taken)
+        own = self._allocate()
+        self._set_own(own)
         if self._others:
-            yield self._tell(*self._others)
-            yield self._hear(*self._others)
-        words = [taken, *(self._word(peer) for peer in self._others)]
-        self.verdict = next((word for word in words if word.blamed != NOBODY), Word())
-        self._say(self.verdict)
+            yield self._send_to(*self._others)
+            yield self._receive_from(*self._others)
+        notices = [own, *(self._notice(peer) for peer in self._others)]
+        failed = (notice for notice in notices if notice.blamed != NOBODY)
+        self.verdict = next(failed, AttachNotice())
+        self._set_own(self.verdict)
         if self._others:
-            yield self._tell(*self._others)
+            yield self._send_to(*self._others)
 
     def tensor(self, work: Work[None], count: int, dtype: torch.dtype) -> Tensor:
         """The memory, once `work` is done. Raises the same error on every rank if one has none."""
@@ -128,41 +130,41 @@ class CommonMemory:
         return torch.empty(0, dtype=dtype).set_(self.storage, 0, (count,), (1,))
 
     def close(self) -> None:
-        """It is over, well or not: an error, with its frames, does not keep the memory."""
+        """It has ended, well or not: an error's traceback shall not keep the memory alive."""
         self._source.close()
         self.storage = None
 
-    def _taken(self) -> Word:
+    def _allocate(self) -> AttachNotice:
         try:
             self.storage, place = self._source.take(self._size)
-        except Exception as error:  # whatever it is, all others wait to hear of it
-            return Word(self._rank, problem=_said(error))
-        return Word(place=place)
+        except Exception as error:  # of whatever kind: the other ranks wait for the notice
+            return AttachNotice(self._rank, problem=_text_of(error))
+        return AttachNotice(place=place)
 
-    def _attached(self, offer: Word) -> Word:
+    def _attach(self, offer: AttachNotice) -> AttachNotice:
         if offer.blamed != NOBODY:
             return offer
         try:
             self.storage = self._source.attach(offer.place, self._size)
         except Exception as error:
-            return Word(self._rank, problem=_said(error))
-        return Word()
+            return AttachNotice(self._rank, problem=_text_of(error))
+        return AttachNotice()
 
-    def _word(self, rank: int) -> Word:
-        return Word.unpack(self._words[rank * SIZE : (rank + 1) * SIZE])
+    def _notice(self, rank: int) -> AttachNotice:
+        return AttachNotice.decode(self._notices[rank * SIZE : (rank + 1) * SIZE])
 
-    def _say(self, word: Word) -> None:
-        self._words[self._rank * SIZE : (self._rank + 1) * SIZE] = word.pack()
+    def _set_own(self, notice: AttachNotice) -> None:
+        self._notices[self._rank * SIZE : (self._rank + 1) * SIZE] = notice.encode()
 
-    def _tell(self, *peers: int) -> Round:
+    def _send_to(self, *peers: int) -> Round:
         start = self._rank * SIZE
         return Round(sends=tuple(SendBytes(peer, start, start + SIZE) for peer in peers))
 
-    def _hear(self, *peers: int) -> Round:
+    def _receive_from(self, *peers: int) -> Round:
         return Round(
             receives=tuple(ReceiveBytes(peer, peer * SIZE, (peer + 1) * SIZE) for peer in peers)
         )
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or repr(error)

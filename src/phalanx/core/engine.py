@@ -1,13 +1,14 @@
-"""The engine: it begins steps, matches messages with receives, and tells who waits for what.
+"""The engine: it begins steps, and matches messages with receives.
 
     Backend.run, issue   a call becomes a program of steps, and perhaps a Work
-    engine.begin         one step: a round's sends and receives, or an epoch, or a library's handle
+    engine.begin         one step: a round of messages, an epoch, or a library's collective
     transport.wait       bytes move until it is done, or its deadline has passed
     work.advance         the next step
 
-Many works are open at a time, of many groups. All state is guarded by `lock`; the methods that say
-so are called with it held. Three collaborators hear of what happens: the checker of each group (do
-ranks agree), the watchdog (deadlines, who waits for whom), the recorder (last calls, trace).
+Many works of many groups are under way at a time. `lock` guards all state; methods whose docstring
+says "Lock held" are called with it held. Three collaborators are told of events: the checker of
+each group (do ranks agree), the watchdog (deadlines, who waits for whom), the recorder (last calls,
+trace).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Engine(Poster):
 
     lock       guards all of it; ranks that are threads of one process may share one
     ready      works whose step is complete; shared likewise
-    now        the clock, in seconds: every time in the core is read from it
+    now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
     native     for each group, what another library carries out whole
     """
@@ -65,12 +66,12 @@ class Engine(Poster):
         self.now = now
         self.lock = lock if lock is not None else threading.RLock()
         self.ready: deque[WorkBase] = deque() if ready is None else ready
-        self.polled: dict[WorkBase, Step] = {}  # whose step does not say when it is complete
+        self.polled: dict[WorkBase, Step] = {}  # works whose step has to be polled
         self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
         self.groups: dict[int, GroupBase] = {}
         self.closed = False
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
-        self.matching = Matching(self._came_too_late)
+        self.matching = Matching(self._is_stale)
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
@@ -155,7 +156,7 @@ class Engine(Poster):
     def _is_complete(self, work: WorkBase, step: Step) -> bool:
         """Look at a step that has to be polled. Ranks that diverge are told, once."""
         try:
-            complete = step.ready()  # first: who comes between the two looks is to be checked
+            complete = step.ready()  # before `diverged`: who arrives in between is checked, too
         except Exception as error:
             work.group.work_failed(work, error)
             return False
@@ -188,7 +189,7 @@ class Engine(Poster):
         while self.callbacks:
             try:
                 callback, work = self.callbacks.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has taken it
                 return
             try:
                 callback(work)
@@ -218,8 +219,8 @@ class Engine(Poster):
                 sequence=work.sequence,
             )
 
-    def _came_too_late(self, channel: Channel, peer: int) -> bool:
-        """Whether a message is for a collective that is over on this rank: a disagreement."""
+    def _is_stale(self, channel: Channel, peer: int) -> bool:
+        """Whether a message is for a collective that is over on this rank: the ranks disagree."""
         group = self.groups.get(channel.group)
         if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
             return False
@@ -274,7 +275,7 @@ class Engine(Poster):
             early = self._early.of(group_id)
             early.failure = early.failure or failure
         else:
-            # Told on: a member that is not connected to the reporter may be to this rank.
+            # Passed on: a member without a connection to the reporter may have one to this rank.
             group.fail(failure)
 
     def _asked(self, group_id: int, peer: int, ask: Ask) -> None:
@@ -303,7 +304,7 @@ class Engine(Poster):
                 group.member_left(peer)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """A peer is gone without a word: every group that it is in is broken. Lock held."""
+        """A peer is gone without closing: every group that it is in is broken. Lock held."""
         if peer in self.lost or self.closed:
             return
         self.run_ready()  # what is complete has not failed
@@ -314,7 +315,7 @@ class Engine(Poster):
                 group.fail(failure)
 
     def fail_all(self, reason: str) -> None:
-        """A fault of this rank: whoever waits for it, here or elsewhere, hears of it. Lock held."""
+        """This rank has failed: every group is broken, and its members are told. Lock held."""
         for group in list(self.groups.values()):
             group.fail(Failure(PeerLostError, self.rank, self.rank, reason))
         self.run_ready()
@@ -325,12 +326,12 @@ def _no_library(group: GroupBase) -> None:
 
 
 # ------------------------------------------------------------------------------
-# Early control messages: what others say of groups that are not made here yet.
+# Early control messages: about groups that this rank has not made yet.
 
 
 @dataclass
 class EarlyControl:
-    """Of one group: why it is broken, if it is; who has left it; and what they asked about it."""
+    """About one group: its failure, if it has failed; who has left it; and what peers asked."""
 
     failure: Failure | None = None
     leavers: set[int] = field(default_factory=set)
@@ -338,13 +339,13 @@ class EarlyControl:
 
 
 class EarlyControls:
-    """The groups that others speak of, by their identity; the oldest are forgotten at last."""
+    """By the group's identity. Beyond `MOST_GROUPS` the oldest are dropped."""
 
     def __init__(self) -> None:
         self._known: dict[int, EarlyControl] = {}
 
     def of(self, group: int) -> EarlyControl:
-        """What is known of a group, to be added to."""
+        """What is kept about a group, to be added to."""
         if group not in self._known:
             if len(self._known) >= MOST_GROUPS:
                 del self._known[next(iter(self._known))]
@@ -352,5 +353,5 @@ class EarlyControls:
         return self._known[group]
 
     def take(self, group: int) -> EarlyControl:
-        """The group is made: what was known of it."""
+        """Remove and return what was kept about a group, which is made now."""
         return self._known.pop(group, None) or EarlyControl()

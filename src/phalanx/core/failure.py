@@ -1,4 +1,4 @@
-"""Why a group is broken, in a form that can be told to others."""
+"""Why a group is broken, in a form that can be sent to its members."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
 
 
 # ------------------------------------------------------------------------------
-# The words of errors: what a failure is called, as it looks from one operation of one rank.
+# Error texts: a failure, as seen from one operation of one rank.
 
 
 def closed_error(call: Call, group: Members) -> MisuseError:
@@ -103,7 +103,7 @@ def error_for(
 def _disagreement(
     failure: Failure, group: Members, description_of: Callable[[int], str]
 ) -> tuple[int, str, str]:
-    """For a `DesyncError` on this rank: the other one, what this one did, and the sentence."""
+    """For a `DesyncError` on this rank: the other rank, what this one did, and the sentence."""
     here = group.here
     if failure.culprit == here:
         other, theirs = failure.reporter, failure.signature

@@ -42,7 +42,7 @@ class Group(GroupBase):
         self.engine = engine
         self.parent = parent
         self.failure: Failure | None = None
-        self._untold = False  # whether no call has raised the failure
+        self._unraised = False  # whether no call has raised the failure yet
         self.closed = False
         self.left = set()
         self.finished = 0
@@ -83,8 +83,8 @@ class Group(GroupBase):
         has_left = self.engine.transport.has_left
         return [
             local
-            for local, whole in enumerate(self.ranks)
-            if local != self.rank and whole not in self.left and not has_left(whole)
+            for local, rank in enumerate(self.ranks)
+            if local != self.rank and rank not in self.left and not has_left(rank)
         ]
 
     @override
@@ -189,14 +189,14 @@ class Group(GroupBase):
         self.fail(failure)
 
     def _has_gone(self, work: WorkBase) -> bool:
-        """Whether a message that timed out arrives all the same: resent, it would come twice."""
+        """Whether a message that timed out arrives all the same: resent, it would arrive twice."""
         step = work.step
         if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
             return False
         return all(send.done or self.engine.transport.settle(send) for send in step.sends)
 
     def abandon(self, work: WorkBase, reason: str) -> None:
-        """The caller does not want it any more: it was interrupted, or gave it up."""
+        """The caller gave it up, or was interrupted."""
         if work.over:
             return
         error = MisuseError(
@@ -241,7 +241,7 @@ class Group(GroupBase):
         self.failure = failure
         self.checker.broken = True
         self._give_up()
-        self._untold = not self.under_way()
+        self._unraised = not self.under_way()
         for work in self.under_way():
             work.fail(self._error_for(failure, work.call))
         self.engine.matching.forget_group(self.id)
@@ -252,7 +252,7 @@ class Group(GroupBase):
     def member_left(self, rank: int) -> None:
         self.left.add(rank)
         if self.checker.desync is not None:
-            self.fail(self.checker.desync.failure)  # nobody will say what it was doing
+            self.fail(self.checker.desync.failure)  # it will not answer what it was doing
         failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_global(rank)} left")
         for work in self._messages | set(list(self._queue)[:1]):
             if work.step is not None and work.step.needs(rank):
@@ -263,7 +263,7 @@ class Group(GroupBase):
         if self.closed:
             return
         self.closed = True
-        self._tell_at_last()
+        self._log_unnoticed_desync()
         for child in self._made:
             child.close()
         self._give_up()
@@ -275,16 +275,16 @@ class Group(GroupBase):
             self.shared.close()
 
     def _give_up(self) -> None:
-        """Before the caller has its memory back, those who may still read it know."""
+        """Tell peers that may still read the caller's memory, before the caller has it back."""
         if self.shared is not None and self._queue:
             self.shared.give_up()
 
-    def _tell_at_last(self) -> None:
-        """A rank that makes no call any more hears of a disagreement here, in the log."""
+    def _log_unnoticed_desync(self) -> None:
+        """Log a disagreement that no call has raised: there will be no further call."""
         desync = self.checker.desync
         if self.failure is None and desync is not None:
             self.fail(desync.failure)
-        if self.failure is not None and self._untold and self.failure.error is DesyncError:
+        if self.failure is not None and self._unraised and self.failure.error is DesyncError:
             log.warning(
                 "rank %d closes%s without having noticed: %s",
                 self.rank,
@@ -307,7 +307,7 @@ class Group(GroupBase):
         if self.closed or self.engine.closed:
             raise closed_error(call, self)
         if self.failure is not None:
-            self._untold = False
+            self._unraised = False
             error = self._error_for(self.failure, call, later=True)
             self.engine.history.note_on(error)
             raise error

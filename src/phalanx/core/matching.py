@@ -1,15 +1,15 @@
-"""Where messages and receives meet, whichever comes first.
+"""Matching: posted receives and incoming messages, whichever comes first.
 
-A message is known by who sent it and on which channel; those of one sender and one channel stay
-in order. A message that nobody has asked for yet is kept ("early"), up to a limit for each peer, so
-that ranks may send before the others receive. Receives of one channel are served in the order in
+A message is identified by its sender and its channel; messages of one sender on one channel stay in
+order. A message without a posted receive is *unexpected*. It is kept, up to a limit for each peer,
+so that ranks may send before the others receive. Receives of one channel are served in the order in
 which they were posted; one from any sender takes the message that came first.
 
               message begins                      receive is posted
                     |                                    |
-        receive posted? -yes-> into its memory    early message? -yes-> copied from it
+        receive posted? -yes-> into its memory    unexpected message? -yes-> copied from it
                     |                                    |
-                    no -> kept as early message          no -> waits
+                    no -> kept as unexpected             no -> waits
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from phalanx.core.steps import ANY
 from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
-UNEXPECTED_LIMIT = 256 << 20  # bytes kept for each peer before its receive is posted
-BLOCKS_KEPT = 64  # that are not in use; 16 MiB
+UNEXPECTED_LIMIT = 256 << 20  # bytes of unexpected messages kept of each peer
+BLOCKS_KEPT = 64  # unused blocks, 16 MiB
 
 
 def is_full(kept: int) -> bool:
@@ -33,88 +33,86 @@ def is_full(kept: int) -> bool:
 
 
 class Matching:
-    """The messages that came to one rank, and the receives that wait for messages."""
+    """The posted receives and the incoming messages of one rank."""
 
     def __init__(self, is_stale: Callable[[Channel, int], bool]) -> None:
-        self._is_stale = is_stale  # whether a message of this peer comes too late to be asked for
-        self._over: set[int] = set()  # groups whose messages nobody will ask for
-        self.waste = memoryview(bytearray(BLOCK))
+        self._is_stale = is_stale  # whether a message is for a collective that is over
+        self._over: set[int] = set()  # groups that are broken or closed
+        self.discarded = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
         self._unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]] = defaultdict(
             deque
         )
         self._from_any = 0  # how many of the posted receives take any sender's message
-        self._arriving: dict[PostedReceive, IncomingMessage] = {}
+        self._in_progress: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
-        self.unexpected_bytes: defaultdict[int, int] = defaultdict(
-            int
-        )  # that are kept of each peer
+        self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # kept of each peer
 
     def post(self, channel: Channel, posted: PostedReceive) -> None:
-        """A receive was posted. Raises if the message that is already here does not fit it."""
+        """A receive is posted. Raises if the message that it matches does not fit it."""
         if not posted.order:
             posted.order = next(self._order)
         if posted.from_any:
             posted.peer = self._first_sender(channel)
         key = (channel, posted.peer)
-        early = self._unexpected.get(key)
-        if not early:
-            self._put_in_line(key, posted)
+        unexpected = self._unexpected.get(key)
+        if not unexpected:
+            self._enqueue(key, posted)
             return
-        arrival = early.popleft()
-        if not early:
+        incoming = unexpected.popleft()
+        if not unexpected:
             del self._unexpected[key]
-        problem = _misfit(arrival, posted)
+        problem = _mismatch(incoming, posted)
         if problem is None:
-            arrival.hand_over(posted)
-            if arrival.filled == arrival.total:
+            incoming.hand_over(posted)
+            if incoming.filled == incoming.total:
                 posted.complete()
             else:
-                self._arriving[posted] = arrival
+                self._in_progress[posted] = incoming
             return
-        arrival.forget()
+        incoming.forget()
         if isinstance(problem, SizeMismatchError):
             raise problem
-        _dispute(posted, arrival.peer)
+        _report_mismatch(posted, incoming.peer)
 
     def _first_sender(self, channel: Channel) -> int:
-        """Of the early messages on a channel, whose came first."""
+        """The sender of the first unexpected message on a channel, or ANY."""
         heads = [
-            (early[0].order, peer) for (c, peer), early in self._unexpected.items() if c == channel
+            (kept[0].order, peer) for (c, peer), kept in self._unexpected.items() if c == channel
         ]
         return min(heads)[1] if heads else ANY
 
-    def _put_in_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
-        """A receive waits, behind those that were posted before."""
-        line = self._posted[key]
-        place = len(line)
-        while place and line[place - 1].order > posted.order:
+    def _enqueue(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        """A receive waits, behind those that were posted before it."""
+        queue = self._posted[key]
+        place = len(queue)
+        while place and queue[place - 1].order > posted.order:
             place -= 1
-        line.insert(place, posted)
+        queue.insert(place, posted)
         self._from_any += posted.from_any
 
-    def _leave_line(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
-        line = self._posted.get(key)
-        if line and posted in line:
-            line.remove(posted)
+    def _dequeue(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
+        queue = self._posted.get(key)
+        if queue and posted in queue:
+            queue.remove(posted)
             self._from_any -= posted.from_any
-            if not line:
+            if not queue:
                 del self._posted[key]
 
-    def _take_from_line(self, channel: Channel, peer: int) -> PostedReceive | None:
-        """The receive whose turn it is for a message of this peer."""
+    def _next_receive(self, channel: Channel, peer: int) -> PostedReceive | None:
+        """Remove and return the receive that takes the next message of this peer, if any."""
         key = (channel, peer)
-        line = self._posted.get(key)
+        queue = self._posted.get(key)
         if self._from_any:
             others = self._posted.get((channel, ANY))
-            if others and (not line or others[0].order < line[0].order):
-                key, line = (channel, ANY), others
-        if not line:
+            if others and (not queue or others[0].order < queue[0].order):
+                key, queue = (channel, ANY), others
+        if not queue:
             return None
-        posted = line.popleft()
-        if not line:
+        posted = queue.popleft()
+        if not queue:
             del self._posted[key]
         self._from_any -= posted.from_any
         posted.peer = peer
@@ -123,54 +121,54 @@ class Matching:
     def arriving(
         self, channel: Channel, peer: int, total: int, fingerprint: int
     ) -> IncomingMessage:
-        """A message begins to arrive: where it goes."""
-        arrival = IncomingMessage(self, channel, peer, total, fingerprint)
-        posted = self._take_from_line(channel, peer)
+        """A message begins to arrive; returns where its bytes go."""
+        incoming = IncomingMessage(self, channel, peer, total, fingerprint)
+        posted = self._next_receive(channel, peer)
         if posted is not None:
             if self.traced:
                 posted.round.first_heard()
-            problem = _misfit(arrival, posted)
+            problem = _mismatch(incoming, posted)
             if problem is None:
-                arrival.posted = posted
-                self._arriving[posted] = arrival
+                incoming.posted = posted
+                self._in_progress[posted] = incoming
             elif isinstance(problem, SizeMismatchError):
                 posted.work.group.work_failed(posted.work, problem)
             else:
-                _dispute(posted, peer)
+                _report_mismatch(posted, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
-            arrival.kept = True
-            arrival.order = next(self._order)
-            self._unexpected[channel, peer].append(arrival)
+            incoming.kept = True
+            incoming.order = next(self._order)
+            self._unexpected[channel, peer].append(incoming)
         if total == 0:
-            self.arrived(arrival)
-        return arrival
+            self.arrived(incoming)
+        return incoming
 
-    def arrived(self, arrival: IncomingMessage) -> None:
+    def arrived(self, incoming: IncomingMessage) -> None:
         """The last byte of a message is here."""
-        if arrival.posted is not None:
-            self._arriving.pop(arrival.posted, None)
-            arrival.whole()
+        if incoming.posted is not None:
+            self._in_progress.pop(incoming.posted, None)
+            incoming.complete()
 
     def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
-        """A whole message is here, in memory that may be read now but not later."""
-        arrival = self.arriving(channel, peer, len(message), fingerprint)
-        posted = arrival.posted
+        """A whole message is here, in memory that is only valid during this call."""
+        incoming = self.arriving(channel, peer, len(message), fingerprint)
+        posted = incoming.posted
         if not len(message):
             return
-        if arrival.kept:
-            arrival.keep_whole(message)
+        if incoming.kept:
+            incoming.keep_whole(message)
         elif posted is not None and posted.combine:
             combine_into(posted, posted.start, message)
-            arrival.filled = arrival.total
-            self.arrived(arrival)
+            incoming.filled = incoming.total
+            self.arrived(incoming)
         elif posted is not None:
             posted.view[:] = message
-            arrival.filled = arrival.total
-            self.arrived(arrival)
+            incoming.filled = incoming.total
+            self.arrived(incoming)
 
-    def has_room(self, arrival: IncomingMessage | None, peer: int, count: int) -> bool:
+    def has_room(self, incoming: IncomingMessage | None, peer: int, count: int) -> bool:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
-        if arrival is not None and not arrival.kept:
+        if incoming is not None and not incoming.kept:
             return True
         return self.unexpected_bytes[peer] + count <= UNEXPECTED_LIMIT
 
@@ -183,7 +181,7 @@ class Matching:
         )
 
     def unexpected_from(self, channel: Channel) -> int | None:
-        """Who has sent a message on this channel that nobody has asked for, if anyone."""
+        """A peer that has sent an unexpected message on this channel, if there is one."""
         if not self._unexpected:
             return None
         return next((peer for known, peer in self._unexpected if known == channel), None)
@@ -193,11 +191,11 @@ class Matching:
         return self._blocks.pop() if self._blocks else memoryview(bytearray(BLOCK))
 
     def borrow_chunk(self, left: int) -> memoryview:
-        """Memory for a message that nobody has asked for, of which `left` bytes are to come."""
+        """Memory for an unexpected message, of which `left` bytes are to come."""
         return self.borrow_block() if left >= BLOCK else memoryview(bytearray(left))
 
     def return_block(self, block: memoryview) -> None:
-        """The block, or chunk, is free again: new memory costs more than to fill it."""
+        """The block, or chunk, is free. It is kept: allocating memory costs more than filling."""
         if len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
             self._blocks.append(block)
 
@@ -205,46 +203,46 @@ class Matching:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""
         work = posted.work
         channel = work.channel
-        arrival = self._arriving.pop(posted, None)
-        if arrival is None:
-            self._leave_line((channel, posted.peer), posted)
+        incoming = self._in_progress.pop(posted, None)
+        if incoming is None:
+            self._dequeue((channel, posted.peer), posted)
         elif work.is_collective:
-            arrival.forget()
+            incoming.forget()
         else:
-            arrival.take_back()
-            self._unexpected[channel, posted.peer].appendleft(arrival)
-            self._serve_again(channel, posted.peer)
+            incoming.take_back()
+            self._unexpected[channel, posted.peer].appendleft(incoming)
+            self._rematch_waiting(channel, posted.peer)
 
-    def _serve_again(self, channel: Channel, peer: int) -> None:
-        """A message is to be had again: for other threads' receives, in their order."""
+    def _rematch_waiting(self, channel: Channel, peer: int) -> None:
+        """A message was put back: match other threads' receives with it, in their order."""
         waiting = [
             p for key in ((channel, peer), (channel, ANY)) for p in self._posted.get(key, ())
         ]
         for posted in sorted(waiting, key=lambda posted: posted.order):
-            self._leave_line((channel, posted.peer), posted)
-            self._expect_again(channel, posted)
+            self._dequeue((channel, posted.peer), posted)
+            self._rematch(channel, posted)
 
-    def _expect_again(self, channel: Channel, posted: PostedReceive) -> None:
-        """A receive lost its message; one that does not fit it is its error, nobody else's."""
+    def _rematch(self, channel: Channel, posted: PostedReceive) -> None:
+        """A receive lost its message: match it again. If the next does not fit, it fails alone."""
         work = posted.work
         try:
             self.post(channel, posted)
         except DistributedError as error:
             work.group.work_failed(work, error)
 
-    def cancelled(self, arrival: IncomingMessage) -> None:
+    def cancelled(self, incoming: IncomingMessage) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
-        key = (arrival.channel, arrival.peer)
-        posted = arrival.posted
+        key = (incoming.channel, incoming.peer)
+        posted = incoming.posted
         if posted is not None:
-            del self._arriving[posted]
-        elif arrival in self._unexpected.get(key, ()):
-            self._unexpected[key].remove(arrival)
+            del self._in_progress[posted]
+        elif incoming in self._unexpected.get(key, ()):
+            self._unexpected[key].remove(incoming)
             if not self._unexpected[key]:
                 del self._unexpected[key]
-        arrival.forget()
+        incoming.forget()
         if posted is not None:
-            self._expect_again(arrival.channel, posted)
+            self._rematch(incoming.channel, posted)
 
     def is_over(self, group: int) -> bool:
         """Whether a group is broken or closed."""
@@ -254,31 +252,31 @@ class Matching:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
         for key in [key for key in self._unexpected if key[0].group == group]:
-            for arrival in self._unexpected.pop(key):
-                arrival.forget()
+            for incoming in self._unexpected.pop(key):
+                incoming.forget()
 
 
-def _dispute(posted: PostedReceive, peer: int) -> None:
-    """What came is another operation's. The receive stays open until the two have talked."""
+def _report_mismatch(posted: PostedReceive, peer: int) -> None:
+    """The message is another operation's. The receive stays posted until the checker has asked."""
     work = posted.work
     work.group.checker.met_another(work.call, peer)
 
 
-def _misfit(arrival: IncomingMessage, posted: PostedReceive) -> DistributedError | None:
+def _mismatch(incoming: IncomingMessage, posted: PostedReceive) -> DistributedError | None:
     """Why this message is not what this receive expects, or None."""
     work = posted.work
     group = work.group
     expected = posted.stop - posted.start
-    if arrival.fingerprint == work.call.fingerprint and arrival.total == expected:
+    if incoming.fingerprint == work.call.fingerprint and incoming.total == expected:
         return None
-    peer = group.to_local[arrival.peer]
+    peer = group.to_local[incoming.peer]
     known = {
         "rank": group.rank,
         "peer": peer,
         "op": work.name,
         "sequence": work.sequence,
     }
-    if arrival.fingerprint != work.call.fingerprint:
+    if incoming.fingerprint != work.call.fingerprint:
         return DesyncError(
             f"rank {group.rank}: {work.describe()} met another operation, or other "
             f"arguments, from rank {group.name_of(peer)}",
@@ -286,13 +284,13 @@ def _misfit(arrival: IncomingMessage, posted: PostedReceive) -> DistributedError
         )
     return SizeMismatchError(
         f"rank {group.rank}: {work.describe()} expected {expected} bytes from rank "
-        f"{group.name_of(peer)}, which sent {arrival.total} bytes",
+        f"{group.name_of(peer)}, which sent {incoming.total} bytes",
         **known,  # type: ignore[arg-type]
     )
 
 
 # ------------------------------------------------------------------------------
-# A message on its way in: where its bytes go, as they come.
+# A message that is arriving: where its bytes go.
 
 BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
 
@@ -300,10 +298,10 @@ BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the 
 class IncomingMessage:
     """A message that is arriving, and where its bytes go.
 
-    wanted, not combined    straight into the receiver's memory
-    wanted, combined        into a block; when that is full, it is reduced into the memory
-    not wanted yet          into chunks, taken as the bytes come
-    not wanted any more     nowhere
+    matched, not combined    straight into the receiver's memory
+    matched, combined        into a block; when that is full, it is reduced into the memory
+    unexpected               into chunks, allocated as the bytes come
+    discarded                nowhere
     """
 
     __slots__ = (
@@ -332,7 +330,7 @@ class IncomingMessage:
         self.fingerprint = fingerprint
         self.filled = 0
         self.posted: PostedReceive | None = None
-        self.kept = False  # nobody has asked for it yet
+        self.kept = False  # whether it is unexpected
         self.order = 0  # among the messages that are kept
         self._chunks: list[memoryview] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
@@ -351,7 +349,7 @@ class IncomingMessage:
                 self._chunk_left = len(self._chunks[-1])
             return self._chunks[-1][-self._chunk_left :]
         if posted is None:
-            return self.matching.waste[:left]
+            return self.matching.discarded[:left]
         if posted.combine:
             if self._block is None:
                 self._block = self.matching.borrow_block()
@@ -375,7 +373,7 @@ class IncomingMessage:
             self.matching.arrived(self)
 
     def take(self, piece: memoryview) -> None:
-        """More bytes are here, in memory that may be read now but not later."""
+        """More bytes are here, in memory that is only valid during this call."""
         posted = self.posted
         if posted is not None and posted.combine and not self._staged:
             self.filled += len(piece)
@@ -392,7 +390,7 @@ class IncomingMessage:
     # For the matching ----------------------------------------------------------------------
 
     def keep_whole(self, message: memoryview) -> None:
-        """Copy a message that is here, but for which nobody has asked."""
+        """Copy an unexpected message that is here whole."""
         self._add_chunk(memoryview(bytearray(message)))
         self.filled = self.total
 
@@ -407,7 +405,7 @@ class IncomingMessage:
             self.matching.unexpected_bytes[self.peer] -= len(self._block)
         self._empty_chunks(posted)
 
-    def whole(self) -> None:
+    def complete(self) -> None:
         """The last byte is here."""
         if self.posted is not None:
             self.posted.complete()
@@ -431,7 +429,7 @@ class IncomingMessage:
             self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
-        """Put what is in the chunks where it belongs."""
+        """Move what is in the chunks to the receive's memory."""
         start = 0
         for chunk in self._chunks:
             part = chunk[: self.filled - self._staged - start]

@@ -1,13 +1,13 @@
-"""What is under way on a rank, as the parts of the core that carry it out see it.
+"""Interfaces of what is under way on a rank, and the parts of a round that is posted.
 
     Wait        what a thread blocks on
-    WorkBase    a call that is being carried out; `work.py` says how it goes on
-    GroupBase   the group that it is of; `group.py` says how its works follow each other
-    Poster      who carries out rounds; that is the engine
+    WorkBase    a call that is being carried out; `work.py` implements it
+    GroupBase   its group; `group.py` implements it
+    Poster      carries out rounds; the engine implements it
 
     PostedRound, PostedReceive, PostedSend    a round of a work under way, and its parts
 
-Transports, matching, the watchdog and the engine know no more of a work than is said here.
+Transports, matching, the watchdog and the engine know a work through these interfaces only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Wait(ABC):
 
     name, sequence   for errors; the sequence is -1 if it has none
     deadline         on the engine's clock
-    over             whether the thread goes on
+    over             whether it has ended, well or not
     """
 
     __slots__ = ()
@@ -53,7 +53,7 @@ class Wait(ABC):
 
     @abstractmethod
     def attend(self) -> float:
-        """See to what is due; seconds until this is needed again. Lock held."""
+        """Do what is due, such as asking other ranks; seconds until the next time. Lock held."""
 
     @abstractmethod
     def expire(self, error: DistributedError) -> None:
@@ -82,12 +82,12 @@ class Wait(ABC):
 
 
 class WorkBase(Wait):
-    """A call that is being carried out: its step, and the memory that its rounds speak of.
+    """A call that is being carried out: its step, and the memory of its rounds.
 
     buffers    as bytes
     combine    reduces bytes that arrive into a buffer
-    ask_at     when it asks the others whether they are in it, too
-    sender     of a received message: whose it was, as a global rank
+    ask_at     when it asks the other ranks whether they are in the same collective
+    sender     of a received message, as a global rank
     waited     if it is traced: seconds until the first byte of each round arrived,
     sent, received   and bytes moved
     """
@@ -168,7 +168,7 @@ class WorkBase(Wait):
 
 
 class GroupBase(Members, ABC):
-    """One rank's view of one group: what it has under way, and what can become of that.
+    """One rank's view of one group: its works, and its failure.
 
     checker    whether its members do the same things in the same order
     left       members, as global ranks, that have closed the group
@@ -221,13 +221,13 @@ class GroupBase(Members, ABC):
 
 
 class Poster(ABC):
-    """Who carries out rounds. `now` is the clock, in seconds."""
+    """Carries out rounds. `now` is the clock, in seconds."""
 
     now: Callable[[], float]
 
     @abstractmethod
     def post(self, posted: PostedRound) -> None:
-        """Start a round. Receives first, so that a message never finds its receive missing."""
+        """Start a round: receives first, so that an answer finds its receive posted."""
 
     @abstractmethod
     def withdraw(self, posted: PostedRound) -> None:
@@ -242,7 +242,7 @@ class PostedReceive:
     """A receive that waits for its message.
 
     work    whose receive it is
-    peer    a global rank; of a receive from `ANY`, the one whose message it has met
+    peer    a global rank; of a receive from `ANY`, the sender of the message that it has matched
     order   receives of one channel take messages in this order
     """
 
@@ -281,7 +281,7 @@ class PostedReceive:
             self.done = True
             self.view = NOTHING
             posted = self.round
-            del self.round  # which lists this: the garbage collector would have to come
+            del self.round  # a cycle, which only the garbage collector would free
             posted.part_done()
 
 
@@ -303,7 +303,7 @@ class PostedSend:
             self.done = True
             self.view = NOTHING
             posted = self.round
-            del self.round  # which lists this: the garbage collector would have to come
+            del self.round  # a cycle, which only the garbage collector would free
             posted.part_done()
 
 
@@ -330,9 +330,9 @@ class PostedRound(Step):
             for peer, start, stop, buffer in round_.sends
         ]
         self._left = len(self.sends) + len(self.receives)
-        self.posted = False  # whether all parts are: until then nobody is told of the end
+        self.posted = False  # whether all parts are posted: until then it is not complete
         self._posted_at = 0.0  # if it is traced
-        self._heard = False  # whether a byte has come, if it is traced
+        self._heard = False  # whether a byte has arrived, if it is traced
 
     @override
     def begin(self, call: Call) -> None:
@@ -350,14 +350,14 @@ class PostedRound(Step):
             self._poster.completed(self.work)
 
     def trace(self) -> None:
-        """It is posted while operations are traced: count what it moves."""
+        """It is posted while works are traced: count the bytes that it moves."""
         work = self.work
         self._posted_at = self._poster.now()
         work.sent += sum(len(send.view) for send in self.sends)
         work.received += sum(receive.stop - receive.start for receive in self.receives)
 
     def first_heard(self) -> None:
-        """A message of this round begins to come (called while operations are traced)."""
+        """A message of this round begins to arrive (called while works are traced)."""
         if not self._heard:
             self._heard = True
             self.work.waited += self._poster.now() - self._posted_at

@@ -1,8 +1,8 @@
 """A random state for each rank, though they share one process.
 
-Torch's, NumPy's and Python's generators are global. Whoever runs owns them; when another rank is
-about to run, the owner's states are put away and the other's are brought back. That is done only
-then, and for NumPy only if it has been imported, since it costs some 20 microseconds.
+Torch's, NumPy's and Python's generators are global. The rank that runs owns them. Before another
+rank runs, the owner's states are saved and the other's are restored. That is done only when the
+owner changes, and for NumPy only if it is imported, since it costs some 20 microseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank has done last: for errors, for comparison with other ranks, and for traces."""
+"""The recorder: a rank's last calls, for errors; and traces of all of them."""
 
 from __future__ import annotations
 

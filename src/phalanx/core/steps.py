@@ -7,8 +7,8 @@ A program is an iterator of steps. There are three kinds:
     native   a collective that another library carries out whole (`native/`)
 
 A `Round` is data, shared by all calls of its kind; one that is under way is a `PostedRound`
-(`posted.py`). The others are steps themselves. What a rank does alone between two steps, such as to
-add what has arrived, the program does when it is asked for the next step.
+(`posted.py`). The other two are steps themselves. Local work between two steps, such as adding what
+has arrived, is done by the program when it is asked for the next step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, UntypedStorage
 
 from phalanx.core.call import Call
 
-ANY = -1  # as the peer of a receive: whoever sends first
-NOTHING = memoryview(b"")  # instead of memory that is not needed any more: these are in cycles
+ANY = -1  # as the peer of a receive: the first sender
+NOTHING = memoryview(b"")  # replaces memory that is done with, so that cycles do not keep it
 
 
 class SendBytes(NamedTuple):
@@ -55,13 +55,12 @@ class Step(ABC):
 
     __slots__ = ()
 
-    notifies: ClassVar[bool] = (
-        False  # whether it says itself when it is complete; else it is polled
-    )
-    wakes: ClassVar[bool] = (
-        True  # whether this rank is woken when it may be; else from time to time
-    )
-    blocks: ClassVar[bool] = False  # whether a thread may wait in `block`
+    # Whether it tells the engine when it is complete; if not, it is polled.
+    notifies: ClassVar[bool] = False
+    # Whether a parked rank is woken when it may be complete; if not, it is polled at intervals.
+    wakes: ClassVar[bool] = True
+    # Whether a thread may wait in `block`.
+    blocks: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, call: Call) -> None:
@@ -72,26 +71,26 @@ class Step(ABC):
         """Whether it is complete. With `spin` it may wait for that, a bounded time."""
 
     def block(self, seconds: float) -> bool:
-        """Wait for it, with the lock released meanwhile, for about so long at most. Lock held.
+        """Wait for it for about `seconds` at most, with the lock released. Lock held.
 
-        False if that cannot be now: it has not waited.
+        False if it could not wait now.
         """
         return False
 
     @abstractmethod
     def waits_for(self) -> list[int]:
-        """The ranks without which it does not complete."""
+        """The ranks that it waits for."""
 
     def needs(self, rank: int) -> bool:
         """Whether it cannot complete, now that this rank has left."""
         return rank in self.waits_for()
 
     def diverged(self) -> int | None:
-        """A rank that is seen to take part in another collective, if there is one."""
+        """A rank that takes part with another rolling hash, so in another collective, if any."""
         return None
 
     def cancel(self) -> None:  # noqa: B027 - an epoch, for one, holds nothing
-        """Give up what is left of it: the caller's memory is neither read nor written any more."""
+        """Give it up: from now on it neither reads nor writes the caller's memory."""
 
 
 Program: TypeAlias = "Round | Step"
@@ -99,9 +98,9 @@ Program: TypeAlias = "Round | Step"
 
 
 def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
-    """Nobody leaves before everybody has arrived: a token goes round the ring twice.
+    """A barrier by messages: a token goes round the ring twice.
 
-    The first wave tells rank 0 that all have arrived, the second tells all that rank 0 knows.
+    After the first round rank 0 knows that all have arrived; the second tells the others.
 
         0 -> 1 -> 2 -> 0     all are here
         0 -> 1 -> 2 -> 0     all may leave
@@ -117,7 +116,7 @@ def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
 
 
 # ------------------------------------------------------------------------------
-# What shared memory and other libraries bring, as the core sees it.
+# Interfaces of shared memory and of other libraries.
 
 
 class SharedGroup(Protocol):
@@ -133,21 +132,21 @@ class SharedGroup(Protocol):
         ...
 
     def give_up(self) -> None:
-        """What is under way has failed: memory that this rank has shown may be written now."""
+        """A collective has failed here: memory that this rank has shown may change from now on."""
         ...
 
     def close(self) -> None:
-        """This rank takes part no more."""
+        """This rank leaves the group."""
         ...
 
 
 Place: TypeAlias = "tuple[int, int, int]"
-"""Where memory is, for others to attach it: what that means is the backend's own."""
+"""Where memory is, so that other ranks can attach it; each `Source` has its own meaning."""
 NOWHERE: Place = (0, 0, 0)
 
 
 class Source(ABC):
-    """Where such memory comes from. For one use; called with the engine's lock held or without."""
+    """Allocates or attaches such memory, once. Called with the engine's lock held or without."""
 
     @abstractmethod
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
@@ -155,11 +154,11 @@ class Source(ABC):
 
     @abstractmethod
     def attach(self, place: Place, size: int) -> UntypedStorage:
-        """The memory that another rank has taken."""
+        """The memory that another rank has allocated."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody can attach what was taken any more. What is attached stays."""
+        """From now on nobody can attach the memory. What is attached stays."""
 
 
 class NativeCall(NamedTuple):
@@ -167,8 +166,8 @@ class NativeCall(NamedTuple):
 
     collective   `all_reduce`, `reduce`, `broadcast`, `all_gather`, `gather`, `scatter`,
                  `reduce_scatter`, `all_to_all` or `barrier`
-    source       what this rank gives, contiguous, never written; None where it gives nothing
-    out          where its result goes, contiguous; None where it gets none
+    source       what this rank contributes, contiguous, never written; None for nothing
+    out          where its result goes, contiguous; None for no result
     op           how contributions are reduced, as `ReduceOp`'s value: `sum`, `mean`, ...
     root         rank of the group, where the collective has one
 
@@ -191,11 +190,11 @@ class NativeCall(NamedTuple):
 
 
 class Native(ABC):
-    """What another library under a backend can carry out whole."""
+    """The collectives of another library, which it carries out whole."""
 
     @abstractmethod
     def step(self, call: NativeCall) -> Step | None:
-        """The step that does it, or None if the library has not this collective.
+        """The step that carries it out, or None if the library does not have this collective.
 
         The same answer on every rank.
         """

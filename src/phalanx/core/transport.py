@@ -1,13 +1,13 @@
-"""What the engine asks of a transport: to move messages, pass on control messages, and wait.
+"""`Transport`: moves messages and control messages, waits, and gives out memory.
 
     send, cancel, settle, room     messages between two ranks
     control                        small messages about groups and waits, between the frames
-    wait, poll, wake, background   who moves the bytes: whoever waits, else a thread
+    wait, poll, wake, background   moving bytes: by a thread that waits, or in the background
     shared, common, alloc          memory, where ranks share it
 
-The other way round a transport calls the engine: `matching.arriving` or `deliver` for a message,
-`on_control` for a control message, `peer_left` and `peer_lost` for peers that are gone. The
-engine's lock is held in all of these, and in the methods here unless they say otherwise.
+A transport calls the engine: `matching.arriving` or `deliver` for a message, `on_control` for a
+control message, `peer_left` and `peer_lost` for peers that are gone. The engine's lock is held in
+all of these, and in the methods here unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Transport(ABC):
 
     @abstractmethod
     def cancel(self, send: PostedSend) -> None:
-        """A send was given up: its memory is not read from now on."""
+        """Give up a send: its memory is not read from now on."""
 
     def settle(self, send: PostedSend) -> bool:
-        """Whether a send whose time is over has gone all the same: then it is complete."""
+        """Complete a send past its deadline if its last bytes have begun to go; whether so."""
         return False
 
     @abstractmethod
     def room(self, peer: int) -> None:
-        """A receive from this peer was posted: there may be room now for what it sends."""
+        """A receive from this peer was posted: read from it again if it was paused."""
 
     @abstractmethod
     def control(self, peer: int, group: int, message: Control) -> None:
-        """Send a control message about a group; to a peer that is gone, nothing happens."""
+        """Send a control message about a group. Does nothing if the peer is gone."""
 
     @abstractmethod
     def has_left(self, peer: int) -> bool:
@@ -62,29 +62,29 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, until: Wait) -> None:
-        """Move bytes until that is over; past its deadline it fails. Lock not held."""
+        """Move bytes until `until` is over; past its deadline it fails. Lock not held."""
 
     @abstractmethod
     def poll(self, work: WorkBase) -> None:
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
-        """A call begins that may end without waiting: see, now and then, what has arrived."""
+        """A call begins that may end without waiting: at intervals, poll the sockets."""
 
     @abstractmethod
     def wake(self, work: WorkBase) -> None:
-        """A work has ended: wake whoever waits for it."""
+        """A work has ended: wake the threads that wait for it."""
 
     def background(  # noqa: B027 - not all need to do a thing
         self, work: WorkBase, *, patience: float
     ) -> None:
-        """See to it that this work moves on while nobody waits for it. Lock not held.
+        """Move this work on while no thread waits for it. Lock not held.
 
-        patience   seconds for which it is left to whoever waits for it
+        patience   seconds for which it is left to a thread that may wait for it
         """
 
     def watch(self) -> None:  # noqa: B027 - not all need to do a thing
-        """A step has begun that has to be polled: a thread that sleeps now has to look at it."""
+        """A step has begun that has to be polled: wake the thread that sleeps in `wait`."""
 
     # Memory ---------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Transport(ABC):
         return torch.empty(shape, dtype=dtype)
 
     def common(self, group: GroupBase) -> Source | None:
-        """Where memory comes from that all members of a group have in common, if they have any.
+        """The source of memory that all members of a group can have in common, or None.
 
         The same answer on every one of them.
         """

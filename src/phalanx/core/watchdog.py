@@ -1,11 +1,12 @@
-"""The watchdog: whose fault it is that a deadline passes.
+"""The watchdog: which rank is to blame when a deadline passes.
 
-Shortly before, the rank asks those it waits for what they wait for, and then those, and so on. The
-chain ends with whoever waits for nobody, or does not answer because it is in no call at all:
+Shortly before a deadline, the rank asks the ranks it waits for what they wait for, then asks those,
+and so on: the wait-for graph. The chain ends with a rank that waits for nobody, or that does not
+answer because it is in no call:
 
     rank 0  waits for  rank 1  waits for  rank 2  ... which has not called: it is named
 
-Where it ends nowhere, they wait for each other in a circle, or the bytes are slow.
+A chain without an end is a cycle: the ranks wait for each other, or bytes move too slowly.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOT_ASKED = Ask(-1, 0, "")
 
 
 class Watchdog:
-    """What one rank knows of who waits for whom. The engine's lock is held in all of it.
+    """Deadlines of one rank, and who waits for whom. The engine's lock is held in all of it.
 
     tell              sends a peer a control message about a group
     unexpected_bytes  how much of each peer's messages this rank keeps
@@ -50,9 +51,10 @@ class Watchdog:
         self._numbers = itertools.count(1)
 
     def check_deadline(self, wait: Wait, now: float) -> float:
-        """See to the deadline of a wait; when to look again, on the same clock.
+        """Check the deadline of a wait; returns when to check again, on the same clock.
 
-        Shortly before it the rank asks who waits for whom; past it, the wait ends with an error.
+        Shortly before the deadline the rank asks who waits for whom; past it, the wait ends with an
+        error.
         """
         ask_at = wait.deadline - query_lead_time(wait.timeout)
         if now < ask_at:
@@ -69,7 +71,7 @@ class Watchdog:
         self._queries.pop(wait, None)
 
     def asked(self, peer: int, group: GroupBase | None = None, ask: Ask = NOT_ASKED) -> None:
-        """Tell a peer what keeps this rank from what it waits for, and how much of it is kept."""
+        """Tell a peer what this rank waits for, and how many bytes of its messages are kept."""
         kept = self.unexpected_bytes[peer]
         obstacle = self._obstacle(group, ask.sequence)
         answer = Answer([], "", kept, ask.query)
@@ -85,7 +87,7 @@ class Watchdog:
         self.tell(peer, 0, answer)
 
     def _obstacle(self, group: GroupBase | None, sequence: int) -> Wait | None:
-        """What has to end before this rank can do what it is waited for, if that is known.
+        """What has to end before this rank can do what the peer waits for, if that is known.
 
         The collective itself, if it is under way here, or one before it; else whatever a thread of
         this rank waits in; else anything that is under way in that group.
@@ -108,7 +110,7 @@ class Watchdog:
 
 
 def query_lead_time(timeout: float) -> float:
-    """How long before the deadline it is asked who waits for whom, for such a timeout."""
+    """Seconds before the deadline at which the rank asks who waits for whom."""
     return min(LONGEST_QUERY, timeout / 4)
 
 
@@ -195,7 +197,7 @@ class WaitForGraph:
         )
 
     def _whom(self, chain: list[int]) -> str:
-        # The chain goes on from its first rank: which comes last, so that "which" is its.
+        # The chain goes on from its first rank, so that one comes last, before "which".
         ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
         names = ", ".join(self._wait.group.name_of_global(rank) for rank in ranks) or "nobody"
         return f"rank{'s' if len(ranks) > 1 else ''} {names}"
@@ -204,7 +206,7 @@ class WaitForGraph:
         name = self._wait.group.name_of_global
         kept = self._watchdog.unexpected_bytes[chain[-1]] if chain else 0
         if chain and self._answers.get(chain[-1]) is None and is_full(kept):
-            # It may have answered: nothing is read from it.
+            # It may have answered: its connection is paused.
             yield f", of whose messages this rank keeps {kept >> 20} MiB that nobody has received, "
             yield "and takes no more: receive those first"
             return

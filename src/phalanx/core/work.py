@@ -1,11 +1,11 @@
 """Work: one request under way, which is what an asynchronous call returns.
 
-    Work     a call that is being carried out: its program of steps, and the memory they work on
+    Work     a call that is being carried out: its program of steps, and their memory
     AnyOf    what a thread waits for in `wait_any`: the first of several works
 
-The engine carries out a step and then calls `advance()`; nobody else drives a work. A send is a
-work of one round, a ring all-reduce one of 2(p-1) rounds. A blocking call whose steps complete at
-once never becomes a work (`Backend.run`): then the call is all that is kept of it.
+When a step is complete the engine calls `advance()`; nobody else drives a work. A send is a work of
+one round, a ring all-reduce one of 2(p-1) rounds. A blocking call whose steps complete at once
+never becomes a work (`Backend.run`): only its `Call` is kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Work(WorkBase, Generic[T]):
     not be waited for, but its error is then seen only by the next call.
 
     program    an iterator of steps
-    buffers    the memory that its rounds speak of, as bytes
+    buffers    the memory of its rounds, as bytes
     combine    reduces bytes that arrive into a buffer
     result     called once, by `wait`, for the value that it returns
     """
@@ -71,7 +71,7 @@ class Work(WorkBase, Generic[T]):
         return self.call.name
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Moves what can be moved meanwhile."""
+        """Whether `wait` would return, or raise, at once. Moves bytes without waiting."""
         if not self.over:
             self.group.engine.poll(self)
         return self.over
@@ -105,7 +105,7 @@ class Work(WorkBase, Generic[T]):
     def cancel(self, reason: str) -> None:
         """End it; its memory is the caller's again. A collective breaks its group.
 
-        A message that has not arrived is had by the next receive; one that has not gone never goes.
+        A message that has not arrived goes to the next receive; one that was not sent never is.
         """
         with self.group.engine.lock:
             self.group.abandon(self, reason)
@@ -141,7 +141,7 @@ class Work(WorkBase, Generic[T]):
         except Exception as error:
             self.group.work_failed(self, error)
         except BaseException as interruption:
-            # It hit a thread that may wait for something else; nobody can take these steps again.
+            # The thread may wait for another work; the program cannot be resumed after this.
             self.group.abandon(self, f"interrupted by {type(interruption).__name__}")
             raise
 
@@ -163,7 +163,7 @@ class Work(WorkBase, Generic[T]):
         if type(step) is PostedRound and step.receives:
             self.sender = step.receives[0].peer
         self.group.work_ended(self)
-        # Or the memory would only be free when the garbage collector comes.
+        # Reference cycles would keep the memory until the garbage collector runs.
         self.buffers, self.combine, self._steps = (), None, iter(())
         if self._callbacks:
             self.group.engine.callbacks.extend((each, self) for each in self._callbacks)
@@ -175,7 +175,7 @@ class Work(WorkBase, Generic[T]):
 
 
 class AnyOf(Wait):
-    """Done when one of some works is, of one rank, and of any groups. It moves nothing itself.
+    """Done when one of several works of one rank is, of any groups. It moves nothing itself.
 
     receive from rank 1   - - - - - - - - -
     receive from rank 2   - - - - done          here the thread goes on
@@ -201,7 +201,7 @@ class AnyOf(Wait):
         self.error = None
 
     def wait(self) -> None:
-        """Block until one is done. Raises what ends the wait, not what ends the works."""
+        """Block until one is done. Raises errors of the wait, not of the works."""
         if not self.over:
             self.group.engine.wait(self)
         if self.error is not None:
