@@ -12,7 +12,7 @@ FINGERPRINT = st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 -
 ISSUED = st.lists(FINGERPRINT, max_size=6)
 
 
-def trail_of(issued: list[int]) -> int:
+def rolling_hash_of(issued: list[int]) -> int:
     rolling_hash = EMPTY_HASH
     for fingerprint in issued:
         rolling_hash = extend_hash(rolling_hash, fingerprint)
@@ -20,26 +20,26 @@ def trail_of(issued: list[int]) -> int:
 
 
 @given(ISSUED, ISSUED)
-def test_two_that_did_not_issue_the_same_have_different_trails(
+def test_ranks_that_did_not_issue_the_same_have_different_rolling_hashes(
     ours: list[int], theirs: list[int]
 ) -> None:
-    assert (trail_of(ours) == trail_of(theirs)) == (ours == theirs)
+    assert (rolling_hash_of(ours) == rolling_hash_of(theirs)) == (ours == theirs)
 
 
 @given(ISSUED, st.lists(FINGERPRINT, min_size=2, max_size=2, unique=True), ISSUED)
-def test_who_has_parted_once_never_meets_again(
+def test_ranks_that_have_diverged_once_stay_diverged(
     before: list[int], now: list[int], after: list[int]
 ) -> None:
     """One collective that differs, at whatever distance: a step is a bijection."""
-    trails = [trail_of([*before, each, *after]) for each in now]
-    assert trails[0] != trails[1]
-    assert 0 <= min(trails) <= max(trails) < 2**64
+    hashes = [rolling_hash_of([*before, each, *after]) for each in now]
+    assert hashes[0] != hashes[1]
+    assert 0 <= min(hashes) <= max(hashes) < 2**64
 
 
-def test_a_group_has_a_trail_of_its_own() -> None:
+def test_a_group_has_a_rolling_hash_of_its_own() -> None:
     with SimulatedBackend.create_group(1)[0] as backend:
-        group = backend.subgroup([0]).group
-        backend.group.next_collective(5)
-        assert group.rolling_hash == EMPTY_HASH
-        assert [group.next_collective(5), group.next_collective(6)] == [0, 1]
-        assert group.rolling_hash == trail_of([5, 6])
+        checker = backend.subgroup([0]).group.checker
+        backend.group.checker.next_collective(5)
+        assert checker.rolling_hash == EMPTY_HASH
+        assert [checker.next_collective(5), checker.next_collective(6)] == [0, 1]
+        assert checker.rolling_hash == rolling_hash_of([5, 6])

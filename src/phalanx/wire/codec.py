@@ -1,4 +1,4 @@
-"""Python objects as bytes, and back: plain data and tensors, nothing that could run. No pickle.
+"""Python objects as bytes, and back: plain data and tensors, no code. No pickle.
 
     object  =  tag, then
     N  T  F    None, True, False     nothing
@@ -43,7 +43,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         if isinstance(dtype, torch.dtype) and not str(dtype).startswith(_QUANTIZED)
     }
 )
-"""The dtypes that a tensor may have, by name: those whose elements mean something by themselves."""
+"""The dtypes that a tensor may have, by name: those whose elements have a meaning of their own."""
 
 CONTAINERS: Mapping[type, bytes] = MappingProxyType({list: b"l", tuple: b"t", dict: b"d"})
 CONSTANTS: Mapping[object, bytes] = MappingProxyType({None: b"N", True: b"T", False: b"F"})
@@ -60,11 +60,11 @@ def shown(key: object) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Objects become bytes, in the format of objects.py.
+# Encoding: objects to bytes, in the format above.
 
 
 def encode(obj: object) -> bytearray:
-    """The bytes of an object. Raises `UnsupportedObjectError`, naming the part that has none."""
+    """The bytes of an object. Raises `UnsupportedObjectError`, naming the part that is refused."""
     encoder = _Encoder()
     try:
         encoder.put(obj)
@@ -75,7 +75,7 @@ def encode(obj: object) -> bytearray:
 
 
 class _RefusedError(Exception):
-    """An object that has no bytes; `steps` leads to it, the last one first."""
+    """An object that cannot be encoded; `steps` leads to it, the last one first."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -177,11 +177,11 @@ def _utf8(text: str) -> bytes:
 
 
 # ------------------------------------------------------------------------------
-# Bytes become objects again, in the format of objects.py, or are refused.
+# Decoding: bytes to objects, in the format above, or `MalformedObjectError`.
 
 
 def decode(content: memoryview) -> object:
-    """The object that these bytes are. Raises `MalformedObjectError` if they are none.
+    """The object that these bytes encode. Raises `MalformedObjectError` if they encode none.
 
     Tensors are new, contiguous, on the CPU, without a gradient; they need not stay with `content`.
     """

@@ -1,4 +1,4 @@
-"""The small messages that ranks send about the job itself, as MessagePack (never pickle)."""
+"""Control messages: addresses, failures, questions about waits; as MessagePack, never pickle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Address(msgspec.Struct, frozen=True):
     host: str
     port: int
     host_id: str
-    process: int = 0  # 0: one that others of its host cannot look at
-    # Numbers of files of that process, for others of its host: its shared memory, and what wakes
-    # it. -1: it has none.
+    process: int = 0  # 0: other ranks of its host cannot see it in /proc
+    # File descriptors of that process, which ranks of its host open: its shared memory, and the
+    # writing end of its wakeup pipe. -1: it has none.
     memory: int = -1
     wakeup: int = -1
 
@@ -30,7 +30,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """From each rank to all, when it knows the table: whether it has its local peers' memory."""
+    """From each rank to all, after the table: whether it has attached its local peers' memory."""
 
     problem: str  # "" if there is none
 
@@ -42,13 +42,13 @@ class FailureNotice(msgspec.Struct, frozen=True):
     culprit: int
     reporter: int
     reason: str
-    # For ranks that disagree: what the reporter was doing, and under which number.
+    # If ranks disagree: what the reporter was doing, and its sequence number.
     signature: str = ""
     sequence: int = -1
     met: str = ""  # what the culprit was doing, where that is known
 
 
-LONGEST_TEXT = 20_000  # characters; three of them fit into a control frame in any script
+LONGEST_TEXT = 20_000  # characters; three such texts fit into a control frame in any script
 
 
 def shortened(text: str) -> str:
@@ -57,13 +57,13 @@ def shortened(text: str) -> str:
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """To a rank that is waited for, in the group of the frame."""
+    """A question to a rank, about the group of the frame: what do you do, or wait for?"""
 
     sequence: int  # of the collective; -1: this is not about one
     fingerprint: int
     what: str  # that collective in words
-    query: int = 0  # not 0: not whether you agree, but what keeps you from it; see `Answer`
-    rolling_hash: int = 0  # not 0: of all collectives up to this one
+    query: int = 0  # not 0: the number of a question about waits, answered by `Answer`
+    rolling_hash: int = 0  # not 0: of all collectives of the group up to this one
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -71,10 +71,10 @@ class Answer(msgspec.Struct, frozen=True):
 
     waits_for: list[int]  # global ranks
     what: str
-    kept: int = 0  # bytes of the asker's messages that nobody here has received yet
-    query: int = 0  # that of the `Ask`
-    group: int = 0  # that what it waits in is of,
-    sequence: int = -1  # and its number there, if it is a collective
+    kept: int = 0  # bytes of the asking rank's unexpected messages that are kept here
+    query: int = 0  # the number of the `Ask`
+    group: int = 0  # of the call in which it waits,
+    sequence: int = -1  # and its sequence number, if it is a collective
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -86,7 +86,7 @@ def decode(payload: bytes, kind: type[_T]) -> _T:
     """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    # Text that is not UTF-8 and lists in lists in lists: msgspec has no error of its own for them.
+    # msgspec has no error of its own for text that is not UTF-8, and for too deep nesting.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a {kind.__name__} message that cannot be read: {error}") from None
 

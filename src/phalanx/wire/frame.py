@@ -1,7 +1,7 @@
 """Frames: how messages lie in a stream of bytes. Sans-IO: nothing here reads or writes a socket.
 
-A message is cut into frames of at most `MAX_PAYLOAD` bytes, so that word of a failure need never
-wait behind a large tensor. Every frame is a fixed little-endian header and its payload:
+A message is cut into frames of at most `MAX_PAYLOAD` bytes, so that a failure notice never waits
+behind a large tensor. Every frame is a fixed little-endian header and its payload:
 
      0      4  5  6   8      12          20          28            36         44          52
     +------+--+--+---+------+-----------+-----------+-------------+----------+-----------+-------
@@ -17,8 +17,8 @@ wait behind a large tensor. Every frame is a fixed little-endian header and its 
     total        bytes of the whole message
     offset       where in the message this payload belongs
 
-No length is believed: a payload longer than `MAX_PAYLOAD` or one that leaves its message is a
-`FrameError` before a byte of memory is taken for it.
+No length is believed: a payload longer than `MAX_PAYLOAD`, or one that exceeds its message, is a
+`FrameError` before any memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 2
 MAX_PAYLOAD = 4 << 20
 MAX_CONTROL = 1 << 20
 STAGING = 64 << 10
-ALIGNED = 16  # bytes: elements of every dtype that lie there can be computed with
+ALIGNED = 16  # bytes, enough for elements of every dtype
 
 _HEADER = struct.Struct("<4sBBHIQqQQQ")
 HEADER_SIZE = _HEADER.size
@@ -41,7 +41,7 @@ _FIRST = -HEADER_SIZE % ALIGNED  # where a header is staged, so that its payload
 
 
 class FrameError(Exception):
-    """The bytes that came are not frames: another program, another version, or damage."""
+    """The bytes received are not frames: another program, another version, or damage."""
 
 
 class Kind(enum.IntEnum):
@@ -145,14 +145,14 @@ class Sink(Protocol):
 
 
 class FrameReceiver(Protocol):
-    """Who is told what a `FrameDecoder` finds."""
+    """Receives what a `FrameDecoder` finds."""
 
     def message(self, header: Header) -> Sink | None:
-        """A frame of a message begins: where to put it, or None to be asked again by `resume`."""
+        """A frame of a message begins; returns its sink, or None to be asked again by `resume`."""
         ...
 
     def whole(self, header: Header, payload: memoryview) -> bool:
-        """A message came in one piece, in memory for now; False to be asked again by `resume`."""
+        """A whole message, in memory valid for this call; False to be asked again by `resume`."""
         ...
 
     def control(self, header: Header, payload: bytes) -> None:
@@ -165,7 +165,7 @@ class FrameDecoder:
 
     The driver writes what it reads into `space()` and says how much with `received(n)`. Headers
     and small messages pass through a small staging buffer, many at a time; the bulk of a large
-    message is offered its sink's own memory, so that it is never copied here.
+    message is read into its sink's own memory, so that it is never copied here.
     """
 
     def __init__(self, receiver: FrameReceiver) -> None:

@@ -9,14 +9,14 @@
 Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
 the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
 generation, world size, the two ranks, both nonces. So a proof can be neither replayed nor
-reflected, and a word changed on the way is found out by the first proof behind it.
+reflected, and a change on the way is detected by the next proof.
 
 A message is a type byte, a 16-bit length of at most `LIMIT`, and its content. The driver reads
-`room` bytes at a time: what a stranger says is never kept beyond one message.
+`room` bytes at a time: of an unauthenticated peer no more than one message is kept.
 
-The acceptor's proof comes first, so whoever may call can try tokens against it at leisure: this is
-why a token is random, of 128 bits at least. The handshake says who is there; what is sent
-afterwards is neither encrypted nor signed.
+The acceptor's proof comes first, so anyone who may connect can try tokens against it offline: this
+is why a token is random, of 128 bits at least. The handshake authenticates the two ranks; what is
+sent afterwards is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOM = _HEAD.size + LIMIT  # the longest message
 
 
 class Identity(NamedTuple):
-    """Who a rank says that it is."""
+    """Who a rank claims to be."""
 
     job: str
     generation: int
@@ -80,7 +80,7 @@ class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an er
 
 
 class Handshake:
-    """One side of one handshake: feed it what came, send what it returns.
+    """One side of one handshake: feed it what was received, send what it returns.
 
     `receive(data)` returns the bytes to send, and raises `Refused` when it has failed, with the
     last words for the peer in `farewell`. After it is `complete`, `peer` is the other rank, and
@@ -109,7 +109,7 @@ class Handshake:
         return bytes(self._buffer)
 
     def receive(self, data: bytes) -> bytes:
-        """Take what came; return what to send. Raises `Refused`."""
+        """Take received bytes; return what to send. Raises `Refused`."""
         self._buffer += data
         reply = b""
         while not self.complete:
@@ -210,7 +210,7 @@ class AcceptorHandshake(Handshake):
     ) -> None:
         super().__init__(identity, token)
         self._admit = admit
-        self._awaited = b""  # the proof that the caller has to give
+        self._awaited = b""  # the proof that the dialer has to send
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
@@ -218,7 +218,7 @@ class AcceptorHandshake(Handshake):
         self._expect(kind, content, PROOF, PROOF_SIZE)
         if not hmac.compare_digest(content, self._awaited):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
-        # Asked only now: who has not proved anything learns nothing about the job.
+        # Only now: a dialer that has proved nothing learns nothing about the job.
         reason = self._admit(self.peer)
         if reason is not None:
             raise self._refuse(reason)
@@ -227,7 +227,7 @@ class AcceptorHandshake(Handshake):
 
     def _challenge(self, kind: int, content: bytes) -> bytes:
         me = self.identity
-        # The version first: what follows it may look different in another one.
+        # The version first: in another version, what follows may differ.
         if kind == HELLO and len(content) >= _VERSION.size:
             (theirs,) = _VERSION.unpack_from(content)
             if theirs != PROTOCOL_VERSION:
@@ -237,7 +237,7 @@ class AcceptorHandshake(Handshake):
                 )
         self._expect(kind, content, HELLO, _HELLO.size)
         _, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
-        self.peer = rank  # as it says; it counts when the handshake is complete
+        self.peer = rank  # as claimed, until the handshake is complete
         if job != me.job_digest:
             raise self._refuse("the caller is of another job")
         checks = (
@@ -254,7 +254,7 @@ class AcceptorHandshake(Handshake):
             )
         challenge = _CHALLENGE.pack(me.rank, secrets.token_bytes(NONCE_SIZE))
         transcript = content + challenge
-        # Kept instead of what it is made of: a caller costs little until it has proved itself.
+        # Kept in place of its inputs: an unauthenticated connection shall cost little memory.
         self._awaited = self._proof(b"dialer", transcript)
         return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
 
