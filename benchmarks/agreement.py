@@ -95,7 +95,7 @@ def measure(
         "strict": strict_group(backend)
     }
     with patch.dict(os.environ, {"PHALANX_TRACE": folder}):
-        trace = Trace.wanted(backend.rank, backend.world_size)
+        trace = Trace.wanted(backend.rank, backend.world_size, backend.engine.now)
     settings: dict[str, Any] = {
         "off": without_agreement,
         "traced": partial(traced, backend, trace),

@@ -297,37 +297,3 @@ def finish_into(into: Tensor, work: Tensor) -> Tensor:
         copy_bits(into.detach(), work)
     torch.autograd.graph.increment_version(into)
     return into
-
-
-# SHIMS, until callers are converted ---------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Task(Generic[T]):
-    """Shim."""
-
-    collective: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: Tensor | None
-    out: Tensor | None
-    result: Callable[[], T]
-    op: ReduceOp | None = None
-    root: int = 0
-    consumes: bool = False
-    elsewhere: tuple[tuple[int, Tensor], ...] = ()
-
-
-def in_place(
-    collective: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = 0
-) -> Task[Tensor]:
-    """Shim."""
-    memory, result = work_in_place(tensor)
-    return Task(collective, tuple(tensor.shape), tensor.dtype, memory, memory, result, op, root)
-
-
-def memory_for(
-    backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Shim."""
-    return backend.empty(*shape, dtype=dtype, device=device)

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_plan, then_return
 from phalanx.collectives.reduce_op import reduction_for
-from phalanx.collectives.request import Request, Task, TensorArguments
+from phalanx.collectives.request import Request, TensorArguments
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.collectives.tuning import remembered
@@ -331,26 +331,3 @@ ROUND_MEMORY: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = 
     }
 )
 """For each collective, the memory on which a rank's rounds work; what it gives is in its place."""
-
-
-def start(
-    task: Task[T],
-    backend: Backend,
-    *,
-    algorithm: str = "auto",
-    name: str = "",
-    timeout: float | None = None,
-    background: bool = False,
-    label: str = "",
-) -> Work[T]:
-    """Shim."""
-    return TensorRequest(
-        *(backend, task.collective, task.shape, task.dtype, task.source, task.out, task.result),
-        *(task.op, task.root),
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
-        consume=task.consumes,
-        own=task.elsewhere,
-        name=name,
-    ).issue(background=background)

@@ -527,18 +527,6 @@ class Backend:
         finally:
             memory.close()
 
-    # SHIMS, until callers are converted -----------------------------------------------------
-
-    def start_barrier(
-        self, *, label: str = "", timeout: float | None = None, background: bool = False
-    ) -> Work[None]:
-        """Shim."""
-        return self.ibarrier(label=label, timeout=timeout, background=background)
-
-    def wait(self, work: Work[Any], *, timeout: float | None = None) -> None:
-        """Shim."""
-        work.wait(timeout)
-
     # What is checked before anything is sent ------------------------------------------------
 
     def check_rank(self, rank: int, what: str = "rank") -> None:

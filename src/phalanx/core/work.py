@@ -243,6 +243,3 @@ class AnyOf(Wait):
         shown = ", ".join(each.describe() for each in self.works[:SHOWN])
         more = len(self.works) - SHOWN
         return f"{self.name} ({shown}{f' and {more} more' if more > 0 else ''})"
-
-
-Operation = Work  # SHIM
