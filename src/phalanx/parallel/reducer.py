@@ -195,18 +195,14 @@ class Reducer:
         parameter.grad = view
         self._filling = True
         bucket.pending.discard(parameter)
-        if not bucket.pending:
-            self._start_full_buckets()
-
-    def _start_full_buckets(self) -> None:
-        number = len(self._started)
-        while number < len(self._buckets) and not self._buckets[number].pending:
+        while (number := len(self._started)) < len(self._buckets):
             bucket = self._buckets[number]
+            if bucket.pending:
+                return
             if self._finite is not None:
                 self._finite.look(bucket)
             label = f"DDP's pass {self._pass}, bucket {number}"
             self._started.append(self._averaging.begin(bucket, label))
-            number += 1
 
     def _on_backward_end(self) -> None:
         self._callback_queued = self.weighting.zero = False
@@ -223,13 +219,9 @@ class Reducer:
     @torch.no_grad()
     def answer(self, phase: JoinPhase) -> None:
         """Average zeros with the gradients of the ranks that have a batch, into `.grad`."""
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-            for parameter, view in bucket.views.items():
-                parameter.grad = view
-            bucket.pending.clear()
-            self._filling = True
-        self._start_full_buckets()
+        for parameter in self._trained:
+            parameter.grad = None
+            self._put(parameter)
         self._average(set(self._trained))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
