@@ -14,12 +14,14 @@ and becomes a list. All else in a docstring is Markdown already.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
 from griffe import Attribute, Docstring, Extension, Function, Module, Object
 
 ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?P<text>\S.*)")
+END_OF_LIST = "<!-- -->"
 ISSUED = re.compile(r"asynchronous\((\w+)\)")
 REQUEST = re.compile(r"Request\[(.*)\]")
 
@@ -53,17 +55,22 @@ def issued(name: str, attribute: Attribute, blocking: Function) -> Function:
 
 def as_markdown(text: str) -> str:
     """A docstring whose blocks of aligned arguments are lists."""
-    return "\n\n".join(as_list(paragraph) for paragraph in text.split("\n\n"))
+    paragraphs = [as_list(paragraph) for paragraph in text.split("\n\n")]
+    for place, (before, after) in enumerate(pairwise(paragraphs), 1):
+        if before.startswith("- ") and after.startswith("    "):
+            paragraphs[place] = f"{END_OF_LIST}\n\n{after}"  # or the code would be part of the list
+    return "\n\n".join(paragraphs)
 
 
 def as_list(paragraph: str) -> str:
-    """A list, if it is a block of arguments; text of fixed width, if it is a table; else as it is."""
-    items: list[str] = []
-    columns = [ARGUMENT.fullmatch(line) for line in paragraph.splitlines()]
-    if len(columns) > 1 and all(c and re.search(r"\S {2,}\S", c["text"]) for c in columns):
+    """A list, if it is a block of arguments; fixed width, if it is a table; else as it is."""
+    lines = paragraph.splitlines()
+    entries = [ARGUMENT.fullmatch(line) for line in lines]
+    columns = [entry["text"] for entry in entries if entry is not None]
+    if len(columns) > 1 and all(re.search(r"\S {2,}\S", text) for text in columns):
         return indent(paragraph, "    ")  # a table of three columns
-    for line in paragraph.splitlines():
-        entry = ARGUMENT.fullmatch(line)
+    items: list[str] = []
+    for line, entry in zip(lines, entries, strict=True):
         if entry is not None:
             names = ", ".join(f"`{name.strip('`')}`" for name in entry["name"].split(", "))
             items.append(f"- {names}: {entry['text']}")

@@ -17,19 +17,19 @@ from phalanx.core.backend import Backend
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler, for gradients that are shards: ranks skip a step together.
 
-    scaler = phalanx.GradScaler(backend)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)              # only to clip: fsdp.clip_grad_norm_(1.0)
-    scaler.step(optimizer)
-    scaler.update()
+        scaler = phalanx.GradScaler(backend)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)              # only to clip: fsdp.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
 
     With FSDP an infinity may lie in one rank's shard alone, and with a pipeline in one stage's
     gradients; torch's own scaler would skip the step there, and go on with the others. With DDP,
     where averages are the same everywhere, either one does. `backend` has all ranks that step
     together. A pipeline goes back by itself, so what is scaled is what its loss function returns:
 
-    loss = pipeline.train_step(x, y, lambda *given: scaler.scale(criterion(*given)))
-    loss /= scaler.get_scale()              # before update()
+        loss = pipeline.train_step(x, y, lambda *given: scaler.scale(criterion(*given)))
+        loss /= scaler.get_scale()              # before update()
 
     `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a step,
     in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018).
