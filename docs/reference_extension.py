@@ -2,6 +2,7 @@
 
     @collective        the function returns `Request[T]`; its caller gets `T`
     asynchronous(f)    takes the arguments of `f`, and returns a `PendingCollective[T]`
+    PendingCollective  is another name of a class
 
 In a docstring a block of aligned lines says what the arguments are,
 
@@ -18,7 +19,7 @@ from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
-from griffe import Attribute, Docstring, Extension, Function, Module, Object
+from griffe import Alias, Attribute, Docstring, Extension, Function, Module, Object
 
 ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?P<text>\S.*)")
 END_OF_LIST = "<!-- -->"
@@ -85,13 +86,16 @@ class ReferenceExtension(Extension):
     """Changes what griffe has read before it is shown."""
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
-        """The asynchronous forms of collectives are functions."""
+        """Asynchronous forms of collectives are functions, and `PendingCollective` is a class."""
         if not mod.path.startswith("phalanx"):
             return
         for name, member in list(mod.members.items()):
             if isinstance(member, Attribute) and str(member.value).startswith("asynchronous("):
                 blocking = mod.members[ISSUED.fullmatch(str(member.value))[1]]
                 mod.set_member(name, issued(name, member, blocking))
+            elif isinstance(member, Attribute) and name == "PendingCollective":
+                where = mod.members[str(member.value)].target_path
+                mod.set_member(name, Alias(name, where, parent=mod))
         for member in mod.members.values():
             if isinstance(member, Function) and is_collective(member):
                 member.returns = returned(member)
