@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import BackendUnavailableError
-from phalanx.transport.shm.domain import EDITION, SEGMENTS, USED, WINDOWS, Directory, PeerDirectory
+from phalanx.transport.shm.domain import (
+    CONTROL_BLOCKS,
+    EDITION,
+    SEGMENTS,
+    USED,
+    Directory,
+    PeerDirectory,
+)
 from phalanx.transport.shm.segments import Segment
 
 ME = os.getpid()
@@ -174,12 +181,12 @@ def test_a_table_that_is_full_says_what_to_do(directory: Directory) -> None:
             directory.add_segment(SEGMENTS, segment)
     finally:
         segment.close()
-    for group in range(WINDOWS):
+    for group in range(CONTROL_BLOCKS):
         directory._entries[group] = 8 + 2 * SEGMENTS + 3 * group
-    with pytest.raises(BackendUnavailableError, match=rf"{WINDOWS} groups .* close\(\)"):
-        directory.add_control_block(WINDOWS, 0, 64)
+    with pytest.raises(BackendUnavailableError, match=rf"{CONTROL_BLOCKS} groups .* close\(\)"):
+        directory.add_control_block(CONTROL_BLOCKS, 0, 64)
     before = directory.words[EDITION]
     directory.remove_control_block(17)
-    directory.add_control_block(WINDOWS, 0, 64)
+    directory.add_control_block(CONTROL_BLOCKS, 0, 64)
     assert directory.words[EDITION] == before + 2
-    assert peer_of(directory).control(WINDOWS) == (0, 64)
+    assert peer_of(directory).control(CONTROL_BLOCKS) == (0, 64)

@@ -34,8 +34,8 @@ HALF_OPEN = {
 def test_a_thousand_half_open_connections_cost_a_kibibyte_each(words: bytes) -> None:
     with acceptor_step(world_size=1000) as step:  # so large that nobody has to give way
         step.call(words)
-        standing = 0 if not words else 2 if words.startswith(HELLO) else 1
-        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [standing])
+        auth_state = 0 if not words else 2 if words.startswith(HELLO) else 1
+        step.drive_until(lambda: [k.auth_state for k in step.acceptor.pending] == [auth_state])
         callers = [step.call(words) for _ in range(1000)]
         gc.collect()
         tracemalloc.start()
@@ -43,7 +43,7 @@ def test_a_thousand_half_open_connections_cost_a_kibibyte_each(words: bytes) -> 
             step.drive_until(
                 lambda: (
                     len(step.acceptor.pending) == 1001
-                    and all(k.standing == standing for k in step.acceptor.pending)
+                    and all(k.auth_state == auth_state for k in step.acceptor.pending)
                 )
             )
             gc.collect()
@@ -91,7 +91,7 @@ def test_a_rank_that_was_away_does_not_count_it_against_who_waited(
         sock, call_site = step.rank(1)
         step.drive_until(lambda: bool(step.acceptor.pending))
         time.sleep(away)
-        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [2])
+        step.drive_until(lambda: [k.auth_state for k in step.acceptor.pending] == [2])
         assert not answer(sock, call_site)
         time.sleep(away)
         step.drive_until(lambda: 1 in step.connected)
@@ -110,7 +110,7 @@ def test_the_oldest_silent_one_gives_way(caplog: pytest.LogCaptureFixture) -> No
         step.drive_until(lambda: len(step.acceptor.pending) == step.acceptor.places)
         assert not hung_up(first)
         sock, call_site = step.rank(1)
-        step.drive_until(lambda: any(k.standing == 2 for k in step.acceptor.pending))
+        step.drive_until(lambda: any(k.auth_state == 2 for k in step.acceptor.pending))
         assert hung_up(first)
         assert not any(map(hung_up, [*others, *speakers]))
         assert not answer(sock, call_site)
@@ -123,7 +123,7 @@ def test_who_has_said_the_least_gives_way_first() -> None:
     """A rank in the middle of its handshake outlives any number of those that never begin one."""
     with acceptor_step(world_size=4) as step:
         sock, call_site = step.rank(1)
-        step.drive_until(lambda: [k.standing for k in step.acceptor.pending] == [2])
+        step.drive_until(lambda: [k.auth_state for k in step.acceptor.pending] == [2])
         crowd = [step.call(HELLO[:40]) for _ in range(2 * PLACES)]
         step.drive_until(
             lambda: len(step.acceptor.pending) == step.acceptor.places and hung_up(crowd[0])

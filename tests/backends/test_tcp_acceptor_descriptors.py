@@ -57,7 +57,7 @@ def test_a_flood_that_takes_every_descriptor_does_not_keep_a_job_from_forming(
         log = program.stderr.read()
     assert told["sum"] == 3.0, told
     assert told["asked"] < 1000, "accept() was called again and again"
-    assert "300 strangers" in log or "turned away 100 strangers so far" in log
+    assert "300 unauthenticated" in log or "turned away 100 unauthenticated callers so far" in log
 
 
 def test_without_a_descriptor_the_door_rests_and_looks_again(
@@ -89,7 +89,7 @@ def test_without_a_descriptor_the_door_rests_and_looks_again(
         step.drive_until(after_many_turns)
         assert turns < 50, "each look at the acceptor is a turn or two, not many"
         plenty = True
-        step.drive_until(lambda: any(k.standing == 2 for k in step.acceptor.pending))
+        step.drive_until(lambda: any(k.auth_state == 2 for k in step.acceptor.pending))
         assert not answer(sock, call_site)
         step.drive_until(lambda: 1 in step.connected)
     assert "Too many open files; this process may need more (ulimit -n)" in caplog.text

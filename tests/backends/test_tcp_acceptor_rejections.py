@@ -174,9 +174,11 @@ def test_a_scanner_cannot_fill_the_log_nor_hide_a_rank_in_it(
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     full = [line for line in lines if line.startswith("rank 0 turned away 127.0.0.1: what")]
     assert len(full) == TOLD_IN_FULL
-    assert sum("turned away 100 strangers so far" in line for line in lines) == 1
+    assert sum("turned away 100 unauthenticated callers so far" in line for line in lines) == 1
     assert sum("as rank 1: the two do not hold the same token" in line for line in lines) == 1
-    total = [re.search(r"turned away (\d+) strangers and 1 callers", line) for line in lines]
+    total = [
+        re.search(r"turned away (\d+) unauthenticated callers and 1 that", line) for line in lines
+    ]
     assert [int(match[1]) for match in total if match] == [300]
     assert len(lines) == TOLD_IN_FULL + 3
 

@@ -1,4 +1,4 @@
-"""`MeshBackend`: what all backends have in common whose ranks are processes of ours."""
+"""`MeshBackend`: backends whose ranks are processes, connected over TCP; and how they differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
 class MeshBackend(Backend):
     """One rank of a group whose ranks are processes, connected over TCP: what such backends share.
 
-    sharing   which ranks are to have memory in common, once they have met
+    sharing   which ranks have memory in common
     """
 
     sharing = Sharing.NOTHING

@@ -1,11 +1,11 @@
 """`SimulatedBackend`: ranks that are threads of one process.
 
-A message is copied from the sender's memory straight to where the receiver wants it, in the
-sender's thread, which also carries on the receiver's collective from there. So nothing is ever in
-flight, and asynchronous collectives need no thread of their own.
+A message is copied from the sender's memory straight to the receiver's, in the sender's thread,
+which then also advances the receiver's work. So no message is ever in flight, and asynchronous
+collectives need no thread of their own.
 
-How a rank waits is a `Scheduler`'s business. `FreeThreads` lets the caller's threads run as the
-operating system likes; the `CooperativeScheduler` lets one run at a time (see `phalanx.simulate`).
+A `Scheduler` decides how a rank waits. `FreeThreads` leaves the caller's threads to the operating
+system; the `CooperativeScheduler` lets one run at a time (see `phalanx.simulate`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def wait(self, engine: Engine, until: Wait) -> None:
-        """Return when that is over. Lock not held."""
+        """Return when `until` is over. Lock not held."""
 
     @abstractmethod
     def wake(self, rank: int) -> None:
@@ -53,11 +53,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def pause(self, engine: Engine, work: WorkBase) -> None:
-        """Let others run, and see to what is due, without waiting for anything. Lock not held."""
+        """Let other ranks run, and do what is due, without waiting. Lock not held."""
 
 
 class FreeThreads(Scheduler):
-    """Ranks are threads of the caller's, and run whenever the system lets them."""
+    """Ranks are the caller's threads; the operating system schedules them."""
 
     def __init__(self, lock: threading.RLock, size: int) -> None:
         self._conditions = [threading.Condition(lock) for _ in range(size)]
@@ -86,7 +86,7 @@ class FreeThreads(Scheduler):
 
 
 class InProcessSwitch:
-    """What the ranks of one simulated group share. Whoever delivers last carries a work on."""
+    """What the ranks of one simulated group share: lock, queue of ready works, scheduler."""
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
@@ -133,7 +133,7 @@ class SimulatedTransport(Transport):
     @override
     def control(self, peer: int, group: int, message: Control) -> None:
         receiver = self.switch.engines[peer]
-        # Who has closed answers nobody, but may still be told things.
+        # A rank that has closed answers no question, but may still be told of failures.
         if not receiver.closed or not isinstance(message, Ask):
             receiver.on_control(self.engine.rank, group, message)
 
@@ -154,7 +154,7 @@ class SimulatedTransport(Transport):
         self.switch.scheduler.wake(self.engine.rank)
 
     def leave(self, *, lost: bool) -> None:
-        """This rank takes part no more. Lock held."""
+        """This rank leaves. Lock held."""
         if self.left:
             return
         rank = self.engine.rank
@@ -220,11 +220,11 @@ class SimulatedBackend(Backend):
 
 
 # ------------------------------------------------------------------------------
-# What ranks that are threads of one process have in common: memory of that process.
+# Common memory of ranks that are threads of one process.
 
 
 class MemoryStore:
-    """Memory that was taken by one rank and not attached by all others yet."""
+    """Memory that one rank has allocated and not all others have attached yet."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
@@ -233,38 +233,38 @@ class MemoryStore:
 
 
 class StoredMemory(Source):
-    """Memory that others find on the store."""
+    """Memory that the other ranks find in the store."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self._shelf = store
+        self._store = store
         self._number = -1
 
     @override
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
         storage = zeros(size)
-        with self._shelf.lock:
-            self._number = next(self._shelf.numbers)
-            self._shelf.storages[self._number] = storage
+        with self._store.lock:
+            self._number = next(self._store.numbers)
+            self._store.storages[self._number] = storage
         return storage, (self._number, 0, 0)
 
     @override
     def attach(self, place: Place, size: int) -> UntypedStorage:
-        with self._shelf.lock:
-            return self._shelf.storages[place[0]]
+        with self._store.lock:
+            return self._store.storages[place[0]]
 
     @override
     def close(self) -> None:
-        with self._shelf.lock:
-            self._shelf.storages.pop(self._number, None)
+        with self._store.lock:
+            self._store.storages.pop(self._number, None)
 
 
 # ------------------------------------------------------------------------------
-# The turn: of many ranks in one process, one runs at a time.
+# The cooperative scheduler: of many ranks in one process, one runs at a time.
 #
-# A rank keeps the turn until it waits for something that is not there yet. Who gets it next, among
-# those that could go on, is drawn from a seed; so a run is the same every time, and different seeds
-# give different orders. When nobody could go on, they wait for each other in a circle, or for a
-# rank that has returned: a deadlock, seen at the moment when it happens.
+# A rank has the turn until it waits for something that is not complete. Which of the ready ranks
+# gets it next is drawn from a seed; so a run is the same every time, and different seeds give
+# different orders. If no rank is ready, they wait for each other in a cycle, or for a rank that has
+# returned: a deadlock, detected when it happens.
 #
 #     running --waits--> waiting --its operation ends--> ready --is drawn--> running
 
@@ -376,7 +376,7 @@ class CooperativeScheduler(Scheduler):
             )
 
     def _deadlock(self) -> None:
-        """Nobody can go on: ranks that disagree are told so, the others get the whole picture."""
+        """No rank is ready: ranks that disagree get a `DesyncError`, the others all waits."""
         with self._switch.lock:
             for part in [part for each in self._waiting.values() for part in each.parts()]:
                 if part.is_collective and not part.over:

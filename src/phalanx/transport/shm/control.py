@@ -1,12 +1,12 @@
 """A control block: what one rank shows to the other members of a group, and what it sees of them.
 
 Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
-small tensors and staging memory for others. How that lies in memory says peer slot.py.
+small tensors and staging memory for others. `PeerSlot` below has the layout.
 
-A *epoch* is where ranks wait for each other: a member shows something, raises its flag, and goes
-on when all others have raised theirs as high. So after the nth epoch everyone may read what
-everyone has shown before it. Nobody is more than one epoch ahead: what was shown before the
-epoch before last has been read, and its memory may be written again. Hence two of everything.
+An *epoch* is a barrier: a member writes what it shows, raises its flag, and goes on when all others
+have raised theirs as high. So after the nth epoch every member may read what any member has shown
+before it. Nobody is more than one epoch ahead: what was shown before the epoch before last has been
+read, and its memory may be written again. Hence there are two of everything.
 
 Memory order: the data is written, then the flag; the other side reads the flag, then the data.
 x86-64 keeps the order of stores, and that of loads; elsewhere a fence stands between the two on
@@ -32,17 +32,17 @@ from phalanx.transport.shm.segments import Block, Segment
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
-PATIENCE = 200e-6  # seconds that a rank looks before it lies down to sleep
+PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
 
 class ControlBlock:
-    """One rank's, for one group, or for those of its members that share this rank's host.
+    """One rank's, for one group, or for those of its members on this rank's host.
 
     ranks    those members, as ranks of the whole job; a member's place here is its number in it
     place    this rank's
-    peer slots    what each of them shows, this rank among them; None: it has not made the group yet
-    turn     0 or 1: which entry and slot this collective uses
-    phase    0 or 1: which half of the stage comes next
+    slots    what each of them shows, this rank included; None: it has not made the group yet
+    turn     0 or 1: which entry and small slot this collective uses
+    phase    0 or 1: which half of the staging memory is next
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -86,7 +86,7 @@ class ControlBlock:
         return slot
 
     def slot(self, place: int) -> PeerSlot:
-        """That of a member, which has come to an epoch of this group before."""
+        """The peer slot of a member that has arrived at an epoch of this group before."""
         slot = self.slots[place]
         assert slot is not None
         return slot
@@ -94,25 +94,25 @@ class ControlBlock:
     def epoch(
         self, *, first: bool = False, last: bool = False, shown: Descriptors | None = None
     ) -> ShmEpoch:
-        """The step of a collective in which this rank comes to the next epoch; see `ShmEpoch`."""
+        """The step in which this rank arrives at the next epoch; see `ShmEpoch`."""
         return ShmEpoch(self, first=first, last=last, shown=shown)
 
     # Showing --------------------------------------------------------------------------------
 
     def raise_flag(self) -> int:
-        """Come to the next epoch: what was written before is shown. Its number."""
+        """Arrive at the next epoch: what was written before is shown. Returns its number."""
         words = self.words
         if self._domain.weak_order:
             self._fence()
         value: int = words[FLAG] + 1
         words[FLAG] = value
-        self._fence()  # between the flag and the look at who sleeps: see HostDomain.lie_down
+        self._fence()  # between writing the flag and reading who is parked: see HostDomain.park
         for other in self._others:
             other.wake()
         return value
 
     def enter(self, rolling_hash: int, shown: Descriptors | None) -> None:
-        """Begin a collective: say what it is, and where what this rank gives lies."""
+        """Begin a collective: show its rolling hash, and where this rank's tensors lie."""
         self.turn = turn = 1 - self.turn
         words = self.words
         entry = ENTRIES + turn * ENTRY
@@ -130,7 +130,7 @@ class ControlBlock:
         return self._domain.arena.find(address, size)
 
     def make_stage(self) -> None:
-        """See to it that this rank has staging memory."""
+        """Allocate this rank's staging memory, once."""
         if self._stage is None:
             self._stage = self._domain.arena.take(STAGE)
             words = self.words
@@ -140,7 +140,7 @@ class ControlBlock:
     # Epoch --------------------------------------------------------------------------------
 
     def absent(self, value: int) -> list[int]:
-        """The members, as ranks of the job, that have not come to an epoch yet."""
+        """The members, as global ranks, that have not arrived at an epoch yet."""
         return [
             rank
             for place, rank in enumerate(self.ranks)
@@ -151,13 +151,13 @@ class ControlBlock:
         """A member (a global rank) that arrived with another rolling hash, if there is one."""
         entry = ENTRIES + self.turn * ENTRY
         for slot in self.slots:
-            # The flag first: what is read of the entry afterwards is what was shown with it.
+            # The flag is read first: the entry read after it is the one shown with it.
             if slot is not None and slot.words[FLAG] >= value and slot.words[entry] != rolling_hash:
                 return slot.rank
         return None
 
     def spin(self, value: int) -> bool:
-        """Wait a short while until all have come to an epoch; False if they have not."""
+        """Spin a short while until all have arrived at an epoch; False if they have not."""
         flags = self._flags
         if not flags and not self._find_others():
             return False
@@ -198,14 +198,14 @@ class ControlBlock:
     # The end --------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """What is under way has failed; the memory that this rank has shown may be written now."""
+        """A collective has failed here: memory that this rank has shown may change from now on."""
         self.words[BROKEN] = max(1, self.words[FLAG])
         self._fence()
 
     def broken(self, value: int) -> list[int]:
-        """The members, as ranks of the job, that have given up at an epoch, or before.
+        """The members, as global ranks, that have given up at this epoch or before.
 
-        Of none of them that is not among these was anything overwritten that was read before.
+        What was read before from any other member was not overwritten meanwhile.
         """
         if self._domain.weak_order:
             self._fence()
@@ -216,12 +216,12 @@ class ControlBlock:
         ]
 
     def close(self) -> None:
-        """This rank takes part no more. The memory stays until the others are done, too."""
+        """This rank leaves the group. The memory stays until the others have left, too."""
         self.words[CLOSED] = 1
         self._domain.retire(self.give_back)
 
     def is_over(self) -> bool:
-        """Whether nobody looks through it any more: every member has closed the group."""
+        """Whether every member has closed the group, so that nobody reads it any more."""
         for other in self._others:
             slot = peer_slot(other, self.group)
             if slot is not None and not slot.words[CLOSED]:
@@ -229,7 +229,7 @@ class ControlBlock:
         return True
 
     def give_back(self) -> bool:
-        """Let its memory be used for something else, if nobody looks through it any more."""
+        """Free its memory, if nobody reads it any more; whether it was freed."""
         if not self.is_over():
             return False
         self._domain.directory.remove_control_block(self.group)
@@ -243,12 +243,12 @@ class ControlBlock:
 # A peer slot: one member's control block, as another member sees it.
 #
 # words          of 64 bits, in cache lines of their own
-# flag           how many epochs of the group it has come to
+# flag           at how many epochs of the group it has arrived
 # entries        two, used in turn: the rolling hash up to the collective; segment + 1 (0: it is
 #                staged) and offset of what it gives; the same of its result
 # staged         segment + 1 and offset of its staging memory, once it has some
 # closed         1 when it has closed the group
-# broken         the epoch that it had come to when it gave up what was under way; 0: it has not
+# broken         the epoch at which it had arrived when a collective failed there; 0: none has
 # slots          two, used in turn, for small collectives
 
 FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
@@ -289,7 +289,7 @@ class PeerSlot:
         self._stage = 0
 
     def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
-        """A small piece of memory that it shows."""
+        """Its memory for a small tensor."""
         return self._segment.tensor(self._slots + turn * SLOT, count, dtype)
 
     def slot_address(self, turn: int) -> int:
@@ -298,38 +298,38 @@ class PeerSlot:
 
     @property
     def stage_address(self) -> int:
-        """Where its staging memory is, in this process."""
+        """The address of its staging memory, in this process."""
         if not self._stage:
             words = self.words
             self._stage = self._attach(words[STAGED] - 1).start + words[STAGED + 1]
         return self._stage
 
     def shown(self, turn: int) -> bool:
-        """Whether what it gives lies in shared memory."""
+        """Whether its input lies in shared memory."""
         return self.words[ENTRIES + turn * ENTRY + 1] != 0
 
     def given_address(self, turn: int) -> int:
-        """Where that is, in this process."""
+        """The address of its input, in this process."""
         entry = ENTRIES + turn * ENTRY
         return self._attach(self.words[entry + 1] - 1).start + self.words[entry + 2]
 
     def result_address(self, turn: int) -> int:
-        """Where its result is, in this process."""
+        """The address of its result, in this process."""
         entry = ENTRIES + turn * ENTRY
         return self._attach(self.words[entry + 3] - 1).start + self.words[entry + 4]
 
 
 # ------------------------------------------------------------------------------
-# An epoch, as a step of an operation.
+# An epoch as a step.
 
 
 class ShmEpoch(Step):
     """A step: arrive at an epoch of a control block, and wait for the others.
 
     first    whether a collective begins with it
-    last     whether it ends one in which members' own tensors were read: one that has given up
-             here, and may have written them meanwhile, has not arrived, though its flag says so
-    shown    for the first: where what this rank gives and gets lies, if others can see it there
+    last     whether it ends one in which members' own tensors were read: a member that has given
+             up, and may have written its tensors, then counts as absent, whatever its flag
+    shown    with `first`: where this rank's input and result lie, if others can read them there
     """
 
     __slots__ = ("_first", "_last", "_rolling_hash", "_shown", "control", "value")
@@ -353,9 +353,9 @@ class ShmEpoch(Step):
     def begin(self, call: Call) -> None:
         """Show what was written, and arrive.
 
-        With the rolling hash of all that the group was asked to do, not of this collective alone:
-        ranks that diverged before may do the same thing now, and a flag may arrive before the
-        message that would tell.
+        The entry has the rolling hash of all collectives so far, not the fingerprint of this one:
+        ranks that diverged before may do the same thing now, and a flag may overtake the message
+        that would tell.
         """
         if not self.value:
             if self._first:

@@ -1,14 +1,14 @@
-"""The host domain: what the ranks of one host share, as one of them has it.
+"""The host domain: what the ranks of one host share, as one of them sees it.
 
-    directory        where this rank says what memory it shows
-    arena         that memory
-    local peers    the other ranks of the host: their ledgers, and the bells that wake them
-    ring buffers         for each of them, what large messages go through
-    control blocks       for each group, what its members show each other
+    arena            the memory that this rank shows to the others
+    directory        where that memory is, for them to read
+    local peers      the other ranks of the host: their directories, and their wakeup pipes
+    ring buffers     large messages to each of them                        (queue.py)
+    control blocks   for each group, what its members show each other      (control.py)
 
-A rank that waits for a flag looks at it for a short while, and then sleeps until a local peer rings
-its wakeup pipe, a pipe: whoever raises a flag rings for those who say in their ledgers that they
-sleep.
+A rank that waits for a flag spins for a short while, and then parks: it sets a word in its
+directory and sleeps until its wakeup pipe is readable. A rank that raises a flag writes a byte to
+the pipe of each parked peer.
 """
 
 from __future__ import annotations
@@ -43,25 +43,27 @@ class LocalPeer:
         self.rank = rank
         self.is_here = process == os.getpid()  # a thread of this process
         self.directory = PeerDirectory(process, memory)
-        self._bell = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
+        self._wakeup = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
 
     def wake(self) -> None:
-        """Ring, if it sleeps."""
+        """Wake it, if it is parked."""
         if self.directory.words[ASLEEP]:
-            self.ring()
+            self.wake_now()
 
-    def ring(self) -> None:
-        """Wake it."""
-        with suppress(BlockingIOError, BrokenPipeError):  # it rings already; it is gone
-            os.write(self._bell, b"!")
+    def wake_now(self) -> None:
+        """Wake it, parked or not."""
+        with suppress(
+            BlockingIOError, BrokenPipeError
+        ):  # the pipe is full already; the process is gone
+            os.write(self._wakeup, b"!")
 
     def close(self) -> None:
-        """Ring no more."""
-        os.close(self._bell)
+        """Close its wakeup pipe here."""
+        os.close(self._wakeup)
 
 
 class Fillable(Protocol):
-    """What may be full, until a local peer has taken something."""
+    """A buffer that may be full until a local peer has read from it."""
 
     @property
     def is_full(self) -> bool:
@@ -70,7 +72,7 @@ class Fillable(Protocol):
 
 
 class HostDomain:
-    """One rank's. All methods are called with the engine's lock held."""
+    """One rank's view of it. All methods are called with the engine's lock held."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.weak_order = not keeps_order()
@@ -81,22 +83,24 @@ class HostDomain:
         self.arena = Arena(self.directory.segment, SIZE + rings, self.directory.add_segment)
         self.local_peers: dict[int, LocalPeer] = {}
         self.stalled: dict[Fillable, Callable[[], None]] = {}  # and what to do when not full
-        self.wakeup, self._rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.begins_to_wait: Callable[[], None] = _nothing  # called when something is to come
+        self.wakeup, self._wakeup_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.begins_to_wait: Callable[[], None] = (
+            _nothing  # called when it begins to wait for a peer
+        )
         self._retired: list[Callable[[], bool]] = []
 
     @property
     def memory(self) -> int:
-        """For the others: the number of the directory's file in this process."""
+        """The file descriptor of the directory in this process, for the others to open."""
         return self.directory.segment.fd
 
     @property
     def wakeup_end(self) -> int:
-        """For the others: the number of the file that rings this rank's wakeup pipe."""
-        return self._rope
+        """The file descriptor of the wakeup pipe's writing end, for the others to open."""
+        return self._wakeup_end
 
     def add_peer(self, rank: int, process: int, memory: int, wakeup: int) -> None:
-        """Another rank of this host. Raises OSError if its memory cannot be had."""
+        """Add another rank of this host. Raises OSError if its memory cannot be attached."""
         self.local_peers[rank] = LocalPeer(rank, process, memory, wakeup)
 
     def retire(self, give_back: Callable[[], bool]) -> None:
@@ -110,22 +114,22 @@ class HostDomain:
     # Waiting --------------------------------------------------------------------------------
 
     def stall(self, ring: Fillable, go_on: Callable[[], None]) -> None:
-        """A ring buffer is full: when it is not, go on."""
+        """A ring buffer is full: call `go_on` when it is not."""
         self.stalled[ring] = go_on
         self.begins_to_wait()
 
     def resume_stalled(self) -> None:
-        """See which ring buffers have room again, and go on with what goes through them."""
+        """Go on with the ring buffers that have room again."""
         for full, go_on in list(self.stalled.items()):
             if not full.is_full:
                 del self.stalled[full]
                 go_on()
 
     def park(self) -> None:
-        """Say that this rank sleeps. Its caller then looks again, for flags raised meanwhile.
+        """Say that this rank sleeps. The caller then checks the flags once more.
 
-        Who raises a flag looks here afterwards. With a fence on both sides, at least one of the two
-        sees what the other has written.
+        A peer that raises a flag reads this word afterwards. With a fence on both sides, at least
+        one of the two sees what the other has written.
         """
         self.directory.words[ASLEEP] = 1
         self.fence()
@@ -136,23 +140,23 @@ class HostDomain:
         return self.directory.words[ASLEEP] != 0
 
     def unpark(self) -> None:
-        """This rank is awake: it looks for itself."""
+        """Say that this rank is awake: it checks flags itself."""
         self.directory.words[ASLEEP] = 0
 
     def on_wakeup(self, readable: bool, writable: bool) -> None:
-        """The wakeup pipe was rung (from the reactor)."""
+        """The wakeup pipe is readable (from the reactor): empty it."""
         with suppress(BlockingIOError):
             while os.read(self.wakeup, 4096):
                 pass
 
     def close(self) -> None:
-        """Nobody can share anything with this rank any more."""
+        """Close this rank's memory and pipes: nobody can attach them from now on."""
         for local_peer in self.local_peers.values():
             local_peer.close()
         self.stalled.clear()
         self.arena.close()
         os.close(self.wakeup)
-        os.close(self._rope)
+        os.close(self._wakeup_end)
 
 
 def _nothing() -> None:
@@ -160,30 +164,30 @@ def _nothing() -> None:
 
 
 # ------------------------------------------------------------------------------
-# The directory: where one rank writes down, for the others of its host, what memory it shows them.
+# The directory: where one rank publishes which memory it shows to the others of its host.
 #
-# It lies at the beginning of a rank's first segment, which all local peers attach when they meet,
-# and has a fixed form; only its owner writes in it:
+# It lies at the beginning of a rank's first segment, which all local peers attach in the
+# rendezvous, and has a fixed layout; only its owner writes in it:
 #
 #   word    0          1 while this rank is parked, and wants a byte in its wakeup pipe
-#           1          how often a control block was entered, or taken out
+#           1          how often a control block was added or removed
 #           2          how many entries for control blocks have been used
-#           8 ...      segments: number of the file, size
+#           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
-# What is published is written before what says that it is there (fence.py).
+# An entry is written before the word that publishes it (see the fences in segments.py).
 
 ASLEEP, EDITION, USED = 0, 1, 2
-SEGMENTS, WINDOWS = 1024, 4096  # entries at most; a directory has room for them
-_SEGMENT, _WINDOW = 2, 3  # words an entry
+SEGMENTS, CONTROL_BLOCKS = 1024, 4096  # entries at most; a directory has room for them
+_SEGMENT, _CONTROL_BLOCK = 2, 3  # words an entry
 _FIRST_SEGMENT = 8
-_FIRST_WINDOW = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
+_FIRST_CONTROL_BLOCK = _FIRST_SEGMENT + SEGMENTS * _SEGMENT
 SIZE = 128 << 10  # bytes of a directory
 
 # Behind it come the ring buffers to every rank of the job (queue.py), each at a fixed place.
 PIECE = 512 << 10  # bytes
 PIECES = 4
-RING_HEAD = 4096  # bytes; word 0: how many pieces of the ring buffer back this rank has taken
+RING_HEAD = 4096  # bytes; word 0: how many pieces of the opposite ring buffer this rank has taken
 RING_SIZE = RING_HEAD + PIECES * PIECE
 
 # Bytes behind it and the ring buffers, which cost nothing until they are written: control blocks of
@@ -201,7 +205,7 @@ class Directory:
         self._order = make_order()
 
     def add_segment(self, number: int, segment: Segment) -> None:
-        """Others may attach it from now on."""
+        """Publish a segment: others may attach it from now on."""
         if number >= SEGMENTS:
             raise BackendUnavailableError(
                 f"this rank has {SEGMENTS} pieces of shared memory, and cannot have more: free "
@@ -212,39 +216,43 @@ class Directory:
         self._order()  # before a tensor in it is shown
 
     def add_control_block(self, group: int, segment: int, offset: int) -> None:
-        """Others may look through it from now on."""
+        """Publish a control block: members may read it from now on."""
         words = self.words
         taken = set(self._entries.values())
-        places = range(_FIRST_WINDOW, _FIRST_WINDOW + WINDOWS * _WINDOW, _WINDOW)
+        places = range(
+            _FIRST_CONTROL_BLOCK,
+            _FIRST_CONTROL_BLOCK + CONTROL_BLOCKS * _CONTROL_BLOCK,
+            _CONTROL_BLOCK,
+        )
         entry = next((place for place in places if place not in taken), None)
         if entry is None:
             raise BackendUnavailableError(
-                f"this rank has {WINDOWS} groups with shared memory: close() those that are not "
-                "needed any more"
+                f"this rank has {CONTROL_BLOCKS} groups with shared memory: close() those that are "
+                "not needed any more"
             )
         self._entries[group] = entry
         words[entry], words[entry + 2] = group, offset
         words[entry + 1] = segment + 1
-        words[USED] = max(words[USED], (entry - _FIRST_WINDOW) // _WINDOW + 1)
+        words[USED] = max(words[USED], (entry - _FIRST_CONTROL_BLOCK) // _CONTROL_BLOCK + 1)
         self._order()
         words[EDITION] += 1
 
     def remove_control_block(self, group: int) -> None:
-        """Nobody looks through it any more."""
+        """Remove a control block that nobody reads any more."""
         self.words[self._entries.pop(group) + 1] = 0
         self._order()
         self.words[EDITION] += 1
 
 
 class PeerDirectory:
-    """Another rank's, to be read."""
+    """The directory of another rank, to be read."""
 
     def __init__(self, process: int, fd: int) -> None:
         self._process = process
         first = Segment.attach(process, fd)
         self.words = first.words
         self._segments = {0: first}
-        self._windows: dict[int, tuple[int, int]] = {}
+        self._control_blocks: dict[int, tuple[int, int]] = {}
         self._edition = 0
         self._order = make_order()
 
@@ -264,24 +272,24 @@ class PeerDirectory:
         while self.words[EDITION] != self._edition:
             self._edition = self.words[EDITION]
             self._order()
-            self._windows = dict(self._entries())
-        return self._windows.get(group)
+            self._control_blocks = dict(self._entries())
+        return self._control_blocks.get(group)
 
     def _entries(self) -> Iterator[tuple[int, tuple[int, int]]]:
         words = self.words
         for number in range(words[USED]):
-            entry = _FIRST_WINDOW + number * _WINDOW
+            entry = _FIRST_CONTROL_BLOCK + number * _CONTROL_BLOCK
             segment = words[entry + 1]  # once: its owner may take it out between two looks
             if segment:
                 yield words[entry], (segment - 1, words[entry + 2])
 
 
 # ------------------------------------------------------------------------------
-# How ranks that have met come to share memory.
+# How the ranks of a host attach each other's memory, in the rendezvous.
 #
-# Everyone has said in the rendezvous where its directory is. Each rank attaches those of its host,
-# and says how that went; nobody goes on before all have said so. So either all have what they need,
-# or all know who has not, and why.
+# Each rank tells the others where its directory is, attaches the directories of its host, and then
+# reports whether it could; nobody goes on before all have reported. So either all have what they
+# need, or all know which rank has not, and why.
 
 log = logging.getLogger("phalanx")
 
@@ -303,9 +311,9 @@ class Sharing(enum.Enum):
         return Sharing.HOSTS if self is Sharing.ALL else self
 
     def offer(self, rank: int, world_size: int) -> tuple[HostDomain | None, str]:
-        """What this rank shows to others; or None, and why it cannot.
+        """This rank's domain; or None, and why it has none.
 
-        It meets the others all the same, so that they hear of it, too.
+        It takes part in the rendezvous all the same, so that the others are told why.
         """
         if not self.shares:
             return None, ""
@@ -317,7 +325,7 @@ class Sharing(enum.Enum):
     def attach(
         self, domain: HostDomain | None, why_not: str, rank: int, addresses: list[Address]
     ) -> str:
-        """Attach the memory of the ranks of this one's host; what keeps it from that, or ""."""
+        """Attach the memory of the ranks of this host; returns what went wrong, or ""."""
         if domain is None:
             return f"it has no memory to share ({why_not}): that needs Linux (memfd, /proc)"
         here = addresses[rank].host_id
@@ -344,7 +352,7 @@ class Sharing(enum.Enum):
 def check(rank: int, problems: Mapping[int, str], *, fall_back: bool) -> bool:
     """Whether every rank has attached what it should have.
 
-    If not, raises `BackendUnavailableError`; or, with `fall_back`, rank 0 says so in its log.
+    If not, raises `BackendUnavailableError`; or, with `fall_back`, rank 0 logs a warning.
     """
     for blamed, problem in sorted(problems.items()):
         if not problem:

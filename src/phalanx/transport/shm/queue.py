@@ -6,9 +6,9 @@
                                                                 or combines it right from there
     uses that part of the ring buffer again   <- a count in memory -   counts it as taken
 
-What is said goes over the connection, in its order among all other messages, which therefore never
-overtake each other. A sender whose ring buffer is full waits, as one does whose socket is. What is
-in the ring buffer outlives its sender: the receiver has it mapped.
+PIECE frames go over the connection, in order with all other messages, so messages never overtake
+each other. A sender waits while its ring buffer is full, as it does while its socket is. The
+contents of the ring buffer outlive the sender, since the receiver has the memory mapped.
 
 Each rank has a ring buffer to every rank of the job at a fixed place of its first segment, behind
 the directory; memory is only taken for those that are used.
@@ -54,7 +54,7 @@ class RingBuffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether the local peer has to take something before more can be sent."""
+        """Whether the local peer has to read a piece before more can be sent."""
         return self._sent - self._taken_there[0] >= PIECES
 
     def parts(self, send: PostedSend) -> Iterator[Part | None]:
@@ -77,9 +77,9 @@ class RingBuffer:
             yield header + what, NOTHING, len(piece)
 
     def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
-        """The local peer says that a piece is in its ring buffer: of which message, and the bytes.
+        """A PIECE frame has come: the header of the message's part, and its bytes in the buffer.
 
-        Raises `FrameError` for one that makes no sense.
+        Raises `FrameError` for an invalid one.
         """
         try:
             kind, fingerprint, total, offset, length = _PIECE.unpack(payload)
@@ -101,7 +101,7 @@ class RingBuffer:
         self._peer.wake()
 
     def when_free(self, go_on: Callable[[], None]) -> None:
-        """It is full: go on when it is not."""
+        """It is full: call `go_on` when it is not."""
         self._domain.stall(self, go_on)
 
     def give_up(self) -> None:

@@ -69,7 +69,7 @@ class Segment:
         return tensor_at(self.start + offset, count, dtype, keeping=self)
 
     def close(self) -> None:
-        """Let nobody else attach it any more."""
+        """From now on nobody can attach it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -92,7 +92,7 @@ def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) 
 # ------------------------------------------------------------------------------
 # An arena: the memory that one rank shows to the others of its host, given out in blocks.
 #
-# It grows by segments. Blocks that are given back are joined with their free local peers and used
+# It grows by segments. Freed blocks are joined with adjacent free blocks and used
 # again, first fit; so their pages need not be made, and cleared, a second time. Beyond `KEPT` bytes
 # of free memory, pages go back to the system.
 
@@ -121,9 +121,9 @@ class Arena:
     def __init__(self, first: Segment, used: int, publish: Callable[[int, Segment], None]) -> None:
         self.segments: list[Segment] = [first]
         self._publish = publish
-        self._free = [Block(0, used, first.size - used)]  # by segment and offset
+        self._free = [Block(0, used, first.size - used)]  # ordered by segment and offset
         self._free_bytes = 0
-        # Tensors end whenever and wherever the garbage collector says; an append is safe there.
+        # A tensor may be freed in any thread, in the garbage collector: an append is safe there.
         self._returned: deque[Block] = deque()
 
     def take(self, size: int, *, after: int = -1) -> Block:
@@ -152,7 +152,7 @@ class Arena:
         return self.take(size, after=after)
 
     def give_back(self, block: Block) -> None:
-        """The block's memory may be used for something else."""
+        """Free a block."""
         self._returned.append(block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -174,7 +174,7 @@ class Arena:
         return None
 
     def close(self) -> None:
-        """Nobody may attach the segments any more."""
+        """From now on nobody can attach the segments."""
         for segment in self.segments:
             segment.close()
 
@@ -190,7 +190,7 @@ class Arena:
         self._free.append(Block(number, 0, segment.size))
 
     def _collect(self) -> None:
-        """Take in the blocks that have come back."""
+        """Put freed blocks back into the free list."""
         while self._returned:
             block = self._returned.popleft()
             if self._free_bytes > KEPT and block.size >= LARGE:
@@ -243,19 +243,19 @@ def _give_pages_back(segment: Segment, block: Block) -> None:
 
 
 # ------------------------------------------------------------------------------
-# A piece of memory of its own size, which several processes of this host write as well as read.
+# A piece: memory that several processes of this host write as well as read.
 #
-# As a segment (segment.py) it is a file without a name. But nobody keeps that open: it is opened by
-# way of the process that has made it while all attach it, and from then on the mappings are all
-# that there is of it. So a piece costs no file descriptor; each rank's mapping ends with the last
+# Like a segment it is a file without a name. But nobody keeps the file open: all ranks open it by
+# way of the process that has created it, and then only the mappings remain. So a piece costs no
+# file descriptor; each rank's mapping ends with the last
 # tensor in it there, and the memory is free with the last mapping, however its process ended.
 
 
 class Piece(Source):
-    """One, as one rank takes or attaches it."""
+    """A piece, as one rank allocates or attaches it."""
 
     def __init__(self) -> None:
-        self._fd = -1  # of who has taken it, until all others have it, too
+        self._fd = -1  # on the rank that has created it, until all others have attached it
 
     @override
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
@@ -270,7 +270,7 @@ class Piece(Source):
         here = open_of(process, fd, os.O_RDWR)
         try:
             found = os.fstat(here)
-            # Who has taken it may have given up meanwhile, and have another file of that number.
+            # Its owner may have given up meanwhile, and have another file with this descriptor.
             if (found.st_ino, found.st_size) != (number, _of_file(size)):
                 raise FileNotFoundError(f"the memory of process {process} is gone")
             return _mapped(here, size)

@@ -1,15 +1,15 @@
-"""The acceptor: who calls this rank, before the call counts.
+"""The acceptor: incoming connections, until they are authenticated.
 
-A caller is a stranger until the handshake is complete. Until then it may cost
+An unauthenticated connection, one whose handshake is not complete, may cost
 
     memory       1 KiB in this process: its socket, its place in the tables, one message of the
                  handshake (not the kernel's own buffers, which the kernel bounds)
-    time         2 s of this rank's attention, however busily it talks
+    time         2 s of this rank's attention, however much it sends
     a place      of 128, and one for each rank; the oldest of those that have said the least gives
                  way to the next caller, also when there is no file descriptor left
     a log line   of ten in full, then only a count
 
-Nobody's name is looked up. An honest rank that has to give way calls again (`dial.py`).
+No name is looked up. A rank of the job that has to give way connects again (`Dial`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from phalanx.wire.control import Endpoint, is_loopback
 from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Refused
 
 # ------------------------------------------------------------------------------
-# Who was turned away at an acceptor: told in full at first, then counted.
+# Rejected connections: logged in full at first, then counted.
 #
 # A port scanner must not fill a disk, nor hide the rank with the wrong token between its lines. So
-# callers that said which rank they are have lines of their own.
+# callers that claim to be a rank are counted apart.
 
 log = logging.getLogger("phalanx")
 
@@ -43,15 +43,15 @@ class Rejections:
 
     def __init__(self, mesh: MeshBase) -> None:
         self.mesh = mesh
-        self.strangers = 0
+        self.unauthenticated = 0
         self.ranks = 0
         self._last_rank = ""
 
     def add(self, what: str, *, rank: int | None) -> None:
-        """Someone was refused who said that it is `rank` (None: said nothing of the kind)."""
+        """A caller was refused that claimed to be `rank` (None: it has claimed nothing)."""
         if rank is None:
-            self.strangers += 1
-            number, kind = self.strangers, "strangers"
+            self.unauthenticated += 1
+            number, kind = self.unauthenticated, "unauthenticated callers"
             before = f"; before that {self._last_rank}" if self._last_rank else ""
         else:
             self.ranks += 1
@@ -70,13 +70,13 @@ class Rejections:
         self.mesh.last_rejection = what + before
 
     def total(self) -> None:
-        """The acceptor closes: how many there were, if not each of them was told."""
-        if max(self.strangers, self.ranks) > TOLD_IN_FULL:
+        """The acceptor closes: log how many there were, if not each of them was logged."""
+        if max(self.unauthenticated, self.ranks) > TOLD_IN_FULL:
             log.warning(
-                "rank %d turned away %d strangers and %d callers that said which rank they are "
-                "while its job formed",
+                "rank %d turned away %d unauthenticated callers and %d that said which rank they "
+                "are while its job formed",
                 self.mesh.rank,
-                self.strangers,
+                self.unauthenticated,
                 self.ranks,
             )
 
@@ -86,12 +86,12 @@ def _is_power_of_ten(number: int) -> bool:
 
 
 # ------------------------------------------------------------------------------
-# A connection in its handshake, on either side: what the acceptor and a call have in common.
+# A connection in its handshake, on either side.
 
 HUNG_UP = "the connection was closed during the handshake"
 
 
-# What a short outage swallowed is sent again within a second of its end (Linux 6.15, uapi tcp.h).
+# TCP resends within a second after a short outage (TCP_RTO_MAX_MS: Linux 6.15, uapi tcp.h).
 TCP_RTO_MAX_MS = 44
 LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
 
@@ -109,7 +109,7 @@ class Handshaking:
         sock.setblocking(False)
 
     def read(self, room: int) -> bytes | None:
-        """What came, `room` bytes at most; None: nothing yet. Raises `Refused` at its end."""
+        """Received bytes, `room` at most; None: nothing yet. `Refused` at the connection's end."""
         try:
             data = self.sock.recv(room)
         except BlockingIOError:
@@ -122,7 +122,7 @@ class Handshaking:
         return data
 
     def send(self, data: bytes) -> None:
-        """Say something. Raises `Refused` if the connection does not take it whole."""
+        """Send bytes. Raises `Refused` if the socket does not take them all."""
         # A handshake is a few hundred bytes: an empty socket buffer takes them.
         try:
             if data and self.sock.send(data) != len(data):
@@ -132,7 +132,7 @@ class Handshaking:
             raise Refused(HUNG_UP, final=False) from None
 
     def say_farewell(self) -> None:
-        """Tell the other side why it is turned away, if it can be told."""
+        """Send the other side the reason for its rejection, if possible."""
         if self.handshake.farewell:
             try:
                 self.sock.send(self.handshake.farewell)
@@ -145,8 +145,8 @@ class Handshaking:
         self.sock.close()
 
     def open(self) -> None:
-        """The peer has proved itself: the connection is a link now."""
-        with suppress(OSError):  # if it has broken already, the link will see
+        """The peer is authenticated: hand the socket to the mesh."""
+        with suppress(OSError):  # a connection that is broken already is noticed later
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # an older kernel
             self.sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRANSMIT)
@@ -157,15 +157,15 @@ class Handshaking:
 
 # ------------------------------------------------------------------------------
 
-PATIENCE = 2.0  # seconds of attention that a caller gets to prove itself
-TICK = 0.1  # seconds between looks at who has had them
+PATIENCE = 2.0  # seconds within which a caller has to be authenticated
+TICK = 0.1  # seconds between checks of that
 TICKS = round(PATIENCE / TICK)
-PLACES = 128  # callers that may be in their handshake at a time, beside one for each rank
-CALLS_AT_A_TIME = 32  # a part of the places, so that who stands there is heard before it gives way
-REST = 0.1  # seconds without a look at the acceptor when there is nothing to accept a call with
+PLACES = 128  # callers in their handshake at a time, beside one for each rank
+CALLS_AT_A_TIME = 32  # fewer than the places, so that a caller is read before it gives way
+REST = 0.1  # seconds without accepting, when there are no resources for it
 
 _OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# Linux tells in accept() what has befallen the connection that would have been accepted.
+# Errors that accept() raises on Linux for the pending connection, not for the listener.
 _OF_THE_CALLER = frozenset(
     {
         errno.ECONNABORTED,
@@ -196,16 +196,18 @@ class Acceptor:
         self.places = PLACES + mesh.world_size
         self.rejections = Rejections(mesh)
         self.admit = mesh.admit  # one bound method for all pending connections
-        self.now = 0  # ticks that this rank has seen: it may be away, and they have to wait then
+        self.now = (
+            0  # ticks that this rank has seen; none while it computes: callers then have to wait
+        )
         self._ticking = False
         self._open = True
         listener.setblocking(False)
         with suppress(OSError):
-            listener.listen(BACKLOG)  # strangers must not keep ranks from the queue
+            listener.listen(BACKLOG)  # unauthenticated callers must not fill the queue
         mesh.reactor.watch(listener, self._on_ready)
 
     def close(self) -> None:
-        """Listen no more, and send away whoever has not finished."""
+        """Stop listening, and drop the connections that are not authenticated."""
         self._open = False
         self.mesh.reactor.forget(self.listener)
         self.listener.close()
@@ -214,7 +216,7 @@ class Acceptor:
         self.rejections.total()
 
     def drop(self, pending: PendingConnection) -> None:
-        """Hang up on a caller."""
+        """Close a pending connection."""
         self.pending.pop(pending, None)
         pending.hang_up()
 
@@ -228,15 +230,15 @@ class Acceptor:
                 if error.errno in _OF_THE_CALLER:
                     continue
                 if error.errno in _OUT_OF and self.pending:
-                    # A few more than one: this rank needs some for its own calls.
+                    # A quarter of them, not one: this rank needs some for its own calls.
                     self.places = 3 * len(self.pending) // 4
                     self._make_room(self.places)
                     continue
                 self._rest(error)
                 return
-            self._let_knock(sock, str(address[0]))
+            self._begin_handshake(sock, str(address[0]))
 
-    def _let_knock(self, sock: socket.socket, host: str) -> None:
+    def _begin_handshake(self, sock: socket.socket, host: str) -> None:
         if self.mesh.loopback_only and not is_loopback(host):
             sock.close()
             reason = "without a token (PHALANX_TOKEN) only this host is let in"
@@ -245,33 +247,35 @@ class Acceptor:
         self._make_room(max(self.places - 1, 0))
         pending = PendingConnection(self, sock, host)
         self.pending[pending] = None
-        pending.hear()  # now, that it does not look silent to the one behind it
+        pending.hear()  # now, so that it does not count as silent when the next one comes
         if not self._ticking:
             self._ticking = True
             self.mesh.reactor.call_later(TICK, self._tick)
 
     def _make_room(self, most: int) -> None:
-        """Hang up on some, until there are `most`."""
+        """Close pending connections until there are `most`."""
         while len(self.pending) > most:
-            silent = (pending for pending in self.pending if not pending.standing)
-            pending = next(silent, None) or min(self.pending, key=lambda pending: pending.standing)
+            silent = (pending for pending in self.pending if not pending.auth_state)
+            pending = next(silent, None) or min(
+                self.pending, key=lambda pending: pending.auth_state
+            )
             pending.turn_away("had to give way to other callers before it had proved itself")
 
     def _tick(self) -> None:
-        # Those who have spoken were heard before: sockets come before timers in every turn. And
-        # a rank that was away for long finds one tick more, not many.
+        # What callers have sent was read before: sockets come before timers in every turn. And
+        # after a long absence this rank counts one tick, not many.
         self.now += 1
         for pending in list(self.pending):
             if pending.born + TICKS > self.now:
                 break
-            did = "did not prove itself" if pending.standing else "was silent"
+            did = "did not prove itself" if pending.auth_state else "was silent"
             pending.turn_away(f"{did} for {PATIENCE:g} s")
         self._ticking = bool(self.pending)
         if self._ticking:
             self.mesh.reactor.call_later(TICK, self._tick)
 
     def _rest(self, error: OSError) -> None:
-        """Nobody can be let in just now, and nobody can be sent away: not a reason to spin."""
+        """No connection can be accepted now, and none can be dropped: try later, do not spin."""
         reason = f"{error.strerror or error}"
         if error.errno in _OUT_OF:
             reason += "; this process may need more (ulimit -n)"
@@ -285,22 +289,22 @@ class Acceptor:
 
 
 class PendingConnection(Handshaking):
-    """A caller at the acceptor. `standing`: 0 it is silent, 1 it speaks, 2 it was challenged."""
+    """A caller. `auth_state`: 0 has sent nothing, 1 has sent something, 2 was challenged."""
 
-    __slots__ = ("acceptor", "born", "host", "standing")
+    __slots__ = ("acceptor", "auth_state", "born", "host")
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket, host: str) -> None:
         super().__init__(acceptor.mesh, sock)
         self.acceptor = acceptor
         self.host = host
         self.born = acceptor.now
-        self.standing = 0
+        self.auth_state = 0
         self.mesh.reactor.watch(sock, self._on_ready)
 
     def hear(self) -> None:
-        """Take what the caller has said, if it has, and answer."""
+        """Read what the caller has sent, if anything, and answer."""
         try:
-            data = self.read(self.handshake.room if self.standing else ROOM)
+            data = self.read(self.handshake.room if self.auth_state else ROOM)
             if data is None:
                 return
             self._answer(data)
@@ -312,8 +316,8 @@ class PendingConnection(Handshaking):
             self.turn_away(refusal.reason)
 
     def turn_away(self, reason: str) -> None:
-        """Hang up, without a word, and log it."""
-        rank = self.handshake.peer if self.standing else None
+        """Close the connection, and log the reason."""
+        rank = self.handshake.peer if self.auth_state else None
         who = self.host if rank is None else f"{self.host}, as rank {rank}"
         self.acceptor.rejections.add(f"{who}: {reason}", rank=rank)
         self.acceptor.drop(self)
@@ -323,19 +327,19 @@ class PendingConnection(Handshaking):
 
     def _answer(self, data: bytes) -> None:
         mesh = self.mesh
-        if not self.standing:  # most that are silent stay so: they cost no handshake
+        if not self.auth_state:  # most silent callers stay silent: they cost no handshake
             self.handshake = AcceptorHandshake(mesh.identity, mesh.token, self.acceptor.admit)
-            self.standing = 1
+            self.auth_state = 1
         self.send(self.handshake.receive(data))
         if self.handshake.peer is not None:
-            self.standing = 2
+            self.auth_state = 2
         if self.handshake.complete:
             self.acceptor.pending.pop(self, None)
             self.open()
 
 
 # ------------------------------------------------------------------------------
-# The job's token: the secret by which its ranks know each other.
+# The job's token: the secret that all its ranks hold.
 #
 #     PHALANX_TOKEN        the token itself
 #     PHALANX_TOKEN_FILE   a file that holds it, which only its owner may read (chmod 600)

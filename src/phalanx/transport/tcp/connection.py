@@ -1,4 +1,4 @@
-"""A link: the open connection to one peer."""
+"""The open connection to one peer: frames in, and a send queue."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ class SendQueue:
         self._peer = peer
         self._sock = sock
         self._wants_room = wants_room
-        self._outbox: deque[Outgoing] = deque()
+        self._queue: deque[Outgoing] = deque()
         self._control: deque[bytes] = deque()
         self._pieces: list[memoryview] = []  # what is left of the frame that is being written
         self._waiting = False  # whether the socket took no more
@@ -372,7 +372,7 @@ class SendQueue:
         """Put a message in the queue, and write what can be written."""
         size = len(send.view)
         if size > SMALL or not self.idle or not self._sent_at_once(send):
-            self._outbox.append(Outgoing(send, self.ring if size >= LARGE else None))
+            self._queue.append(Outgoing(send, self.ring if size >= LARGE else None))
             self.flush()
 
     def _sent_at_once(self, send: PostedSend) -> bool:
@@ -401,13 +401,13 @@ class SendQueue:
 
     def cancel(self, send: PostedSend) -> None:
         """Give up a message. If it has begun, finish its frame from a copy and say so."""
-        for place, outgoing in enumerate(self._outbox):
+        for place, outgoing in enumerate(self._queue):
             if outgoing.send is not send:
                 continue
-            del self._outbox[place]
+            del self._queue[place]
             if place == 0 and self._pieces:
                 self._finish_from_copy(outgoing)
-                self._outbox.appendleft(outgoing)
+                self._queue.appendleft(outgoing)
             if place == 0:
                 self._cancel(send)
             return
@@ -417,9 +417,9 @@ class SendQueue:
 
         The peer gets it whole in any case; what is left of the frame is written from a copy.
         """
-        if not self._outbox or self._outbox[0].send is not send or not self._outbox[0].last_begun:
+        if not self._queue or self._queue[0].send is not send or not self._queue[0].last_begun:
             return False
-        self._finish_from_copy(self._outbox[0])
+        self._finish_from_copy(self._queue[0])
         send.complete()
         return True
 
@@ -438,7 +438,7 @@ class SendQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to write."""
-        return not (self._pieces or self._outbox or self._control)
+        return not (self._pieces or self._queue or self._control)
 
     def all_sent(self) -> bool:
         """Whether the peer's kernel has acknowledged every byte (where that can be known)."""
@@ -463,7 +463,7 @@ class SendQueue:
         except OSError as error:
             # What the peer has sent before is still to be read; that ends the link.
             log.debug("writing to rank %d failed: %s", self._peer, error)
-            self._outbox.clear()
+            self._queue.clear()
             self._control.clear()
             self._pieces = []
         if self._waiting:
@@ -475,8 +475,8 @@ class SendQueue:
         if self._control:
             self._pieces = [memoryview(self._control.popleft())]
             return True
-        while self._outbox:
-            outgoing = self._outbox[0]
+        while self._queue:
+            outgoing = self._queue[0]
             part = next(outgoing.frames, END)
             if part is None:
                 self._stall()
@@ -490,7 +490,7 @@ class SendQueue:
                 if len(payload):
                     self._pieces.append(payload)
                 return True
-            self._outbox.popleft()
+            self._queue.popleft()
             if outgoing.send is not None:
                 outgoing.send.complete()
         return False

@@ -1,4 +1,4 @@
-"""The heartbeat: whether peers that say nothing are still there.
+"""The heartbeat: whether peers that send nothing are still alive.
 
 A rank that computes says nothing; neither does one that is stopped (SIGSTOP, a machine that sleeps)
 or cut off from the network. A dead one is another matter: its connection ends.
@@ -7,9 +7,9 @@ or cut off from the network. A dead one is another matter: its connection ends.
                     no thread, and a rank that holds the interpreter for minutes raises no alarm
     elsewhere       a thread says HEARTBEAT to the peer, and any byte from there is a sign of life
 
-Who waits looks, a few times a second. A peer without a sign of life for too long is given up: it is
-lost to the groups that it is in. Its connection stays, so that it learns of it if it comes back.
-Time counts only as far as this rank was there itself to listen.
+A rank that waits checks this a few times a second. A peer without a sign of life for too long is
+given up: its groups are broken. Its connection stays, so that it is told if it comes back. Only
+time in which this rank itself was running counts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def begin(self, processes: Mapping[int, int]) -> None:
-        """All are connected; `processes` are those of the peers on this host."""
+        """Begin: all are connected; `processes` are those of the peers on this host."""
         if self._seconds == math.inf:
             return
         self._processes = processes
@@ -76,13 +76,13 @@ class Heartbeat:
             self._thread.start()
 
     def end(self) -> None:
-        """Beat no more. Lock not held."""
+        """Stop the thread. Lock not held."""
         self._over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def attend(self) -> float:
-        """Look, if it is time to; seconds until it is time again. Lock held."""
+        """Check the peers, if it is time to; seconds until the next time. Lock held."""
         now = monotonic()
         if now >= self._next_look:
             # A rank that was stopped itself, or had no processor, must not blame the others for it.

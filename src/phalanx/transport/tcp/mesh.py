@@ -1,8 +1,8 @@
 """The mesh: this rank's connections to all others.
 
-All are made when the ranks meet, before the first message. So whoever dies is missed at once by
-everyone, word of a failure reaches a rank whatever it is doing, and a message can be sent to a rank
-that is busy elsewhere.
+All are opened in the rendezvous, before the first message. So all ranks notice a death at once,
+a failure notice reaches a rank whatever it is doing, and a message can be sent to a rank that is
+busy elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rendezvous: how ranks that know only rank 0's address come to be connected, all with all.
+"""The rendezvous: ranks that know only rank 0's address connect, all with all.
 
     rank k  -- calls, proves itself -->  rank 0
     rank k  -- ADDRESS: I listen there -->          (on the interface by which it reached rank 0)
@@ -40,7 +40,7 @@ from phalanx.wire.handshake import DialerHandshake, Refused
 
 log = logging.getLogger("phalanx")
 
-GRACE = 1.0  # seconds that a rank waits longer than rank 0 for word of who did not come
+GRACE = 1.0  # seconds that a rank waits longer than rank 0, which knows who is missing
 
 Drive = Callable[["Rendezvous", float], None]
 Attach = Callable[[list[Address]], str]  # all addresses -> what went wrong, or ""
@@ -51,19 +51,21 @@ class Rendezvous(Formation):
 
     def __init__(self, mesh: Mesh, endpoint: Endpoint, attach: Attach | None = None) -> None:
         self.mesh = mesh
-        self.problems: dict[int, str] = {}  # what each rank says of its local peers' memory
+        self.problems: dict[
+            int, str
+        ] = {}  # by rank: why it could not attach its local peers' memory, or ""
         self.endpoint = endpoint
         self.over = False
         self.error: DistributedError | None = None
         self._known: dict[int, Address] = {}
         self._connected: set[int] = set()
         self._dials: dict[int, Dial] = {}
-        self._went: dict[int, str] = {}  # who came, and why it is not there any more
+        self._went: dict[int, str] = {}  # ranks that were connected, and why they are not any more
         self._attach = attach
         mesh.rendezvous = self
 
     def run(self, timeout: float, drive: Drive) -> list[Address]:
-        """Block until all ranks have met; return the address of each. Lock held.
+        """Block until all ranks are connected; return the address of each. Lock held.
 
         `drive(until, deadline)` moves bytes until `until.over`.
         """
@@ -76,7 +78,7 @@ class Rendezvous(Formation):
                 self._call(0, self.endpoint, patient=True)
             drive(self, monotonic() + timeout)
             if not self.over and 0 in mesh.connections:
-                # Rank 0 knows who did not come, and says so when its own time is over.
+                # Rank 0 knows which ranks are missing, and tells when its own time is over.
                 drive(self, monotonic() + GRACE)
             if not self.over:
                 self.error = self._too_late(timeout)
@@ -97,11 +99,11 @@ class Rendezvous(Formation):
 
     @override
     def link_opened(self, connection: Connection) -> None:
-        """A peer has proved itself."""
+        """A peer is authenticated."""
         self._dials.pop(connection.peer, None)
         self._connected.add(connection.peer)
         if connection.peer == 0:
-            # Only where rank 0 reaches us: not on other interfaces.
+            # Only on the interface that rank 0 reaches.
             name = connection.sock.getsockname()
             try:
                 listener = listen_at(connection.sock.family, (name[0], 0, *name[2:]))
@@ -115,7 +117,7 @@ class Rendezvous(Formation):
 
     @override
     def link_lost(self, connection: Connection, reason: str) -> None:
-        """A peer is gone before all have met. Rank 0 lets it come again, until it has the table."""
+        """A peer is gone before all are connected. Rank 0 lets it return until it has the table."""
         if self.mesh.rank == 0 and len(self._known) < self.mesh.world_size:
             self._known.pop(connection.peer, None)
             self._connected.discard(connection.peer)
@@ -126,7 +128,7 @@ class Rendezvous(Formation):
 
     @override
     def told(self, failure: Failure) -> None:
-        """Rank 0 has given up, and says why; once all are known, the first call says it."""
+        """Rank 0 has given up, and says why. Once all are known, the first call raises it."""
         if len(self._known) < self.mesh.world_size:
             self._fail(failure.error, failure.culprit, failure.reason)
 
@@ -176,7 +178,7 @@ class Rendezvous(Formation):
         )
 
     def _learn(self, rank: int, address: Address) -> None:
-        """Rank 0 hears where another rank listens; when it knows all, it tells all."""
+        """On rank 0: where another rank listens. When all are known, send the table."""
         mesh = self.mesh
         self._known[rank] = address
         if len(self._known) == mesh.world_size:
@@ -202,7 +204,7 @@ class Rendezvous(Formation):
         self.over = True
 
     def _call(self, peer: int, endpoint: Endpoint, *, patient: bool) -> None:
-        """Call a peer; `patient`: it may not have started yet."""
+        """Connect to a peer; `patient`: it may not have started yet."""
         mesh = self.mesh
         addresses = resolve(endpoint, numeric=peer != 0)  # only what the user gave may be a name
         if mesh.loopback_only and not all(is_loopback(str(a[0])) for _, a in addresses):
@@ -225,7 +227,7 @@ class Rendezvous(Formation):
         self._dials[peer] = Dial(mesh, peer, addresses, failed, patient=patient)
 
     def _lost(self, peer: int, reason: str) -> None:
-        """A peer was there and is gone: without rank 0 nothing forms, else the first call says."""
+        """A peer is gone: without rank 0 the rendezvous fails, else the first call raises it."""
         if len(self._known) < self.mesh.world_size:
             self._fail(PeerLostError, peer, f"rank {peer} was lost: {reason}")
         else:
@@ -292,10 +294,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 # ------------------------------------------------------------------------------
-# A call to a peer: again and again, until it is there and lets this rank in.
+# Dialing a peer: again and again, until it accepts this rank.
 #
 # the peer does not answer the call      call again: it has not started (patient), or its queue
-#                                        is full of strangers
+#                                        is full of other callers
 # it refuses the connection              patient: call again. Else it was there, and is gone
 # it hangs up during the handshake       call again: it had to make room, or this rank was slow
 # it turns this rank away, with reason   that is final
@@ -303,7 +305,7 @@ def _ranks(ranks: list[int]) -> str:
 FIRST_RETRY, LAST_RETRY = 0.02, 0.25  # seconds between attempts to reach a peer
 FIRST_WAIT, LAST_WAIT = 0.5, 8.0  # seconds for a connection: the kernel tries again too seldom
 
-# Neither says that nobody is there: this host is short of something, or the peer hung up at once.
+# Neither means that nobody listens: this host lacks a resource, or the peer hung up at once.
 _MAY_PASS = frozenset(
     {
         errno.EMFILE,
@@ -435,7 +437,7 @@ class Dial(Handshaking):
             return
         if handshake.complete:
             self._over = True
-            self._stage = _IDLE  # the socket is the link's now
+            self._stage = _IDLE  # the socket belongs to the mesh now
             self.open()
 
     def _connection_failed(self, code: int) -> None:
