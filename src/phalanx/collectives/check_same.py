@@ -1,4 +1,4 @@
-"""Whether all ranks say the same, and where they differ first if they do not."""
+"""Whether all ranks have the same lines of text, and where they differ first."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def difference(
     ]
     place, said = _first_difference(everyone, end)
     odd = minority(said)
-    if len(odd) == len(said):  # nobody knows who is right: take rank 0 for it
+    if len(odd) == len(said):  # there is no majority: rank 0 counts as right
         odd = [rank for rank, text in said.items() if text != said[0]]
     usual = next(rank for rank in said if rank not in odd)
     theirs = "; ".join(f"rank {rank} has {said[rank]}" for rank in odd[:RANKS_SHOWN])
@@ -72,7 +72,7 @@ def _first_difference(everyone: list[list[str]], end: str) -> tuple[int, dict[in
 
 
 def minority(votes: Mapping[int, Hashable]) -> list[int]:
-    """The ranks that do not vote as most do; all of them if two opinions have most votes."""
+    """The ranks in the minority; all of them if two texts have equally many ranks."""
     (winner, most), *others = Counter(votes.values()).most_common()
     if others and others[0][1] == most:
         return list(votes)

@@ -9,7 +9,7 @@ counted along the critical path, for p ranks and n bytes (Thakur, Rabenseifner &
 1). Algorithms in whose rounds ranks send and receive at the same time handle two messages a round;
 where a byte costs processor time on both sides, as inside a host, they also move two for one. That
 is a formula for each algorithm on one host. On several it matters who is where, and the same is
-counted on the schedules (walk.py).
+counted on the schedules (`Pace`).
 
 Every rank computes the same choice, from numbers that are the same on all.
 """
@@ -61,11 +61,11 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: {how} {listed}"
 
 
-# The root of a star folds whole tensors that were held aside, at about this cost. Where each rank
-# folds a part, as in `direct`, it is made up for: contributions come in whatever order they come.
+# The root of a star reduces whole tensors from staging memory, at about this cost. Where each rank
+# reduces a part, as in `direct`, taking contributions in any order makes up for it.
 _FOLDED = 1.125
 
-# Where processors are scarce, a rank alone with a whole tensor leaves one of them idle at times.
+# With few processors, a rank that works alone on a whole tensor leaves one of them idle at times.
 _ALONE = 1.02
 
 
@@ -239,20 +239,19 @@ def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
 # ------------------------------------------------------------------------------
 # What an algorithm costs where ranks are on several hosts, counted on its schedule.
 #
-# There are two kinds of links, and all ranks of a host share one way out of it and one way in. So
-# it depends on who is where: a ring leaves each host once if its ranks follow each other, and p
-# times if they do not. A round takes
+# There are two kinds of links, and all ranks of a host share its bandwidth out and in. So the order
+# of ranks matters: a ring leaves each host once if its ranks are consecutive, and up to p times if
+# they are not. A round takes
 #
 #     the latency of its slowest link
 #     + the messages of the busiest rank * their overhead
 #     + bytes / bandwidth: of the busiest rank inside its host, or of the busiest host's way out or
 #       in, whichever takes longer
 #
-# and an algorithm, its rounds one after the other. All of that grows with the tensor in a straight
-# line, of which this finds the two numbers.
+# and an algorithm takes the sum of its rounds: a constant and a time for each byte, found here.
 
 LARGE = 64  # ranks; in a larger group not all are looked at
-HELD_ASIDE = 1.25  # what a byte costs that is held aside on its arrival and folded afterwards
+HELD_ASIDE = 1.25  # cost of a byte that is staged on arrival and reduced afterwards
 
 
 class Pace(NamedTuple):

@@ -84,7 +84,7 @@ def sendrecv(
 
 
 # ------------------------------------------------------------------------------
-# `wait_any`: go on when one of several collectives or messages is done.
+# `wait_any`: block until one of several collectives or messages is done.
 
 
 def wait_any(pending: Sequence[PendingCollective[Any]], *, timeout: float | None = None) -> int:
@@ -106,7 +106,7 @@ def wait_any(pending: Sequence[PendingCollective[Any]], *, timeout: float | None
 
 
 # ------------------------------------------------------------------------------
-# barrier: no rank leaves it before every rank has come.
+# barrier: no rank leaves it before every rank has entered.
 
 
 def barrier(backend: Backend, *, label: str = "", timeout: float | None = None) -> None:

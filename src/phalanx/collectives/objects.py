@@ -1,4 +1,4 @@
-"""How the bytes of objects get from rank to rank: first how many, then the bytes.
+"""Collectives of objects: first the lengths of their bytes, then the bytes.
 
 Both are one operation with one number, so that objects may be under way beside other collectives.
 What comes second is known only when the first has come: between the two, the program makes room.
@@ -31,7 +31,7 @@ LENGTH = 8  # bytes of a length
 
 
 def _encoded(obj: object, backend: Backend, op: str) -> bytearray:
-    """The bytes of an object. If it has none, the other ranks learn so: they wait for it."""
+    """The bytes of an object. If it cannot be encoded, the group fails: others wait for it."""
     rank = backend.rank
     try:
         return encode(obj)
@@ -75,7 +75,7 @@ def _exchange(
         cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
         schedule = for_root(gather, row.schedule, root)
         for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):
-            assert isinstance(step, Round)  # there is nothing to fold
+            assert isinstance(step, Round)  # there is nothing to reduce
             yield step
 
     def program() -> Iterator[Round]:

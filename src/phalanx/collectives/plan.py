@@ -1,10 +1,10 @@
 """A plan: a schedule bound to one size of tensor, made once and used for every call of that kind.
 
     schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
-    plan       SendBytes(peer, start, stop) ...            byte ranges     (here, binder.py)
-    operation  the same, with memory and a sequence number                 (backends/)
+    plan       SendBytes(peer, start, stop) ...            byte ranges     (here)
+    work       the same, with memory and a sequence number                 (core/work.py)
 
-Which bytes a chunk is says the layout (layout.py).
+The layout (layout.py) says which bytes a chunk is.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from phalanx.core.steps import ReceiveBytes, Round, SendBytes
 #     schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
 #     binder     SendBytes(peer, start, stop) ...            byte ranges     (here)
 #
-# Messages of no bytes are left out: both sides know that there is nothing to wait for. Where
-# several contributions to one chunk come in the same round, each is kept in a slot of the `stage`,
-# a second buffer, and all are folded in rank order when the round is complete.
+# Messages of no bytes are left out: both sides know that there is nothing to wait for. If several
+# contributions to one chunk arrive in the same round, each is kept in a slot of the staging buffer,
+# and all are reduced ("folded") in rank order when the round is complete.
 
 
 class Fold(NamedTuple):
@@ -86,7 +86,7 @@ class _Move(NamedTuple):
     staged: bool  # one of several contributions to its chunk
 
     def part(self, cut: int, length: int) -> _Move:
-        """Of its bytes those from `cut` on, so many at most."""
+        """A part of it: `length` bytes at most, from byte `cut` on."""
         start = self.start + cut
         return self._replace(start=start, stop=min(self.stop, start + length))
 
@@ -111,7 +111,7 @@ class Binder:
         self._fold_means = fold_means
 
     def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | Fold]:
-        """The rounds of a schedule, each with the folds that it leaves to do.
+        """The rounds of a schedule, each followed by its folds.
 
         piece   bytes: longer messages are cut, and a round is several, so that the stage stays
                 small and is folded while it is in a cache. The same on every rank
@@ -162,7 +162,7 @@ class Binder:
             yield Fold(first, last, in_order, self._fold_means)
 
     def finish(self, chunks: range) -> Iterator[Finish]:
-        """What is left to do with these chunks, if they are a mean."""
+        """The division of these chunks, if they are a mean."""
         if len(chunks):
             _, start, stop = self._layout.place(chunks[0], len(chunks))
             if start < stop:
@@ -178,7 +178,7 @@ def _combined_more_than_once(chunk_round: ChunkRound) -> set[int]:
 # ------------------------------------------------------------------------------
 
 PAGE = 4096  # bytes, a multiple of every itemsize
-STAGE_LIMIT = 48 << 20  # bytes of contributions that are held aside at a time
+STAGE_LIMIT = 48 << 20  # bytes of contributions that are staged at a time
 
 
 class Mean(enum.Enum):
@@ -276,7 +276,7 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
 
 
 def _piece(row: Algorithm, size: int) -> int | None:
-    """Of how many bytes a message is at most: where p-1 of them are held aside, not too many."""
+    """The most bytes of a message where p-1 of them are staged; None: no limit."""
     if size == 2 or not row.at_once(size):
         return None
     return max(1, STAGE_LIMIT // (size - 1) // PAGE) * PAGE
@@ -318,7 +318,7 @@ def _signature(key: Key) -> str:
 
 
 def _where(hosts: tuple[int, ...] | None) -> str:
-    """The hosts of all ranks, which have to think alike of them; of many, a hash."""
+    """The hosts of all ranks, as part of the signature; of many hosts, a hash."""
     if hosts is None:
         return ""
     listed = " ".join(map(str, hosts))
@@ -328,7 +328,7 @@ def _where(hosts: tuple[int, ...] | None) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What a plan's reductions are on one call's tensors.
+# A plan's reductions on the tensors of one call.
 
 BLOCK = 1 << 16  # elements folded at a time in a wider dtype; they fit the second-level cache
 
@@ -353,7 +353,7 @@ class Arithmetic:
         self._reduce(own, incoming, own)
 
     def carry_out(self, program: Iterable[PlanStep]) -> Iterator[Round]:
-        """The rounds of a plan; what is to be done between them is done on the way."""
+        """The rounds of a plan; local steps between them are done on the way."""
         for step in program:
             if isinstance(step, Round):
                 yield step
@@ -393,10 +393,10 @@ class Arithmetic:
 
 
 # ------------------------------------------------------------------------------
-# The stage: memory beside a tensor, where contributions wait to be folded in rank order.
+# The staging buffer, where contributions wait to be reduced in rank order.
 #
-# Fresh memory costs about as much as what is done with it, since the kernel clears every page at
-# its first touch. So a backend keeps the stage of one collective for the next. None is larger than
+# Fresh memory costs about as much as the reduction, since the kernel clears every page at its first
+# use. So a backend keeps the staging buffer of one collective for the next. None is larger than
 # a plan's `STAGE_LIMIT`.
 
 LARGEST_KEPT = 64 << 20  # bytes, of one stage for each backend
@@ -404,7 +404,7 @@ _KEY = "the stage that is kept"
 
 
 def borrow_stage(backend: Backend, size: int) -> Tensor:
-    """At least `size` bytes, uninitialized, which no other operation has."""
+    """At least `size` bytes, uninitialized, which no other call uses."""
     kept = backend.cache.pop(_KEY, None)
     if isinstance(kept, Tensor) and kept.nbytes >= size:
         return kept
@@ -412,7 +412,7 @@ def borrow_stage(backend: Backend, size: int) -> Tensor:
 
 
 def return_stage(backend: Backend, stage: Tensor) -> None:
-    """Nobody uses it any more. The next collective finds the last one that is not too large."""
+    """Keep it for the next collective, unless it is too large."""
     if stage.nbytes <= LARGEST_KEPT:
         backend.cache[_KEY] = stage
 

@@ -1,21 +1,23 @@
-"""How a collective is done in shared memory: show what is given, meet, read what is taken.
+"""Collectives in shared memory: each rank shows its input, and after an epoch reads its peers'.
 
-Three ways, which all members choose alike, from sizes and from what all have shown:
+Three ways. All members choose the same one, from sizes and from what all have shown:
 
-    small      what is given is copied to a slot, everyone reads all slots        1 epoch
-    direct     what is given lies in shared memory: it is read where it is        2, and 1 a piece
+    small      inputs are copied to slots, every rank reads all slots              1 epoch
+    direct     inputs lie in shared memory, and are read in place                  2, and 1 a piece
                                                                                    to pass on
-    pieces     it is staged, piece by piece, while the piece before is read       1 a piece
+    pieces     inputs are staged, piece by piece, while the piece before is read   1 a piece
 
-An all-reduce in pieces, as one rank does it. Stage and results have two halves, used in turn, so
-what is written now was read before the last epoch (`backends/shm/control.py`):
+An all-reduce in pieces, as one rank does it. Staging memory and results have two halves, used in
+turn, so what is overwritten now was read before the last epoch (`transport/shm/control.py`):
 
-    stage 0   meet   fold 0, show it; stage 1   meet   take result 0; fold 1, show it; stage 2  ...
+    stage 0  epoch  reduce 0, show it; stage 1  epoch  take result 0; reduce 1, show it; stage 2 ...
 
     | given 0: piece for member 0, 1, ... | given 1 ... | result 0 | result 1 |      the stage
 
-Every rank folds its own slice, of all contributions, in rank order, and writes in no memory but its
-own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
+Every rank reduces its own slice of all contributions, in rank order, and writes in no memory but
+its own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
+
+`tests/collectives/shm_direct_model.py` steps the ranks by hand, in every order.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
-# Folding: contributions, in rank order, become one.
+# Reducing contributions in rank order.
 
-BLOCK = 256 << 10  # bytes folded at a time in a wider dtype, or beside the result
-LARGEST = 1 << 20  # bytes folded at a time in the result itself
+BLOCK = 256 << 10  # bytes reduced at a time in a wider dtype, or beside the result
+LARGEST = 1 << 20  # bytes reduced at a time in the result itself
 
 
 class Folding:
     """A plan's reduction of `size` contributions, rounded once and divided for a mean.
 
     The order is that of the ranks, so that the bits are the same on every rank and backend as with
-    `direct`. Short floating-point dtypes are folded in a wider one.
+    `direct`. Short floating-point dtypes are reduced in a wider one.
     """
 
     def __init__(self, plan: Plan, size: int) -> None:
@@ -62,7 +64,7 @@ class Folding:
         self._scratch: Tensor | None = None
 
     def fold(self, parts: list[Tensor], out: Tensor) -> None:
-        """Fold `parts`, at least two, into `out`, which may be the memory of one of them."""
+        """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
         if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
             self._combine(parts[0], parts[1], out)
             for part in parts[2:]:
@@ -76,7 +78,7 @@ class Folding:
             out[block].copy_(total)
 
     def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
-        """Whether `out` can hold what is folded: it stays in the cache, and none is read there."""
+        """Whether `out` can hold partial results: it fits the cache, no later part lies in it."""
         if out.nbytes > LARGEST:
             return False
         address = out.data_ptr()
@@ -94,18 +96,18 @@ class Folding:
         return total
 
     def _room(self, like: Tensor) -> Tensor:
-        """Memory beside the contributions: `out` may be that of one which is still to be read."""
+        """Scratch memory, since `out` may be that of a part which is still to be read."""
         if self._scratch is None:
             self._scratch = torch.empty(self._block, dtype=like.dtype)
         return self._scratch[: like.numel()]
 
 
 # ------------------------------------------------------------------------------
-# The forms of the collectives, as shared memory sees them.
+# How each collective is done in shared memory: a table.
 #
-# Every member gives a tensor, or one of them, the root, does. Where it is *sliced*, slice j is for
-# member j; else it is for all. What is taken is *folded* to one, or *joined*, or it is the root's.
-# In some, each folds a slice, and it is then *passed on* to all, or to the root.
+# Every member gives a tensor, or only the root does. Where it is *sliced*, slice j is for member j;
+# else it is for all. What a member takes is *folded* (reduced) to one, or *joined*, or it is the
+# root's. In some, each member reduces a slice, which is then *passed on* to all, or to the root.
 #
 #     collective       given by   sliced   taken by    then
 #     all_reduce       all        yes      all: fold   passed on to all

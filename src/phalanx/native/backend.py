@@ -16,7 +16,7 @@ from phalanx.transport.shm.domain import Sharing
 from phalanx.transport.tcp.admission import listen_at
 from phalanx.wire.control import Endpoint, parse_address
 
-_ELSEWHERE = ("192.0.2.1", 9)  # nobody's (RFC 5737): the way there is the default route
+_ELSEWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737): it is reached by the default route
 WHERE_BYTES = 512  # of what rank 0 tells the others, padded with zeros
 
 
@@ -36,7 +36,7 @@ class Where(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Where:
-        """What rank 0 has said."""
+        """What rank 0 has sent."""
         address, token = data.rstrip(b"\0").decode().split(" ")
         return cls(address, token)
 
@@ -53,12 +53,12 @@ def open_mesh(host: str | None) -> Where:
 
 
 class LibraryBackend(MeshBackend):
-    """A mesh for all but what the library's own collectives do.
+    """A mesh for everything but the library's own collectives.
 
     where   what rank 0 has told all
     join    gives the library's group of all ranks, once the ranks are connected: called with the
             number of the host that each is on
-    all_came  whether the library knows that all ranks are there: then those that do not come to
+    all_came  whether the library has brought all ranks together: then those that do not come to
             the mesh cannot connect
     """
 

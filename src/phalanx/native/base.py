@@ -1,16 +1,16 @@
-"""Another library's collectives, as steps of ours: torch's process groups, MPI.
+"""Another library's collectives as native steps: torch's process groups, MPI.
 
-    Library      one rank's view of one group of the library's: it starts collectives
-    Handle       one of these under way
-    NativeStep   the same, as the only step of a program
+    Library      one rank's view of one group of the library: starts collectives
+    Handle       a collective under way in the library
+    NativeStep   a collective of the library as the only step of a program
     Natives      the library's group for each group of ranks
 
-Messages, agreement, blame, sub-groups and deadlines are not the library's business: ranks that it
-brings together have a mesh of their own for these (backend.py).
+For messages, barriers, agreement, blame, sub-groups and deadlines the ranks have a TCP mesh of
+their own (backend.py).
 
-What a library does whole cannot be compared before it runs. So a rank that waits asks the others
-whether they are in the same collective (core/checker.py), and each barrier and every tenth
-collective a rank tells its neighbour the rolling hash of all that the group was asked to do.
+A collective that a library does whole cannot be compared before it runs. So a rank that waits asks
+the others whether they are in the same collective (core/checker.py), and at every tenth collective
+each rank tells the next one the rolling hash of all collectives of the group.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 NOBODY = -1  # as a culprit: the library does not say who
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
-SAY_WHO_WITHIN = 0.5  # seconds in which the mesh may tell who has caused a failed collective
-FINISH_WITHIN = 1.0  # seconds for a collective to end of which a member has left, having ended it
+SAY_WHO_WITHIN = 0.5  # seconds within which the mesh may name the culprit of a failed collective
+FINISH_WITHIN = 1.0  # seconds within which a collective ends here after a member has left
 TELL_EVERY = 10  # collectives between two in which a rank tells its rolling hash
 
 
 class Abilities(NamedTuple):
-    """What a library has of what not every library has. The same on every rank.
+    """What a library can do that not every library can. The same on every rank.
 
     devices    kinds of device on which its collectives take tensors: `cpu`, `cuda`
     subgroups  whether some of its ranks can form a group of their own
@@ -54,7 +54,7 @@ class Abilities(NamedTuple):
 
 
 class Handle(ABC):
-    """Something under way in the library. Any thread may ask, one at a time.
+    """A collective under way in the library. Any thread may call it, one at a time.
 
     The memory that it was given is the library's until it is over.
 
@@ -80,11 +80,11 @@ class Handle(ABC):
 
 
 class Library(ABC):
-    """One rank's view of one group of the library's. Its methods do not block unless they say so.
+    """One rank's view of one group of the library. Methods do not block unless they say so.
 
     name         of the library, for messages
     rank, size   this rank in the group, and how many there are
-    can          what it has of what not every library has
+    can          its abilities
 
     Methods are called by one thread at a time, except `subgroup`, which runs in a thread of its own
     beside the others.
@@ -104,7 +104,7 @@ class Library(ABC):
 
     @abstractmethod
     def collective(self, call: NativeCall) -> Handle:
-        """Start a collective for which `has` is true; every rank starts the same ones in order."""
+        """Start a collective for which `has` is true; all ranks start the same ones in order."""
 
     @abstractmethod
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
@@ -116,26 +116,26 @@ class Library(ABC):
         """
 
     def kind_of(self, error: Exception) -> type[DistributedError]:
-        """What an error of the library's is called here."""
+        """The Phalanx error for an error of the library."""
         return PeerLostError
 
     @abstractmethod
     def close(self) -> None:
-        """End: nothing is under way any more. Bounded in time; may be repeated."""
+        """Close; nothing is under way. Bounded in time; may be repeated."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End at once what is under way; if that can be, its memory is not touched from now on.
+        """End at once what is under way; if possible, its memory is not touched from now on.
 
-        Groups that were formed of it are not concerned. May be repeated.
+        Does not affect groups that were formed of it. May be repeated.
         """
 
 
 class Natives:
     """The library's groups on one rank. Called with the engine's lock held.
 
-    The whole job's is there from the start. That of a sub-group is formed when its first collective
-    is called, in a thread of its own: it needs all members, who may be busy with other groups
+    The group of the whole job exists from the start. That of a sub-group is formed at its first
+    collective, in a thread of its own: it needs all members, which may be busy with other groups
     first, and the mesh never waits for it.
     """
 
@@ -147,7 +147,7 @@ class Natives:
         self.unfinished: list[NativeCall] = []  # whose memory the library may still write
 
     def of(self, group: GroupBase) -> Native | None:
-        """What the library can do for a group; None where that is nothing."""
+        """The native collectives of a group; None if it has none."""
         if group.size == 1 or (group.id != WORLD_ID and not self.world.can.subgroups):
             return None
         native = self._groups.get(group.id)
@@ -157,7 +157,7 @@ class Natives:
         return native
 
     def broke(self, library: Library) -> None:
-        """A collective was given up: the library's group is of no use any more."""
+        """A collective was given up: the library's group cannot be used further."""
         self._broken.append(library)
         library.abort()
 
@@ -180,7 +180,7 @@ class Natives:
 
 
 class NativeGroup(Native):
-    """What the library does for one group of ranks.
+    """The library's collectives for one group of ranks.
 
     library   the library's group; None before it is formed, and once it is broken
     """
@@ -194,7 +194,7 @@ class NativeGroup(Native):
 
     @override
     def step(self, call: NativeCall) -> Step | None:
-        # By messages a barrier is slower, but it compares what the ranks do.
+        # A barrier over the mesh is slower, but it compares what the ranks do.
         if call.collective == "barrier" or not self.natives.world.has(call):
             return None
         return NativeStep(self, call)
@@ -292,7 +292,7 @@ class NativeStep(Step):
             self._group.start(self, call.timeout)
 
     def start(self) -> None:
-        """The library's group is there at last."""
+        """The library's group is formed."""
         try:
             self._group.start(self, self._call.timeout)
         except Exception as error:  # as if it had been raised by `begin`
@@ -304,7 +304,7 @@ class NativeStep(Step):
             self._check_deadline()
             return self._over
         try:
-            # On a stream it is done when the result is ordered behind it, before what comes next.
+            # On a device it is done when its result is ordered on the caller's stream.
             if self.handle.on_stream:
                 self._over = self.handle.wait(0.0)
             elif spin:
@@ -337,13 +337,13 @@ class NativeStep(Step):
         return True
 
     def _failed(self, error: Exception) -> None:
-        """It has not ended well. The mesh may tell in a moment who is to blame."""
+        """The library reports an error. Wait a moment: the mesh may name the culprit."""
         if self._problem is None:
             self._problem = error
             self._deadline = self._group.natives.engine.now() + SAY_WHO_WITHIN
 
     def _check_deadline(self) -> None:
-        """Nobody else is to blame, or a member that has left had not ended this collective."""
+        """Fail if the mesh has named no culprit in time, or if a member left before the end."""
         engine, group = self._group.natives.engine, self._group.group
         if self._over or (self._problem is None and self._left is None):
             return
@@ -375,7 +375,7 @@ class NativeStep(Step):
 
     @override
     def needs(self, rank: int) -> bool:
-        """A member that leaves may have ended this collective, which then ends here, too."""
+        """A member that leaves may have ended this collective; then it ends here, too."""
         if self._left is None:
             self._left = rank
             self._deadline = self._group.natives.engine.now() + FINISH_WITHIN

@@ -29,7 +29,7 @@ class GroupFormer(Protocol):
         ...
 
     def stop(self) -> None:
-        """Let go whoever waits for others to form a group."""
+        """Release the threads that wait for other ranks to form a group."""
         ...
 
 
@@ -117,7 +117,7 @@ class ProcessGroupLibrary(Library):
 # How each collective is started on a process group of torch's.
 #
 # Each row takes the group and the call, and gives torch's `Work` and what is to be done when that
-# is over. Reductions work in place, so that what is given is copied to where the result will be.
+# is over. Reductions work in place, so the input is copied to the result's memory first.
 
 dist: Any = torch.distributed  # of which builds of torch have more or less
 Started = tuple[Any, "Callable[[], object] | None"]
@@ -131,7 +131,7 @@ def _all_reduce(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Start
 
 
 def _reduce(group: ProcessGroup, call: NativeCall, kind: GroupKind) -> Started:
-    # Also on ranks that get no result it works in place.
+    # It works in place on ranks without a result, too.
     assert call.source is not None
     values = _in_place(call) if group.rank() == call.root else call.source.clone()
     options = _reduction(dist.ReduceOptions(), call, kind)
@@ -211,7 +211,7 @@ STARTERS: Mapping[str, Callable[[ProcessGroup, NativeCall, GroupKind], Started]]
 
 
 def _in_place(call: NativeCall) -> Tensor:
-    """Where the result goes, with what this rank gives in it."""
+    """The result's memory, with this rank's input in it."""
     source, out = call.source, call.out
     if out is None:
         assert source is not None
@@ -222,7 +222,7 @@ def _in_place(call: NativeCall) -> Tensor:
 
 
 def _bits(tensor: Tensor | None) -> Tensor:
-    """The tensor as bytes, of which every group can move any number."""
+    """The tensor as bytes, a dtype that every group can move."""
     assert tensor is not None
     # Of one element, also a tensor with another stride is contiguous.
     flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -259,7 +259,7 @@ def _reduction(options: Any, call: NativeCall, kind: GroupKind) -> Any:
 def _mean(
     values: Tensor, group: ProcessGroup, call: NativeCall, kind: GroupKind
 ) -> Callable[[], object] | None:
-    """Of a sum that is to be a mean: what makes it one."""
+    """What turns a sum into a mean, if the call asks for one."""
     if call.op != "mean" or kind.averages:
         return None
     if values.dtype.is_floating_point:
@@ -268,14 +268,14 @@ def _mean(
 
 
 # ------------------------------------------------------------------------------
-# Handles on what torch has under way: its `Work` objects.
+# Handles on torch's `Work` objects.
 
 Work = Any  # torch.distributed.Work, which builds without distributed support lack
 FOREVER = timedelta(days=3650)
 
 
 class CollectiveWork(Handle):
-    """A collective of a process group, and what is to be done with what it leaves.
+    """A collective of a process group, and what is done with its result afterwards.
 
     finish   called once, when it is over, by the thread that finds out; None: nothing
     """
@@ -384,7 +384,7 @@ def _break_off_gloo(group: ProcessGroup) -> None:
                 group.recv([torch.empty(1)], peer, _NOBODYS).wait(timedelta(milliseconds=1))
 
 
-_NOBODYS = 2  # a tag that no message has
+_NOBODYS = 2  # a tag that no message uses
 
 
 _ALL_NUMBERS = _FLOATS | _SHORT | _WHOLE

@@ -1,4 +1,4 @@
-"""How process groups of torch's are made: ranks meet at a store, and form groups through it."""
+"""How torch's process groups are formed: through a store that all ranks know."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def store_at(
 
 
 def hold(listener: socket.socket, endpoint: Endpoint, timeout: float) -> Store:
-    """A store of this process, at a socket that listens already, which becomes the store's."""
+    """A store in this process, which takes over a listening socket."""
     port = listener.getsockname()[1]
     return dist.TCPStore(
         endpoint.host,
@@ -62,7 +62,7 @@ def hold(listener: socket.socket, endpoint: Endpoint, timeout: float) -> Store:
 
 
 def connect(endpoint: Endpoint, rank: int, timeout: float) -> Store:
-    """The store that rank 0 holds there, or will soon."""
+    """A connection to the store that rank 0 holds, or will hold soon."""
     try:
         return dist.TCPStore(
             endpoint.host,
@@ -134,7 +134,7 @@ class StoreFormer:
         return dist.ProcessGroupUCC(own, place, size, _seconds(timeout))
 
     def stop(self) -> None:
-        """Let go whoever waits for others to form a group."""
+        """Release the threads that wait for other ranks to form a group."""
         self._stop.set()
 
 
@@ -158,7 +158,7 @@ def _nccl(store: Store, rank: int, size: int) -> ProcessGroup:
 
 
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
-    """The error where not all ranks come to form a group."""
+    """The error if not all ranks come to form a group."""
     return CollectiveTimeoutError(
         f"rank {rank} waited {timeout:g} s for the other ranks to form a group ({error}): have "
         "all of them started, with the same address and number of ranks?",
@@ -174,7 +174,7 @@ def _seconds(seconds: float) -> timedelta:
 
 
 # ------------------------------------------------------------------------------
-# How a backend comes to stand on a process group that exists already.
+# Backends over a process group that exists already.
 
 
 def checked_group(group: ProcessGroup) -> ProcessGroup:
@@ -231,13 +231,13 @@ def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
 
 
 # ------------------------------------------------------------------------------
-# A store through which several groups can be formed at a time, over one that is waited in.
+# A store that is polled, so that several groups can be formed through one connection at a time.
 
 FIRST_PAUSE, LONGEST_PAUSE = 1e-4, 1e-2  # seconds between two looks
 
 
 class PatientStore(dist.Store):  # type: ignore[misc]
-    """A part of `store`, under `prefix`, that is asked again and again instead of waited in.
+    """A part of `store`, under `prefix`, that is polled: its `wait` does not block the store.
 
     While a thread waits inside one of torch's stores no other thread can use it, nor does it hear a
     signal. A connection of its own for each thread is no way out: torch looks up the name of the

@@ -160,15 +160,15 @@ class MpiHandle(Handle):
 
 
 # ------------------------------------------------------------------------------
-# How ranks come together to form a communicator.
+# Forming a communicator.
 #
-# MPI has calls for it that block until all have come, without a deadline. So the ranks meet first,
-# by messages, and make those calls when all are there:
+# MPI's calls for it block until all ranks have come, without a deadline. So the ranks exchange
+# messages first, and make those calls when all are there:
 #
 #     1, 2, ... -> 0    here I am
 #     0 -> 1, 2, ...    all are here
 
-FIRST_TAG = 2  # those below it are the messages' own
+FIRST_TAG = 2  # lower tags are those of messages
 
 
 def duplicate(comm: Any, timeout: float) -> Any:

@@ -24,14 +24,14 @@ Memory = list[Any]  # as mpi4py takes it: where, how many, of which datatype
 
 
 class Stage(NamedTuple):
-    """Memory for what comes from others: all of it, and what comes from each."""
+    """Memory for other ranks' contributions: all of it, and the part of each rank."""
 
     whole: Tensor
     parts: list[Tensor]
 
 
 class Communicator:
-    """An MPI communicator that nobody else uses, and the ways to speak of memory to it.
+    """An MPI communicator of our own, and the descriptions of memory that it takes.
 
     pieces   what a tensor of some length is cut into, as `exchange` has worked it out before
     """
@@ -192,7 +192,7 @@ def countable(call: NativeCall) -> bool:
 
 
 # ------------------------------------------------------------------------------
-# Large reductions: MPI brings together what belongs together, and torch reduces it.
+# Large reductions: MPI moves the contributions, and torch reduces them.
 #
 #          rank 0    rank 1                       rank 0         rank 1
 #         a0 | a1    b0 | b1   -- all to all ->   a0 + b0        a1 + b1   -- all gather -> both
@@ -355,7 +355,7 @@ def _flat(tensor: Tensor | None) -> Tensor:
 
 
 # ------------------------------------------------------------------------------
-# Contributions become one, with torch: for reductions whose parts MPI has brought together.
+# Reducing contributions with torch, after MPI has moved them.
 #
 # Torch's reductions are faster than those in MPI libraries, have bfloat16 and float16, and a
 # meaning for NaN. Contributions are reduced in rank order.

@@ -30,11 +30,11 @@ from phalanx.wire.frame import (
 )
 from phalanx.wire.handshake import Identity
 
-READS_AT_A_TIME = 8  # then others have their turn
+READS_AT_A_TIME = 8  # then other connections are read
 
 
 class MeshBase(ABC):
-    """What a connection belongs to, as far as connections know: the mesh (mesh.py).
+    """The mesh (mesh.py), as far as its connections know it.
 
     domain           what this rank shares with others of its host, if anything
     last_rejection   who was turned away last, and why; for errors
@@ -65,15 +65,15 @@ class MeshBase(ABC):
 
     @abstractmethod
     def admit(self, peer: int) -> str | None:
-        """Why a peer that has proved itself is turned away all the same, or None."""
+        """Why a peer is rejected although it is authenticated, or None."""
 
     @abstractmethod
     def turned_away(self, what: str) -> None:
-        """Someone was refused."""
+        """A caller was rejected."""
 
     @abstractmethod
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """A peer has proved itself: messages can flow."""
+        """A peer is authenticated: messages can flow."""
 
     @abstractmethod
     def link_ended(self, connection: Connection, *, clean: bool) -> None:
@@ -81,11 +81,11 @@ class MeshBase(ABC):
 
     @abstractmethod
     def link_broke(self, connection: Connection, reason: str) -> None:
-        """The connection to a peer is of no use any more."""
+        """The connection to a peer has failed."""
 
     @abstractmethod
     def give_up(self, connection: Connection, reason: str) -> None:
-        """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
+        """A peer gives no sign of life: it counts as lost, and is told so if it comes back."""
 
 
 class Connection:
@@ -101,11 +101,11 @@ class Connection:
         self.peer = peer
         self.sock = sock
         self.left = False  # the peer has said that it closes
-        self.heard = False  # whether a byte has come since this was last set to False
+        self.heard = False  # whether a byte has arrived since this was last set to False
         self.given_up = False  # the peer counts as lost, though the connection is there
         self._decoder = FrameDecoder(self)
         self._arrival: IncomingMessage | None = None
-        self._owed = 0  # pieces of the peer's ring buffer that it does not know to be taken
+        self._owed = 0  # pieces of the peer's ring buffer that were read but not acknowledged
         self._watched = (False, False)  # for reading, for writing
         self._ring: RingBuffer | None = None
         self.send_queue = SendQueue(peer, sock, self._wants_room)
@@ -149,7 +149,7 @@ class Connection:
             self.read()
 
     def read(self) -> None:
-        """Take what has come."""
+        """Read what has arrived."""
         try:
             for _ in range(READS_AT_A_TIME):
                 space = self._decoder.space()
@@ -174,16 +174,16 @@ class Connection:
 
     @property
     def _is_wanted(self) -> bool:
-        """Whether somebody has asked for what comes next.
+        """Whether the bytes that come next belong to a posted receive.
 
-        Who has got what it waited for asks for something else first, or asks no more: so less
-        comes early, to be copied. What is in the socket is not forgotten there.
+        If not, they are left in the socket: the rank that has received its message posts the next
+        receive first, so fewer messages are unexpected and have to be copied.
         """
         arrival = self._arrival
         return arrival is not None and arrival.filled < arrival.total and not arrival.kept
 
     def take(self, data: bytes) -> None:
-        """Bytes that came together with the end of the handshake."""
+        """Bytes that arrived together with the end of the handshake."""
         try:
             while data:
                 space = self._decoder.space()
@@ -195,7 +195,7 @@ class Connection:
             self.mesh.link_broke(self, str(error))
 
     def resume(self) -> None:
-        """There may be room now for the message that was refused, or taken all the same."""
+        """A receive was posted: there may be room now for the message that was refused."""
         self._pay(self._arrival)
         if self._decoder.paused:
             self._watch(read=True)
@@ -206,7 +206,7 @@ class Connection:
                 self.mesh.link_broke(self, str(error))
 
     def _tell_room(self) -> None:
-        """There is no room for what the peer sends, or there is again: which it may wait for."""
+        """Tell the peer that there is no room for what it sends, or that there is again."""
         self.mesh.engine.watchdog.asked(self.peer)
 
     def message(self, header: Header) -> IncomingMessage | None:
@@ -268,8 +268,8 @@ class Connection:
     def _piece_came(self, header: Header, payload: bytes) -> None:
         """A part of a message lies in the ring buffer.
 
-        It is taken also where there is no room to keep it, a ring buffer full at most; but then the
-        sender is not told so, and waits, until there is room again.
+        It is read even if there is no room to keep it, one ring buffer full at most; but then it is
+        not acknowledged, so the sender waits until there is room again.
         """
         ring = self.ring
         if ring is None:
@@ -299,7 +299,7 @@ class Connection:
         return self._ring
 
     def _pay(self, arrival: IncomingMessage | None) -> None:
-        """Tell the sender which pieces have been taken, if there is room for more."""
+        """Acknowledge the pieces that were read, if there is room for more."""
         ring = self.ring
         if not self._owed or ring is None:
             return
@@ -314,7 +314,7 @@ class Connection:
     # The end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the socket; what waited to go out is gone."""
+        """Close the socket; messages in the send queue are dropped."""
         self.mesh.reactor.forget(self.sock)
         self.sock.close()
         self.send_queue.close()
@@ -322,7 +322,7 @@ class Connection:
 
 
 # ------------------------------------------------------------------------------
-# An send queue: what waits to go out on one connection, and how it goes.
+# The send queue of one connection.
 
 log = logging.getLogger("phalanx")
 
@@ -331,12 +331,12 @@ SMALL = 16 << 10  # bytes of a message that is copied rather than queued
 
 
 class Outgoing:
-    """A message on its way out, cut into frames."""
+    """A message in the send queue, cut into frames."""
 
     __slots__ = ("begun", "frames", "last_begun", "send")
 
     def __init__(self, send: PostedSend, ring: RingBuffer | None) -> None:
-        self.send: PostedSend | None = send  # None once nobody waits for it
+        self.send: PostedSend | None = send  # None once it was given up
         self.frames: Iterator[Part | None] = ring.parts(send) if ring is not None else _parts(send)
         self.begun = 0  # bytes in the frames that have begun
         self.last_begun = False  # whether the last one has
@@ -349,7 +349,7 @@ def _parts(send: PostedSend) -> Iterator[Part]:
 
 
 class SendQueue:
-    """Messages and control frames for one peer, on their way to a non-blocking socket.
+    """Messages and control frames for one peer, written to a non-blocking socket.
 
     Messages go out in the order of `send`; control frames go before them, at the next boundary of a
     frame. All methods are called with the engine's lock held.
@@ -376,7 +376,7 @@ class SendQueue:
             self.flush()
 
     def _sent_at_once(self, send: PostedSend) -> bool:
-        """Whether the socket takes a small message, as it nearly always does."""
+        """Write a small message at once; whether the socket took it, as it nearly always does."""
         work, size = send.work, len(send.view)
         header = pack_header(
             work.channel, fingerprint=work.call.fingerprint, length=size, total=size
@@ -384,7 +384,7 @@ class SendQueue:
         message = header + send.view
         try:
             written = self._sock.send(message)
-        except OSError:  # which `flush` will meet, too
+        except OSError:  # `flush` handles it
             return False
         send.complete()
         if written < len(message):
@@ -400,7 +400,7 @@ class SendQueue:
         self.flush()
 
     def cancel(self, send: PostedSend) -> None:
-        """Give up a message. If it has begun, finish its frame from a copy and say so."""
+        """Give up a message. If it has begun, finish its frame from a copy and send CANCEL."""
         for place, outgoing in enumerate(self._queue):
             if outgoing.send is not send:
                 continue
@@ -424,7 +424,7 @@ class SendQueue:
         return True
 
     def _finish_from_copy(self, outgoing: Outgoing) -> None:
-        """Nobody waits for this message any more: write its frame to the end, and no other."""
+        """The message was given up: write its current frame to the end, and no other."""
         self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
         outgoing.send = None
         outgoing.frames = iter(())
@@ -461,7 +461,7 @@ class SendQueue:
             self._wants_room(True)
             return
         except OSError as error:
-            # What the peer has sent before is still to be read; that ends the link.
+            # The peer's last bytes are still to be read; the read then ends the connection.
             log.debug("writing to rank %d failed: %s", self._peer, error)
             self._queue.clear()
             self._control.clear()
@@ -496,7 +496,7 @@ class SendQueue:
         return False
 
     def _stall(self) -> None:
-        """The ring buffer is full: go on when it is not, unless a control frame has to go first."""
+        """The ring buffer is full: go on when it has room. Control frames may go first."""
         assert self.ring is not None
         self.ring.when_free(self.flush)
 
@@ -509,6 +509,6 @@ class SendQueue:
             pieces[0] = pieces[0][count:]
 
     def close(self) -> None:
-        """What waited to go out is gone."""
+        """Drop what is queued."""
         if self.ring is not None:
             self.ring.give_up()

@@ -27,15 +27,15 @@ log = logging.getLogger("phalanx")
 
 
 class Formation(ABC):
-    """What hears of connections while the group forms (rendezvous.py)."""
+    """Told of connections while the group forms (rendezvous.py)."""
 
     @abstractmethod
     def link_opened(self, connection: Connection) -> None:
-        """A peer has proved itself."""
+        """A peer is authenticated."""
 
     @abstractmethod
     def link_lost(self, connection: Connection, reason: str) -> None:
-        """A peer is gone before all have met."""
+        """A peer is gone before all are connected."""
 
     @abstractmethod
     def told(self, failure: Failure) -> None:
@@ -69,9 +69,9 @@ class Mesh(MeshBase):
         self.acceptor: Acceptor | None = None
         self.connections: dict[int, Connection] = {}
         self.left: set[int] = set()  # peers that have closed in good order
-        self.rendezvous: Formation | None = None  # while the ranks meet
+        self.rendezvous: Formation | None = None  # while the group forms
         self.last_rejection = ""
-        self.host = ""  # what this rank's host counts as; "": what it is
+        self.host = ""  # the host's name, if it is given; "": the machine decides
         self.domain: HostDomain | None = None  # what this rank shows to others of its host
 
     @override
@@ -102,7 +102,7 @@ class Mesh(MeshBase):
         elif kind is Kind.ANSWER:
             self.engine.on_control(connection.peer, group, decode(payload, Answer))
         elif kind is Kind.HEARTBEAT:
-            pass  # that it came is all that it says
+            pass  # its arrival is its meaning
         elif self.rendezvous is not None:
             self.rendezvous.control_came(connection, header, payload)
         else:
@@ -111,12 +111,12 @@ class Mesh(MeshBase):
     # Connections that come to be ------------------------------------------------------------
 
     def open_acceptor(self, listener: socket.socket) -> None:
-        """Let peers in there."""
+        """Accept peers at this socket."""
         self.acceptor = Acceptor(self, listener)
 
     @override
     def admit(self, peer: int) -> str | None:
-        """Why a peer that has proved itself is turned away all the same, or None."""
+        """Why a peer is rejected although it is authenticated, or None."""
         if peer in self.connections or peer in self.left or peer in self.engine.lost:
             return f"rank {peer} is, or was, connected already: is a second copy of it running?"
         if peer < self.rank:
@@ -125,13 +125,13 @@ class Mesh(MeshBase):
 
     @override
     def turned_away(self, what: str) -> None:
-        """Someone was refused."""
+        """A caller was rejected."""
         self.last_rejection = what
         log.warning("rank %d turned away %s", self.rank, what)
 
     @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """A peer has proved itself: messages can flow."""
+        """A peer is authenticated: messages can flow."""
         connection = Connection(self, peer, sock)
         self.connections[peer] = connection
         if self.rendezvous is not None:
@@ -148,7 +148,7 @@ class Mesh(MeshBase):
 
     @override
     def link_broke(self, connection: Connection, reason: str) -> None:
-        """The connection to a peer is of no use any more."""
+        """The connection to a peer has failed."""
         if self.connections.get(connection.peer) is not connection:
             return
         del self.connections[connection.peer]
@@ -162,7 +162,7 @@ class Mesh(MeshBase):
 
     @override
     def give_up(self, connection: Connection, reason: str) -> None:
-        """A peer gives no sign of life: it counts as lost. It is told so, should it come back."""
+        """A peer gives no sign of life: it counts as lost, and is told so if it comes back."""
         connection.given_up = True
         who = f"rank {self.rank} gave rank {connection.peer} up"
         self.engine.peer_lost(

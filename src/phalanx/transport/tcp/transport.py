@@ -1,8 +1,8 @@
 """The transport over TCP: one connection to each peer, and one reactor; shared memory beside them.
 
-Whoever waits drives: the thread in `wait` runs the reactor until its work is done, and thereby
-moves everybody's bytes. Other threads that wait meanwhile sleep on a condition. Only when an
-asynchronous work is outstanding is there a thread that drives in the background.
+A thread that waits drives: it runs the reactor until its work is done, which moves the bytes of all
+works. Other threads that wait meanwhile sleep on a condition. Only while an asynchronous work is
+outstanding does a background thread drive.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from phalanx.core.steps import Source
     from phalanx.transport.shm.domain import HostDomain
 
-EXPIRY_CHECK = 0.25  # seconds between looks at the deadlines of works nobody waits for
-GLANCE_EVERY = 0.01  # seconds between looks at the sockets while calls need none
-SLICE = 0.02  # seconds in a library before the sockets are looked at again
-FIRST_LOOK = 0.05  # seconds that a work is waited for before its deadlines are looked at
-LOOKS = 200  # at what does not say when it is complete, one after the other, before the first sleep
-SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between later looks
+EXPIRY_CHECK = 0.25  # seconds between checks of the deadlines of works nobody waits for
+GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
+SLICE = 0.02  # seconds in a library's wait before the sockets are polled again
+FIRST_LOOK = 0.05  # seconds that a work is waited for before its deadline is checked
+LOOKS = 200  # polls of a step, one after the other, before the first sleep
+SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between later polls
 KINDS = {FailureNotice: Kind.FAILURE, Ask: Kind.ASK, Answer: Kind.ANSWER}
 
 
@@ -68,12 +68,14 @@ class TcpTransport(Transport):
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
-        self._background: dict[WorkBase, float] = {}  # and when it is not left to its waiter
+        self._background: dict[
+            WorkBase, float
+        ] = {}  # works, and when the background thread takes them over
         self._thread: threading.Thread | None = None
         self._pause = Pause()
 
     def share(self, domain: HostDomain) -> None:
-        """From now on, groups have control blocks in the memory of the ranks of this host."""
+        """From now on, groups have control blocks in the shared memory of this host."""
         self.domain = domain
         self.reactor.watch(domain.wakeup, domain.on_wakeup, read=True)
         domain.begins_to_wait = self.watch
@@ -84,7 +86,7 @@ class TcpTransport(Transport):
 
     @override
     def send(self, send: PostedSend) -> None:
-        # To a peer whose loss is just being told, it goes nowhere.
+        # There is no connection if the peer's loss is just being reported.
         connection = self.mesh.connections.get(send.peer)
         if connection is not None:
             connection.send_queue.send(send)
@@ -174,15 +176,14 @@ class TcpTransport(Transport):
             self.look()
 
     def look(self) -> None:
-        """Move the bytes that can be moved without waiting."""
+        """Poll: move the bytes that can be moved without waiting."""
         with self.engine.lock:
             if self._driver is None and not self.engine.closed:
                 self._turn(0.0)
 
     @override
     def watch(self) -> None:
-        # A thread that sleeps already, and has told no local peer, is woken: it looks, and tells
-        # them.
+        # Wake a thread that sleeps without being parked, so that it polls the step and parks.
         domain, driver = self.domain, self._driver
         if domain is None or driver is None or driver == threading.get_ident():
             return
@@ -190,7 +191,7 @@ class TcpTransport(Transport):
             self.reactor.wake()
 
     def drive(self, until: Until, deadline: float) -> None:
-        """Run the reactor until that is over or the deadline has passed. Lock held."""
+        """Run the reactor until `until` is over or the deadline has passed. Lock held."""
         self._driver = threading.get_ident()
         try:
             while not until.over and not self.engine.closed:
@@ -203,7 +204,7 @@ class TcpTransport(Transport):
             self._condition.notify_all()
 
     def _turn(self, seconds: float) -> None:
-        """Wait for sockets, and for what only memory tells, for so long; then see to it all."""
+        """One turn: park, wait for sockets and wakeups, then handle what is ready."""
         engine, domain = self.engine, self.domain
         if domain is not None and (engine.polled or domain.stalled):
             domain.park()
@@ -244,7 +245,7 @@ class TcpTransport(Transport):
                 )
                 self._thread.start()
             if self._driver is not None and work.timeout < 4 * EXPIRY_CHECK:
-                self.reactor.wake()  # or its deadline might pass before anybody looks at it
+                self.reactor.wake()  # or its deadline might pass unchecked
             self._condition.notify_all()
 
     def _run_background(self) -> None:
@@ -252,7 +253,7 @@ class TcpTransport(Transport):
             try:
                 self._keep_moving()
             except Exception as error:
-                # A fault of ours: whoever waits for this thread must hear of it.
+                # A bug: all groups fail, so that no thread waits for this one.
                 self.engine.fail_all(f"rank {self.engine.rank} stopped moving bytes: {error!r}")
                 raise
 
@@ -274,7 +275,7 @@ class TcpTransport(Transport):
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
-        """What `Work.on_done` was given is called without the lock."""
+        """Run the callbacks of `Work.on_done`, without the lock."""
         if self.engine.callbacks:
             self.engine.lock.release()
             try:
@@ -290,7 +291,7 @@ class TcpTransport(Transport):
     # The end --------------------------------------------------------------------------------
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tell every peer, and see to it that what was sent has left this process. Lock held."""
+        """Send LEAVE to every peer, and wait until all sent bytes have left. Lock held."""
         for connection in list(self.mesh.connections.values()):
             if not connection.given_up:
                 connection.send_control(Kind.LEAVE)
@@ -298,7 +299,7 @@ class TcpTransport(Transport):
             self.drive(AllSent(self.mesh), self.engine.now() + seconds)
 
     def _take_over(self) -> bool:
-        """Wait until no other thread drives; False if this one does, further up. Lock held."""
+        """Wait until no other thread drives; False if this thread does already. Lock held."""
         while self._driver is not None:
             if self._driver == threading.get_ident():
                 return False
@@ -336,7 +337,7 @@ def _blocking_step(until: Wait) -> Step | None:
 
 
 # ------------------------------------------------------------------------------
-# What the reactor is run for: until something is over.
+# Conditions until which the reactor is run.
 
 
 class Until(Protocol):
@@ -349,7 +350,7 @@ class Until(Protocol):
 
 
 class Pause:
-    """How long to sleep between two looks at what does not say when it is complete.
+    """How long to sleep between two polls of a step that does not wake this rank.
 
     Not at all at first, since most waits are shorter than the shortest sleep.
     """
@@ -366,7 +367,7 @@ class Pause:
         return min(SHORTEST_PAUSE * 2.0 ** min(self._looks - LOOKS, 16), LONGEST_PAUSE)
 
     def reset(self) -> None:
-        """Something was complete."""
+        """A step was complete: begin again without sleeping."""
         self._looks = 0
 
 
