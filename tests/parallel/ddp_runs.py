@@ -48,17 +48,22 @@ def mean_of(per_rank: list[Gradients]) -> Gradients:
 def naive_gradients(
     build: Callable[[], nn.Module], world_size: int, step: Callable[[nn.Module, int], object]
 ) -> Gradients:
-    """The oracle: the gradients of a naive DDP, after `step(model, rank)` on every rank."""
+    """The oracle: the gradients of a naive DDP, after `step(model, rank)` on every rank.
 
-    def run(backend: Backend) -> Gradients:
+    None where no rank has had one.
+    """
+
+    def run(backend: Backend) -> tuple[Gradients, Gradients]:
         naive = NaiveDDP(build(), backend)
         step(naive, backend.rank)
+        own = gradients(naive.module)
         naive.average_gradients()
-        return gradients(naive.module)
+        return own, gradients(naive.module)
 
-    ranks = list(simulate(run, world_size))
-    assert_same_bits(ranks)
-    return ranks[0]
+    own, averaged = zip(*simulate(run, world_size), strict=True)
+    assert_same_bits(list(averaged))
+    unused = {name for name in own[0] if all(one[name] is None for one in own)}
+    return {name: None if name in unused else grad for name, grad in averaged[0].items()}
 
 
 def assert_close(found: Gradients, expected: Gradients, **tolerance: float) -> None:
