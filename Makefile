@@ -28,6 +28,12 @@
 #   make loss-against-bytes  the loss that each way to send less comes to, and what it sends
 #   make slow-link           steps over a link of 100 Mbit/s; needs root
 #
+# Before a change lands, and to see what it changes:
+#
+#   make gate      the working tree's times beside those of the commit BASE; fails where one is
+#                  more than 5 % slower. Half an hour on an idle machine (ARGS="--only shm" is less)
+#   make main-path the functions and files of a training step's way, into docs/main-path.md
+#
 # PYTHON is what the virtual environment is made with, VENV where it is made. Tests run in WORKERS
 # processes. ARGS are passed on,
 # as in: make demo ARGS="--steps 20", make test ARGS="-k ddp".
@@ -40,6 +46,7 @@ VENV ?= .venv
 RANKS ?= 2
 WORKERS ?= 2
 ARGS ?=
+BASE ?= 8165af3
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
@@ -47,7 +54,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .PHONY: demo test lint docs format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement \
-	loss-against-bytes slow-link clean
+	loss-against-bytes slow-link gate main-path clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -100,6 +107,13 @@ loss-against-bytes: $(READY)
 
 slow-link: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/slow_link.py $(ARGS)
+
+gate: $(READY)
+	$(BIN)/python benchmarks/gate.py --base $(BASE) $(ARGS)
+
+main-path: $(READY)
+	$(BIN)/python benchmarks/main_path.py > docs/main-path.md.new
+	mv docs/main-path.md.new docs/main-path.md
 
 # torch first and by itself: as a dependency of something else it could be another build.
 $(READY): pyproject.toml constraints.txt

@@ -77,7 +77,7 @@ IMPORT = """
 import json, time, torch
 began = time.process_time()
 import phalanx
-phalanx.DDP, phalanx.FSDP, phalanx.all_reduce
+phalanx.init, phalanx.DDP, phalanx.FSDP, phalanx.all_reduce
 print(json.dumps({"seconds": time.process_time() - began, "file": phalanx.__file__}))
 """
 HELP = """
