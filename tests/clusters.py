@@ -67,10 +67,10 @@ LIBRARYS_OWN = MappingProxyType(
 )
 
 
-class Baton(Cluster):
+class Cooperative(Cluster):
     """`phalanx.simulate`: one rank at a time."""
 
-    name = "baton"
+    name = "cooperative"
     keeps_time = False
 
     def run(self, fn: RankFunction[T], size: int, *, timeout: float = TIMEOUT) -> list[T]:
@@ -289,7 +289,7 @@ def loopback_listener() -> socket.socket:
 
 CLUSTERS: list[Cluster] = [
     Simulated(),
-    Baton(),
+    Cooperative(),
     Tcp(),
     Gloo(),
     SubOf(Simulated()),

@@ -21,7 +21,7 @@ from phalanx import (
 from phalanx.aggregation import ServerMode, ServiceRecord
 
 APART = [ServerMode.ASYNCHRONOUS, ServerMode.staleness(1)]
-KINDS = [c for c in CLUSTERS if c.name in ("baton", "simulated", "tcp", "shm", "hybrid")]
+KINDS = [c for c in CLUSTERS if c.name in ("cooperative", "simulated", "tcp", "shm", "hybrid")]
 kinds = pytest.mark.parametrize("ranks", KINDS, ids=lambda c: c.name)
 
 

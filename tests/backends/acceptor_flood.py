@@ -1,4 +1,4 @@
-"""How long a job takes to form with a crowd of strangers at its acceptor, and without.
+"""How long a job takes to form with and without a crowd of other callers at its acceptor.
 
     python tests/backends/acceptor_flood.py [--ranks 4] [--runs 5] [--idle 500] [--partial 300] ...
 
@@ -112,7 +112,7 @@ def form(ranks: list[Player], crowd: Player, options: dict[str, Any], where: str
     if there:
         crowd.tell("stop")
         calls, left = crowd.hear()
-        assert not left, f"{left} of {calls} strangers are still connected"
+        assert not left, f"{left} of {calls} callers are still connected"
     for rank in ranks:
         rank.tell("close")
     for rank in ranks:

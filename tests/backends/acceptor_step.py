@@ -1,4 +1,4 @@
-"""An acceptor that the test drives itself, with strangers in front of it."""
+"""An acceptor that the test drives itself, with unauthenticated callers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def local_peers(size: int) -> Iterator[list[HostDomain]]:
             one.close()
 
 
-def make_window(domain: list[HostDomain], rank: int, ident: int = 0) -> ControlBlock:
+def make_control(domain: list[HostDomain], rank: int, ident: int = 0) -> ControlBlock:
     """A rank's control block for a group of all."""
     ranks = tuple(range(len(domain)))
     control = ControlBlock.of(domain[rank], Members(ident, ranks, rank))

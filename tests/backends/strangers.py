@@ -1,4 +1,4 @@
-"""Many strangers at an acceptor: silent, half of a hello, nonsense, or a whole hello."""
+"""Many unauthenticated callers: silent, half of a hello, nonsense, or a whole hello."""
 
 from __future__ import annotations
 

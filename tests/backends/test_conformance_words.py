@@ -75,7 +75,7 @@ def test_both_are_told_both_calls_and_both_lines(cluster: Cluster) -> None:
 
 
 def test_the_others_are_told_which_two_met(cluster: Cluster) -> None:
-    """A ring of four: whichever neighbour of the odd one meets it, its other one has to be told."""
+    """A ring of four: one neighbour of the odd one meets it first, the other has to be told."""
 
     def disagree(backend: Backend) -> tuple[str, str, list[str]]:
         names = [named(backend, rank) for rank in range(4)]

@@ -12,7 +12,7 @@ import torch
 from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shm_peers import local_peers, make_window
+from shm_peers import local_peers, make_control
 
 from phalanx.core.call import Call
 from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch, peer_slot
@@ -24,8 +24,8 @@ def asked(rolling_hash: int) -> Call:
     return cast("Call", SimpleNamespace(rolling_hash=rolling_hash))
 
 
-def windows_of(domain: list[HostDomain], ident: int = 0) -> list[ControlBlock]:
-    return [make_window(domain, rank, ident) for rank in range(len(domain))]
+def controls_of(domain: list[HostDomain], ident: int = 0) -> list[ControlBlock]:
+    return [make_control(domain, rank, ident) for rank in range(len(domain))]
 
 
 def show(control: ControlBlock, turn: int, value: int) -> None:
@@ -39,23 +39,23 @@ def sees(control: ControlBlock, turn: int, value: int) -> bool:
 
 @settings(max_examples=examples(60))
 @given(st.integers(2, 4), st.lists(st.integers(0, 3), max_size=80), st.integers(0, 2**16))
-def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_have_shown(
+def test_no_rank_passes_an_epoch_before_all_have_arrived_and_then_sees_what_all_have_shown(
     size: int, order: list[int], seed: int
 ) -> None:
     random = Random(seed)
-    meetings = 12
+    count = 12
     with local_peers(size) as domain:
         controls: list[ControlBlock | None] = [None] * size
         epochs: list[ShmEpoch | None] = [None] * size
         done = [0] * size
         order = list(order)
-        while min(done) < meetings:
+        while min(done) < count:
             rank = order.pop() % size if order else random.randrange(size)
             control, epoch = controls[rank], epochs[rank]
-            if done[rank] == meetings:
+            if done[rank] == count:
                 continue
             if control is None:  # some make the group when others have come to its first epoch
-                controls[rank] = make_window(domain, rank)
+                controls[rank] = make_control(domain, rank)
                 continue
             if epoch is None:
                 epochs[rank] = epoch = ShmEpoch(control, first=True)
@@ -75,13 +75,13 @@ def test_nobody_passes_a_meeting_before_all_have_come_and_then_sees_what_all_hav
 
 
 def test_threads_that_run_freely_see_what_was_shown() -> None:
-    size, meetings = 3, 50
+    size, epochs = 3, 50
     wrong: list[str] = []
     with local_peers(size) as domain:
-        controls = windows_of(domain)
+        controls = controls_of(domain)
 
         def attend(control: ControlBlock) -> None:
-            for number in range(meetings):
+            for number in range(epochs):
                 epoch = ShmEpoch(control, first=True)
                 show(control, 1 - control.turn, number)
                 epoch.begin(asked(number))
@@ -100,13 +100,13 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_whoever_comes_by_another_trail_is_found_by_all_in_whatever_order_they_come(
+def test_a_rank_with_another_rolling_hash_is_found_by_all_in_whatever_order_they_arrive(
     before: int, size: int
 ) -> None:
     random = Random(before)
     for odd in range(size):
         with local_peers(size) as domain:
-            controls = windows_of(domain)
+            controls = controls_of(domain)
             for number in range(before):
                 epochs = [ShmEpoch(control, first=True) for control in controls]
                 for epoch in epochs:
@@ -123,10 +123,10 @@ def test_whoever_comes_by_another_trail_is_found_by_all_in_whatever_order_they_c
                 assert epoch.diverged() is not None
 
 
-def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
+def test_a_rank_that_is_an_epoch_ahead_has_not_diverged() -> None:
     """It has begun what comes next, which is something else."""
     with local_peers(2) as domain:
-        first, second = windows_of(domain)
+        first, second = controls_of(domain)
         epochs = ShmEpoch(first, first=True), ShmEpoch(second, first=True)
         for epoch in epochs:
             epoch.begin(asked(1))
@@ -139,9 +139,9 @@ def test_one_that_is_a_meeting_ahead_is_no_stranger() -> None:
         assert ahead.diverged() is None
 
 
-def test_a_meeting_inside_a_collective_asks_nobody_what_he_does() -> None:
+def test_an_epoch_inside_a_collective_compares_no_rolling_hash() -> None:
     with local_peers(2) as domain:
-        epochs = [ShmEpoch(control) for control in windows_of(domain)]
+        epochs = [ShmEpoch(control) for control in controls_of(domain)]
         epochs[0].begin(asked(1))
         epochs[1].begin(asked(2))
         assert all(epoch.ready(spin=True) and epoch.diverged() is None for epoch in epochs)
@@ -149,7 +149,7 @@ def test_a_meeting_inside_a_collective_asks_nobody_what_he_does() -> None:
 
 def test_what_is_shown_is_found_where_it_lies() -> None:
     with local_peers(2) as domain:
-        controls = windows_of(domain)
+        controls = controls_of(domain)
         tensors = [
             one.arena.empty((1000,), torch.int32).fill_(7 + r) for r, one in enumerate(domain)
         ]
@@ -167,19 +167,19 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             assert not slot.shown(1 - control.turn)
 
 
-def test_windows_are_used_again_only_when_all_members_have_closed_the_group() -> None:
+def test_control_blocks_are_used_again_only_when_all_members_have_closed_the_group() -> None:
     with local_peers(3) as domain:
-        old = windows_of(domain, 1)
+        old = controls_of(domain, 1)
         for epoch in [ShmEpoch(control, first=True) for control in old]:
             epoch.begin(asked(1))
         places = [control.mine.slot_address(0) for control in old]
         for closed in range(3):
-            fresh = make_window(domain, 0, ident=10 + closed)
+            fresh = make_control(domain, 0, ident=10 + closed)
             assert fresh.mine.slot_address(0) not in places
             assert old[2 - closed].words[FLAG] == 1
             assert peer_slot(domain[1].local_peers[0], 1) is not None
             old[closed].close()
-        again = make_window(domain, 0, ident=20)
+        again = make_control(domain, 0, ident=20)
         assert again.mine.slot_address(0) == places[0]
         assert again.words[FLAG] == 0, "the flag of another group"
         assert peer_slot(domain[1].local_peers[0], 1) is None
@@ -189,7 +189,7 @@ def test_windows_are_used_again_only_when_all_members_have_closed_the_group() ->
 def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bool) -> None:
     with local_peers(3) as domain:
         for ident in range(1, 201):
-            controls = windows_of(domain, ident)
+            controls = controls_of(domain, ident)
             for control in controls:
                 if staged:
                     control.make_stage()
@@ -205,9 +205,9 @@ def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bo
 def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_it() -> None:
     """The others learn over the connections that they are too late."""
     with local_peers(2) as domain:
-        make_window(domain, 0, ident=1).close()
-        make_window(domain, 0, ident=2)
-        late = ShmEpoch(make_window(domain, 1, ident=1), first=True)
+        make_control(domain, 0, ident=1).close()
+        make_control(domain, 0, ident=2)
+        late = ShmEpoch(make_control(domain, 1, ident=1), first=True)
         late.begin(asked(1))
         assert late.waits_for() == [0]
         assert not late.ready(spin=True)
@@ -217,9 +217,9 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
     """Local peers attach a rank's first segment when they meet: there control blocks have to be."""
     with local_peers(2) as domain:
         for ident in range(1, 41):
-            for control in windows_of(domain, ident):
+            for control in controls_of(domain, ident):
                 control.make_stage()
-        last = windows_of(domain, 50)
+        last = controls_of(domain, 50)
         last[0].make_stage()
         last[0].mine.slot(1, 1, torch.int64).fill_(42)
         for control in last:

@@ -1,4 +1,4 @@
-"""The acceptor: what a stranger may cost before it has proved itself, and who gives way to whom."""
+"""The acceptor: what an unauthenticated connection may cost, and which gives way first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 from acceptor_step import Doorstep, acceptor_step, answer, hung_up
 
-from phalanx.transport.tcp import admission as door_module
+from phalanx.transport.tcp import admission
 from phalanx.transport.tcp.admission import PLACES, TICKS
 from phalanx.wire.handshake import LIMIT, DialerHandshake, Identity
 
@@ -55,7 +55,7 @@ def test_a_thousand_half_open_connections_cost_a_kibibyte_each(words: bytes) -> 
     assert cost < KIB
 
 
-def test_who_never_proves_itself_is_dropped_however_busily_it_talks(
+def test_an_unauthenticated_caller_is_dropped_however_much_it_sends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with acceptor_step() as step:
@@ -85,7 +85,7 @@ def test_a_rank_that_was_away_does_not_count_it_against_who_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped, or with something that holds the interpreter, between any two steps."""
-    monkeypatch.setattr(door_module, "TICK", 0.002)
+    monkeypatch.setattr(admission, "TICK", 0.002)
     away = 3 * 0.002 * TICKS
     with acceptor_step() as step:
         sock, call_site = step.rank(1)
@@ -146,7 +146,7 @@ def test_a_rank_that_calls_first_and_is_heard_last_is_not_taken_for_silent() -> 
         assert answer(sock, call_site)
 
 
-def test_a_door_without_strangers_has_nothing_to_do() -> None:
+def test_an_acceptor_without_pending_connections_has_nothing_to_do() -> None:
     """No timer ticks when nobody stands there."""
     with acceptor_step() as step:
         sock = step.call(b"GET / HTTP/1.1\r\n\r\n")
@@ -162,16 +162,16 @@ def test_nobodys_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("getaddrinfo", "gethostbyaddr", "getfqdn", "getnameinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, lookup)
-    monkeypatch.setattr(door_module, "TICK", 0.002)
+    monkeypatch.setattr(admission, "TICK", 0.002)
     with acceptor_step() as step:
-        strangers = [socket.socket() for _ in range(3)]
-        for stranger, words in zip(strangers, (b"", HELLO[:9], b"GET /"), strict=True):
-            stranger.connect(step._address)
-            stranger.send(words)
+        callers = [socket.socket() for _ in range(3)]
+        for caller, words in zip(callers, (b"", HELLO[:9], b"GET /"), strict=True):
+            caller.connect(step._address)
+            caller.send(words)
         step.drive_until(lambda: len(step.acceptor.pending) == 2)
         step.drive_until(lambda: not step.acceptor.pending)
-        for stranger in strangers:
-            stranger.close()
+        for caller in callers:
+            caller.close()
 
 
 def test_what_is_refused_is_told_at_debug_level_only_if_it_said_nothing(

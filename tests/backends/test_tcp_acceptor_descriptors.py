@@ -39,7 +39,7 @@ def test_a_flood_that_takes_every_descriptor_does_not_keep_a_job_from_forming(
         assert program.stdin is not None
         assert program.stdout is not None
         port = int(program.stdout.readline())
-        strangers = [
+        callers = [
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(300)
         ]
         peers = [start(rank, 3, f"127.0.0.1:{port}") for rank in (1, 2)]
@@ -51,8 +51,8 @@ def test_a_flood_that_takes_every_descriptor_does_not_keep_a_job_from_forming(
             )
             assert list(both) == [3.0, 3.0]
         told = json.loads(program.stdout.readline())
-        for stranger in strangers:
-            stranger.close()
+        for caller in callers:
+            caller.close()
         assert program.stderr is not None
         log = program.stderr.read()
     assert told["sum"] == 3.0, told
@@ -60,7 +60,7 @@ def test_a_flood_that_takes_every_descriptor_does_not_keep_a_job_from_forming(
     assert "300 unauthenticated" in log or "turned away 100 unauthenticated callers so far" in log
 
 
-def test_without_a_descriptor_the_door_rests_and_looks_again(
+def test_without_a_descriptor_the_acceptor_rests_and_looks_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody stands there who could be sent away: it must neither spin, nor give up."""
@@ -95,7 +95,7 @@ def test_without_a_descriptor_the_door_rests_and_looks_again(
     assert "Too many open files; this process may need more (ulimit -n)" in caplog.text
 
 
-def test_a_caller_that_went_wrong_is_no_fault_of_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_caller_does_not_stop_the_acceptor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux reports in accept() what befell the connection: the next one is as good as any."""
     troubles = [errno.ECONNABORTED, errno.EPROTO, errno.ENETUNREACH]
 
@@ -108,8 +108,8 @@ def test_a_caller_that_went_wrong_is_no_fault_of_the_door(monkeypatch: pytest.Mo
     real = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", accept)
     with acceptor_step() as step:
-        stranger = step.call(b"GET /")
-        step.drive_until(lambda: hung_up(stranger))
+        caller = step.call(b"GET /")
+        step.drive_until(lambda: hung_up(caller))
     assert not troubles
 
 

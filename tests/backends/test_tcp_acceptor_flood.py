@@ -1,4 +1,4 @@
-"""A job forms with a crowd of strangers at its acceptor: the short form of `acceptor_flood.py`."""
+"""A job forms with a crowd of callers at its acceptor: `acceptor_flood.py`, shortened."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def crowd_at(address: tuple[str, int], **options: int) -> Iterator[Crowd]:
         thread.join()
         left = crowd.left()
         crowd.close()
-    assert left == 0, f"{left} of {crowd.calls} strangers are still connected"
+    assert left == 0, f"{left} of {crowd.calls} callers are still connected"
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS.keys())

@@ -39,7 +39,7 @@ def new_places(before: set[tuple[str, int]], count: int) -> set[tuple[str, int]]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_every_rank_listens_on_one_interface_while_it_meets_and_nowhere_afterwards(
+def test_every_rank_listens_on_one_interface_during_the_rendezvous_and_nowhere_afterwards(
     start: Start,  # noqa: F811
     host: str,
 ) -> None:

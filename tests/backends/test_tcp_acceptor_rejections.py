@@ -164,8 +164,8 @@ def test_a_scanner_cannot_fill_the_log_nor_hide_a_rank_in_it(
     listener, address = place()
     zero = start(0, 2, address, listener=listener)
     for _ in range(300):
-        with socket.create_connection(listener.getsockname(), timeout=20) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with socket.create_connection(listener.getsockname(), timeout=20) as caller:
+            caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
     # It was accepted after all of them, so they have been counted when it is answered.
     assert "same token" in pending(
         address, Identity("", 0, 1, 2), token="another token of some length"

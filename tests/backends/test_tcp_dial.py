@@ -89,19 +89,19 @@ def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(
 
 
 @needs_proc
-def test_a_queue_full_of_strangers_is_called_again_and_told_apart_from_silence(
+def test_a_peer_whose_queue_is_full_of_other_callers_is_called_again_and_told_apart_from_silence(
     start: Start,  # noqa: F811
 ) -> None:
     """Linux says nothing to who finds the queue full, and tries again ever more seldom."""
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        strangers = [socket.socket() for _ in range(4)]
-        for stranger in strangers:
-            stranger.setblocking(False)
-            stranger.connect_ex(full.getsockname())
+        callers = [socket.socket() for _ in range(4)]
+        for caller in callers:
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
         address = f"127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(CollectiveTimeoutError, match="calls are not answered"):
             start(1, 2, address, timeout=1.5).result()
-        for stranger in strangers:
-            stranger.close()
+        for caller in callers:
+            caller.close()

@@ -98,7 +98,7 @@ def test_rank_0_may_be_given_just_an_address(start: Start) -> None:
     works(start(1, 2, address), start(0, 2, address))
 
 
-def test_ranks_meet_over_ipv6(start: Start) -> None:
+def test_ranks_connect_over_ipv6(start: Start) -> None:
     try:
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError:

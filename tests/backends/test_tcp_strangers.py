@@ -87,7 +87,7 @@ def test_a_second_copy_of_a_rank_is_told_so_and_the_first_one_stays(start: Start
     works(zero, first, start(2, 3, address))
 
 
-STRANGERS = {
+NOT_OURS = {
     "a browser": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a port scanner": b"",
     "half a greeting": hello()[:20],
@@ -102,26 +102,26 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("end", ["stays", "hangs up", "resets"])
-@pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS.keys())
-def test_strangers_do_not_keep_a_job_from_forming(
+@pytest.mark.parametrize("words", NOT_OURS.values(), ids=NOT_OURS.keys())
+def test_callers_do_not_keep_a_job_from_forming(
     start: Start,  # noqa: F811
     words: bytes,
     end: str,
 ) -> None:
     """They are all at the acceptor before rank 0 opens it: what they say and do comes at once."""
     listener, address = place()
-    strangers = [call(address) for _ in range(3)]
-    for stranger in strangers:
-        stranger.setblocking(False)
-        stranger.send(words)
+    callers = [call(address) for _ in range(3)]
+    for caller in callers:
+        caller.setblocking(False)
+        caller.send(words)
         if end == "hangs up":
-            stranger.close()
+            caller.close()
         elif end == "resets":
-            reset(stranger)
+            reset(caller)
     zero = start(0, 2, address, listener=listener)
     works(zero, start(1, 2, address))
-    for stranger in strangers:
-        stranger.close()
+    for caller in callers:
+        caller.close()
 
 
 def test_a_timeout_quotes_the_last_one_that_was_turned_away(
@@ -130,7 +130,7 @@ def test_a_timeout_quotes_the_last_one_that_was_turned_away(
 ) -> None:
     listener, address = place()
     with call(address) as browser:
-        browser.sendall(STRANGERS["a browser"])
+        browser.sendall(NOT_OURS["a browser"])
         zero = start(0, 2, address, listener=listener, timeout=1)
         with pytest.raises(CollectiveTimeoutError, match="rank 1 of 2 did not come") as info:
             zero.result()
@@ -139,7 +139,7 @@ def test_a_timeout_quotes_the_last_one_that_was_turned_away(
     assert (record.name, record.levelno) == ("phalanx", logging.WARNING)
 
 
-def test_a_stranger_in_the_place_of_rank_0_is_not_trusted(start: Start) -> None:  # noqa: F811
+def test_an_impostor_of_rank_0_is_not_trusted(start: Start) -> None:  # noqa: F811
     """It answers anything; the caller must neither join it, nor crash, nor wait for ever."""
     for words in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", bytes(1 << 16), hello(rank=0)):
         with socket.create_server(("127.0.0.1", 0)) as impostor:

@@ -148,7 +148,7 @@ def test_what_came_before_the_end_is_received_though_a_send_has_failed_meanwhile
         assert into == b"one"
 
 
-def test_word_of_a_failure_overtakes_a_large_message_that_nobody_asked_for() -> None:
+def test_a_failure_notice_overtakes_a_large_unexpected_message() -> None:
     """Of 300 MiB, more than is kept without being asked for, one frame has come."""
     with rank_0_and_a_raw_peer() as (backend, peer):
         channel = Channel(WORLD, Kind.POINT_TO_POINT, 0)

@@ -114,7 +114,7 @@ def test_without_a_group_it_is_that_of_init_process_group() -> None:
         dist.destroy_process_group()
 
 
-def test_only_members_of_a_job_meet() -> None:
+def test_only_members_of_a_job_form_a_group() -> None:
     """Two jobs, or a job and its earlier start, that come to one store."""
     listener = loopback_listener()
     store_at = f"127.0.0.1:{listener.getsockname()[1]}"

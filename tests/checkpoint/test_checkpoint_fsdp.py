@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import ONE_AT_A_TIME, assert_same, state_of
-from clusters import Baton, Cluster, Hybrid, SharedMemory
+from clusters import Cluster, Cooperative, Hybrid, SharedMemory
 from flat_shards import shard_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ def test_training_goes_on_over_strategies_and_numbers_of_ranks(
     route: list[tuple[str, int]], folder: Path
 ) -> None:
     for first, (how, ranks) in enumerate(route):
-        Baton().run(stretch(folder, how, first, first + 1), ranks)
+        Cooperative().run(stretch(folder, how, first, first + 1), ranks)
     check_like_plain_training(folder, len(route))
 
 
@@ -131,7 +131,7 @@ def test_parameters_that_ranks_share_are_loaded_for_all_of_them(
 
 
 def test_without_shards_plain_tools_read_whole_tensors(folder: Path) -> None:
-    Baton().run(stretch(folder, "no_shard", 0, 1), 2)
+    Cooperative().run(stretch(folder, "no_shard", 0, 1), 2)
     tensors: dict[str, Tensor] = {}
     for path in (folder / "000001-step-1").glob("model-*"):
         tensors |= load_file(path)
@@ -171,4 +171,4 @@ def test_a_model_that_was_never_whole_on_a_rank_is_loaded_shard_by_shard(folder:
         for name, tensor in saved.state_dict().items():
             assert torch.equal(full[name], tensor)
 
-    Baton().run(run, 3)
+    Cooperative().run(run, 3)

@@ -105,7 +105,7 @@ class Member:
             return self.domain.arena.empty((count,), dtype)
         return torch.empty(count, dtype=dtype)
 
-    def make_window(self, ident: int, ranks: tuple[int, ...]) -> ControlBlock:
+    def make_control(self, ident: int, ranks: tuple[int, ...]) -> ControlBlock:
         """A group is made."""
         control = ControlBlock.of(self.domain, Members(ident, ranks, self.rank))
         assert control is not None
@@ -132,7 +132,7 @@ def members(size: int) -> Iterator[list[Member]]:
                 there = other.domain
                 one.domain.add_peer(other.rank, os.getpid(), there.memory, there.wakeup_end)
     for one in all_:
-        one.control = one.make_window(0, tuple(range(size)))
+        one.control = one.make_control(0, tuple(range(size)))
     try:
         yield all_
     finally:

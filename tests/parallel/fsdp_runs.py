@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from clusters import Baton, Cluster, SharedMemory, Simulated, Tcp
+from clusters import Cluster, Cooperative, SharedMemory, Simulated, Tcp
 from ddp_runs import Gradients
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 NO_SHARD = ShardingStrategy.NO_SHARD
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 
-BATON = Baton()  # one rank at a time; common memory
+COOPERATIVE = Cooperative()  # one rank at a time; common memory
 COMMON = Simulated()  # ranks run freely; full parameters exist once
 MESSAGES = Tcp()  # every rank has its own
 SHM = SharedMemory()

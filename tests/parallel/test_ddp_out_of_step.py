@@ -109,7 +109,7 @@ def test_a_rank_that_ran_out_of_batches_and_left_is_explained(cluster: Cluster):
         ddp = DDP(nn.Linear(6, 4), backend)
         backward(ddp, backend.rank)
         if backend.rank == 1:
-            if cluster.name != "baton":
+            if cluster.name != "cooperative":
                 backend.close()
             return ""
         return str(outcome_of(lambda: backward(ddp, backend.rank)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddp_models import mlp, noise
 from ddp_runs import Watched, assert_same_bits, outcome_of
-from fsdp_runs import BATON, COMMON, FULL_SHARD, MESSAGES, NO_SHARD, SHARD_GRAD_OP, on_ranks
+from fsdp_runs import COMMON, COOPERATIVE, FULL_SHARD, MESSAGES, NO_SHARD, SHARD_GRAD_OP, on_ranks
 from torch import Tensor, nn
 
 from phalanx import (
@@ -107,7 +107,7 @@ def test_strategies_that_keep_full_parameters_have_nothing_to_prefetch(strategy:
         assert f"rank {backend.rank}" in str(error)
         assert not fsdp.has_pending_prefetch()
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -176,7 +176,7 @@ def test_a_flat_tensor_of_another_length_changes_nothing(wrong: Any):
             assert part in str(error)
         assert_same_bits([before, fsdp.full_state_dict()])
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)
 
 
 def test_strategy_module_and_backend_are_what_was_given():
@@ -188,4 +188,4 @@ def test_strategy_module_and_backend_are_what_was_given():
             assert fsdp.backend is backend
             fsdp.unwrap()
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)

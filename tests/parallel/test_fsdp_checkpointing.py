@@ -10,8 +10,8 @@ import torch
 from ddp_models import noise, seeded
 from ddp_runs import assert_close
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     SHARD_GRAD_OP,
@@ -103,7 +103,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     for kind in (Inside, Around, Several, InSequence)
     for reentrant in (False, True)
 }
-WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, BATON)]
+WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, COOPERATIVE)]
 way = every_way(WAYS)
 
 
@@ -118,7 +118,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
         (FULL_SHARD, COMMON, None),
         (FULL_SHARD, MESSAGES, None),
         (FULL_SHARD, MESSAGES, nn.Linear),
-        (SHARD_GRAD_OP, BATON, nn.Linear),
+        (SHARD_GRAD_OP, COOPERATIVE, nn.Linear),
     ],
     ids=["common", "messages", "messages, layers", "grad_op, layers"],
 )

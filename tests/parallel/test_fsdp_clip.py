@@ -9,8 +9,8 @@ from clusters import Hybrid
 from ddp_models import noise, seeded
 from ddp_runs import assert_close, gradients, outcome_of
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -27,11 +27,11 @@ from phalanx import FSDP, Backend, ShardingStrategy
 WAYS = [
     (3, FULL_SHARD, COMMON),
     (3, FULL_SHARD, MESSAGES),
-    (2, SHARD_GRAD_OP, BATON),
+    (2, SHARD_GRAD_OP, COOPERATIVE),
     (2, NO_SHARD, COMMON),
-    (4, ShardingStrategy.hybrid(2), BATON),
+    (4, ShardingStrategy.hybrid(2), COOPERATIVE),
     (4, FULL_SHARD, Hybrid()),
-    (1, FULL_SHARD, BATON),
+    (1, FULL_SHARD, COOPERATIVE),
 ]
 way = every_way_of_ranks(WAYS)
 
@@ -105,4 +105,4 @@ def test_without_gradients_it_is_zero():
     def body(model: nn.Module, backend: Backend) -> float:
         return FSDP(model, backend).clip_grad_norm_(1.0).item()
 
-    assert on_ranks(BATON, 2, build, body) == [0.0, 0.0]
+    assert on_ranks(COOPERATIVE, 2, build, body) == [0.0, 0.0]

@@ -12,8 +12,8 @@ from clusters import Cluster
 from ddp_models import Branches, loss_of, mlp, noise, seeded, vectors
 from ddp_runs import Gradients, Watched, assert_close, assert_same_bits, gradients, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -61,13 +61,13 @@ SIZES = {
     name: p.numel() for model in (mlp(), seeded(Branches)) for name, p in model.named_parameters()
 }
 WAYS: list[tuple[int, ShardingStrategy, Cluster]] = [
-    (1, FULL_SHARD, BATON),
-    (2, FULL_SHARD, BATON),
+    (1, FULL_SHARD, COOPERATIVE),
+    (2, FULL_SHARD, COOPERATIVE),
     (3, FULL_SHARD, MESSAGES),
-    (4, FULL_SHARD, BATON),
-    (2, SHARD_GRAD_OP, BATON),
-    (3, NO_SHARD, BATON),
-    (4, HYBRID, BATON),
+    (4, FULL_SHARD, COOPERATIVE),
+    (2, SHARD_GRAD_OP, COOPERATIVE),
+    (3, NO_SHARD, COOPERATIVE),
+    (4, HYBRID, COOPERATIVE),
     (4, HYBRID, MESSAGES),
     (2, HYBRID, COMMON),  # which is FULL_SHARD
 ]
@@ -124,8 +124,8 @@ def test_what_leaves_nothing_out_trains_like_plain_fsdp(
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "where"),
     [
-        *((name, 3, FULL_SHARD, BATON) for name in KINDS),
-        *((name, 4, HYBRID, BATON) for name in KINDS),
+        *((name, 3, FULL_SHARD, COOPERATIVE) for name in KINDS),
+        *((name, 4, HYBRID, COOPERATIVE) for name in KINDS),
         *(("PowerSGD", *one) for one in WAYS if one[0] < 4),
     ],
     ids=str,
@@ -216,7 +216,7 @@ def test_in_mixed_precision_nothing_is_lost_either(
         return gradient_pieces(fsdp), residuals_of(fsdp)
 
     def run(compression: Any) -> Any:
-        found = on_ranks(BATON, ranks, mlp, lambda m, b: body(m, b, compression))
+        found = on_ranks(COOPERATIVE, ranks, mlp, lambda m, b: body(m, b, compression))
         return joined([pieces for pieces, _ in found]), lacking(
             [state for _, state in found], SIZES
         )
@@ -249,7 +249,7 @@ def test_under_no_sync_gradients_are_added_up_and_compressed_once(
         return gradient_pieces(fsdp)
 
     found, expected = (
-        joined(on_ranks(BATON, ranks, mlp, lambda m, b, a=accumulate: body(m, b, a)))
+        joined(on_ranks(COOPERATIVE, ranks, mlp, lambda m, b, a=accumulate: body(m, b, a)))
         for accumulate in (True, False)
     )
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -290,7 +290,7 @@ def test_training_converges_with_a_fraction_of_the_gradient(name: str):
 
 
 def bytes_of_gradients(
-    ranks: int, strategy: Any, compression: Compressor | None, where: Cluster = BATON
+    ranks: int, strategy: Any, compression: Compressor | None, where: Cluster = COOPERATIVE
 ) -> int:
     """What rank 0 sends in a second backward pass, besides all-gathers: counted twice."""
 
@@ -359,7 +359,7 @@ def after(ranks: int, strategy: Any, name: str, between: Callable[[FSDP, Backend
         step(fsdp, 2, backend.rank)
         return {**{n: p.grad.clone() for n, p in fsdp.named_parameters()}, **residuals_of(fsdp)}
 
-    return on_ranks(BATON, ranks, mlp, body)
+    return on_ranks(COOPERATIVE, ranks, mlp, body)
 
 
 @few
@@ -444,7 +444,7 @@ def test_what_was_left_over_of_unused_parameters_comes_later_or_is_kept(
             came.append(gradient_pieces(fsdp))
         return came, residuals_of(fsdp)
 
-    per_rank = on_ranks(BATON, ranks, lambda: seeded(Branches), body)
+    per_rank = on_ranks(COOPERATIVE, ranks, lambda: seeded(Branches), body)
     missing = lacking([state for _, state in per_rank], SIZES)
     given = []
     for rank in range(ranks):

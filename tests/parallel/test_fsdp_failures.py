@@ -10,8 +10,8 @@ import torch
 from ddp_models import noise, seeded
 from ddp_runs import assert_close, outcome_of
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -31,7 +31,12 @@ from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.unsharded import UnshardedParameter
 
 RANKS = 3
-WAYS = [(FULL_SHARD, COMMON), (FULL_SHARD, MESSAGES), (SHARD_GRAD_OP, MESSAGES), (NO_SHARD, BATON)]
+WAYS = [
+    (FULL_SHARD, COMMON),
+    (FULL_SHARD, MESSAGES),
+    (SHARD_GRAD_OP, MESSAGES),
+    (NO_SHARD, COOPERATIVE),
+]
 way = every_way(WAYS)
 
 

@@ -10,8 +10,8 @@ import torch
 from ddp_models import noise, seeded
 from ddp_runs import assert_close
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -181,8 +181,8 @@ WAYS = [
     Way(FULL_SHARD, COMMON),
     Way(FULL_SHARD, MESSAGES),
     Way(SHARD_GRAD_OP, MESSAGES),
-    Way(SHARD_GRAD_OP, BATON),
-    Way(NO_SHARD, BATON),
+    Way(SHARD_GRAD_OP, COOPERATIVE),
+    Way(NO_SHARD, COOPERATIVE),
 ]
 
 

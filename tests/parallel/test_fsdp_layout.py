@@ -7,8 +7,8 @@ import torch
 from ddp_models import seeded
 from ddp_runs import assert_same_bits, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -148,7 +148,7 @@ def test_slices_say_what_each_rank_holds():
         return fsdp.slices()
 
     build = lambda: nn.Linear(3, 2)  # noqa: E731
-    assert on_ranks(BATON, 3, build, body) == [
+    assert on_ranks(COOPERATIVE, 3, build, body) == [
         {"weight": Slice((2, 3), 0, 3), "bias": Slice((2,), 0, 0)},
         {"weight": Slice((2, 3), 3, 6), "bias": Slice((2,), 0, 0)},
         {"weight": Slice((2, 3), 6, 6), "bias": Slice((2,), 0, 2)},
@@ -162,5 +162,6 @@ def test_without_shards_every_rank_holds_the_whole_in_its_own_shape():
         return {name: tuple(p.shape) for name, p in fsdp.named_parameters()}
 
     assert (
-        on_ranks(BATON, 2, lambda: nn.Linear(3, 2), body) == [{"weight": (2, 3), "bias": (2,)}] * 2
+        on_ranks(COOPERATIVE, 2, lambda: nn.Linear(3, 2), body)
+        == [{"weight": (2, 3), "bias": (2,)}] * 2
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddp_models import TiedTransformer, noise, sentences
 from ddp_runs import assert_same_bits, outcome_of, values
-from fsdp_runs import BATON, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, on_ranks
+from fsdp_runs import COOPERATIVE, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,7 +60,7 @@ def on_meta(kind: Any) -> nn.Module:
 @pytest.mark.parametrize("strategy", [*STRATEGIES, ShardingStrategy.hybrid(1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_they_are_equal_to_models_built_on_the_cpu_with_the_same_seed(kind: Any, strategy: Any):
-    """The baton gives each rank a random state of its own: rank 0's values count."""
+    """The scheduler gives each rank a random state of its own: rank 0's values count."""
     build, batch = kind
 
     def body(model: nn.Module, backend: Backend) -> Any:
@@ -76,7 +76,7 @@ def test_they_are_equal_to_models_built_on_the_cpu_with_the_same_seed(kind: Any,
     with torch.random.fork_rng():
         torch.manual_seed(5)
         plain = values(build())
-    for state in on_ranks(BATON, 2, lambda: on_meta(build), body):
+    for state in on_ranks(COOPERATIVE, 2, lambda: on_meta(build), body):
         assert_same_bits([plain, state])
 
 
@@ -132,7 +132,7 @@ def test_a_module_that_cannot_give_values_is_named():
             assert part in str(error)
 
     build = lambda: on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Gain()))  # noqa: E731
-    on_ranks(BATON, 2, build, body)
+    on_ranks(COOPERATIVE, 2, build, body)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=str)
@@ -148,7 +148,7 @@ def test_a_function_may_give_the_values(strategy: Any):
 
     build = lambda: on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Gain()))  # noqa: E731
     wanted = {"0.weight": [2.0], "0.bias": [3.0], "1.gain": [2.0]}
-    assert on_ranks(BATON, 2, build, body) == [wanted] * 2
+    assert on_ranks(COOPERATIVE, 2, build, body) == [wanted] * 2
 
 
 def test_parts_on_the_meta_device_and_parts_with_values_may_be_mixed():
@@ -164,4 +164,4 @@ def test_parts_on_the_meta_device_and_parts_with_values_may_be_mixed():
         assert state["1.weight"].isfinite().all()
         fsdp(noise(2, 3)).sum().backward()
 
-    on_ranks(BATON, 2, build, body)
+    on_ranks(COOPERATIVE, 2, build, body)

@@ -11,8 +11,8 @@ import torch
 from ddp_models import Branches, mlp, noise, seeded
 from ddp_runs import assert_close, gradients, mean_of, outcome_of
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     MESSAGES,
     SHARD_GRAD_OP,
     every_way,
@@ -129,7 +129,7 @@ def test_a_parameter_that_comes_later_is_named():
         with pytest.raises(MisuseError, match=f"rank {backend.rank}: FSDP: late came to the"):
             fsdp(x_of(0))
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)
 
 
 def test_a_module_is_in_one_fsdp_only():
@@ -140,7 +140,7 @@ def test_a_module_is_in_one_fsdp_only():
                 FSDP(again, backend)
         fsdp(x_of(0)).sum().backward()
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["equal shards", "other shards"])
@@ -158,7 +158,7 @@ def test_ddp_and_fsdp_are_not_put_around_each_other(even: bool):
                 DDP(outer, backend)
         fsdp(noise(4, 6)).sum().backward()
 
-    on_ranks(BATON, RANKS, lambda: nn.Linear(6, 4 if even else 3, bias=False), body)
+    on_ranks(COOPERATIVE, RANKS, lambda: nn.Linear(6, 4 if even else 3, bias=False), body)
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(3, 2), (4, 3), (2, 4)])
@@ -167,7 +167,7 @@ def test_hybrid_needs_a_multiple_of_its_group(ranks: int, k: int):
         with pytest.raises(InvalidWorldSizeError, match=f"multiple of {k}, and there are {ranks}"):
             FSDP(model, backend, strategy=ShardingStrategy.hybrid(intra_node_size=k))
 
-    on_ranks(BATON, ranks, mlp, body)
+    on_ranks(COOPERATIVE, ranks, mlp, body)
     for wrong in (0, -1):
         with pytest.raises(InvalidWorldSizeError, match=f"intra_node_size={wrong}"):
             ShardingStrategy.hybrid(wrong)
@@ -180,7 +180,7 @@ def test_prefetch_is_a_number_of_groups():
         ):
             FSDP(model, backend, prefetch=-1)
 
-    on_ranks(BATON, 1, mlp, body)
+    on_ranks(COOPERATIVE, 1, mlp, body)
 
 
 RULES: dict[str, tuple[Any, type[Exception], str]] = {
@@ -203,7 +203,7 @@ def test_a_rule_that_makes_no_groups_is_refused(rule: Any):
         with pytest.raises(kind, match=said):
             FSDP(model, backend, unit=unit)
 
-    on_ranks(BATON, 1, mlp, body)
+    on_ranks(COOPERATIVE, 1, mlp, body)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -226,7 +226,7 @@ def test_ranks_with_other_options_are_named_on_all_ranks(options: Any):
     def body(model: nn.Module, backend: Backend) -> BaseException | None:
         return outcome_of(lambda: FSDP(model, backend, **(odd if backend.rank == 1 else usual)))
 
-    for error in on_ranks(BATON, 3, mlp, body):
+    for error in on_ranks(COOPERATIVE, 3, mlp, body):
         assert isinstance(error, DesyncError)
         assert error.peer == 1
         assert "options of FSDP differ: rank 1 has" in str(error)
@@ -254,7 +254,7 @@ def test_ranks_with_another_model_are_named_and_nothing_is_changed(change: Any):
         assert not any(module._forward_hooks for module in model.modules())
         return error
 
-    for error in on_ranks(BATON, 3, mlp, body):
+    for error in on_ranks(COOPERATIVE, 3, mlp, body):
         assert isinstance(error, DesyncError)
         assert "differ" in str(error)
         assert said in str(error)

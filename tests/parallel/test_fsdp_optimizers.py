@@ -12,8 +12,8 @@ import torch
 from ddp_models import mlp, noise
 from ddp_runs import Watched, assert_close, gradients, outcome_of, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -209,7 +209,7 @@ def test_the_state_of_all_ranks_together_is_as_large_as_the_model_s():
         return sum(state["exp_avg"].numel() for state in optimizer.state.values())
 
     total = sum(p.numel() for p in mlp().parameters())
-    found = on_ranks(BATON, RANKS, mlp, body)
+    found = on_ranks(COOPERATIVE, RANKS, mlp, body)
     assert sum(found) == total
     assert max(found) - min(found) <= 3  # groups
 
@@ -228,7 +228,7 @@ def test_an_optimizer_that_is_not_elementwise_is_warned_about_once(
             optimizer.step()
 
     with caplog.at_level(logging.WARNING, logger="phalanx"):
-        on_ranks(BATON, 2, lambda: nn.Linear(6, 4, bias=False), body)
+        on_ranks(COOPERATIVE, 2, lambda: nn.Linear(6, 4, bias=False), body)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (0 if strategy is NO_SHARD else 2)  # one of each rank
     for rank, text in enumerate(sorted(said)):
@@ -325,4 +325,4 @@ def test_gradients_are_parts_of_the_gradients_of_the_plain_model():
             assert p.grad.dtype == p.dtype
             torch.testing.assert_close(p.grad, part)
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)

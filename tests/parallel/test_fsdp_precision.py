@@ -10,8 +10,8 @@ from clusters import Hybrid
 from ddp_models import mlp, noise, seeded
 from ddp_runs import Watched, assert_close
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -31,10 +31,10 @@ WAYS = [
     (3, FULL_SHARD, MESSAGES),
     (3, SHARD_GRAD_OP, COMMON),
     (2, SHARD_GRAD_OP, MESSAGES),
-    (2, NO_SHARD, BATON),
+    (2, NO_SHARD, COOPERATIVE),
     (4, ShardingStrategy.hybrid(2), COMMON),
     (2, FULL_SHARD, Hybrid()),
-    (1, FULL_SHARD, BATON),
+    (1, FULL_SHARD, COOPERATIVE),
 ]
 way = every_way_of_ranks(WAYS)
 BF16 = torch.bfloat16
@@ -185,7 +185,7 @@ def test_anything_but_a_floating_point_dtype_is_refused(given: Any):
         with pytest.raises(TypeError, match="mixed_precision"):
             FSDP(model, backend, mixed_precision=given)
 
-    on_ranks(BATON, 1, mlp, body)
+    on_ranks(COOPERATIVE, 1, mlp, body)
 
 
 def test_the_model_may_be_narrow_itself_and_sums_are_in_its_dtype():
@@ -214,4 +214,6 @@ def test_full_parameters_say_what_they_are():
         assert isinstance(seen[0], UnshardedParameter)
         return repr(seen[0])
 
-    assert on_ranks(BATON, 2, mlp, body) == ["UnshardedParameter(0.weight: [8, 6], sharded)"] * 2
+    assert (
+        on_ranks(COOPERATIVE, 2, mlp, body) == ["UnshardedParameter(0.weight: [8, 6], sharded)"] * 2
+    )

@@ -12,8 +12,8 @@ from clusters import Cluster
 from ddp_models import TiedTransformer, mlp, noise, seeded
 from ddp_runs import assert_same_bits, outcome_of, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     SHARD_GRAD_OP,
@@ -155,7 +155,7 @@ def test_missing_and_unexpected_names_are_torch_s_own_errors():
             fsdp.load_state_dict(full, assign=True)
         assert_same_bits([full, fsdp.full_state_dict()])
 
-    on_ranks(BATON, RANKS, mlp, body)
+    on_ranks(COOPERATIVE, RANKS, mlp, body)
 
 
 def test_state_fits_any_number_of_ranks_and_any_strategy():

@@ -12,8 +12,8 @@ from clusters import Hybrid
 from ddp_models import TASKS, images, loss_of, seeded
 from ddp_runs import assert_close, assert_same_bits, rows_of, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -106,7 +106,7 @@ def assert_trained_alike(ranks: list[tuple[list[float], Any]], alone: tuple[list
 
 HYBRID = ShardingStrategy.hybrid
 CASES = [  # ranks, strategy, where, model: each pair of the last three is there
-    (1, FULL_SHARD, BATON, "mlp"),
+    (1, FULL_SHARD, COOPERATIVE, "mlp"),
     (1, SHARD_GRAD_OP, MESSAGES, "tied transformer"),
     (1, NO_SHARD, COMMON, "batch norm"),
     (2, FULL_SHARD, MESSAGES, "tied transformer"),
@@ -114,26 +114,26 @@ CASES = [  # ranks, strategy, where, model: each pair of the last three is there
     (2, NO_SHARD, MESSAGES, "defined backwards"),
     (2, HYBRID(1), COMMON, "mlp"),
     (3, FULL_SHARD, COMMON, "convnet"),
-    (3, SHARD_GRAD_OP, BATON, "mlp"),
-    (3, NO_SHARD, BATON, "tied transformer"),
+    (3, SHARD_GRAD_OP, COOPERATIVE, "mlp"),
+    (3, NO_SHARD, COOPERATIVE, "tied transformer"),
     (3, FULL_SHARD, SHM, "mlp"),
-    (4, FULL_SHARD, BATON, "batch norm"),
+    (4, FULL_SHARD, COOPERATIVE, "batch norm"),
     (4, FULL_SHARD, Hybrid(), "tied transformer"),
     (4, SHARD_GRAD_OP, MESSAGES, "convnet"),
     (4, SHARD_GRAD_OP, COMMON, "defined backwards"),
     (4, NO_SHARD, SHM, "mlp"),
-    (4, HYBRID(2), BATON, "tied transformer"),
+    (4, HYBRID(2), COOPERATIVE, "tied transformer"),
     (4, HYBRID(2), MESSAGES, "batch norm"),
     (4, HYBRID(4), COMMON, "convnet"),
     (5, FULL_SHARD, MESSAGES, "batch norm"),
     (5, SHARD_GRAD_OP, COMMON, "tied transformer"),
     (6, HYBRID(2), Hybrid(), "mlp"),
     (6, HYBRID(3), COMMON, "batch norm"),
-    (6, NO_SHARD, BATON, "convnet"),
+    (6, NO_SHARD, COOPERATIVE, "convnet"),
     (7, FULL_SHARD, COMMON, "tied transformer"),
     (7, SHARD_GRAD_OP, MESSAGES, "mlp"),
     (8, FULL_SHARD, MESSAGES, "mlp"),
-    (8, SHARD_GRAD_OP, BATON, "tied transformer"),
+    (8, SHARD_GRAD_OP, COOPERATIVE, "tied transformer"),
     (8, HYBRID(4), MESSAGES, "defined backwards"),
     (8, FULL_SHARD, COMMON, "batch norm"),
 ]
@@ -185,5 +185,5 @@ def test_how_the_model_is_cut_and_what_is_prefetched_changes_nothing(
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=str)
 def test_the_order_in_which_ranks_run_changes_no_bit(strategy: ShardingStrategy):
     make = OPTIMIZERS["Adam"]
-    runs = [train_on_ranks("mlp", make, strategy, BATON, 3) for _ in range(3)]
+    runs = [train_on_ranks("mlp", make, strategy, COOPERATIVE, 3) for _ in range(3)]
     assert_same_bits([parameters for run in runs for _, parameters in run])

@@ -10,8 +10,8 @@ from clusters import Hybrid, SubOf
 from ddp_models import mlp, noise
 from ddp_runs import Gradients, Watched, assert_close, assert_same_bits, naive_gradients
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     SHARD_GRAD_OP,
@@ -129,7 +129,7 @@ def test_hybrid_cuts_over_consecutive_ranks_and_copies_between_them():
         return FSDP(model, backend, strategy=hybrid(2)).slices()["weight"]
 
     first, second = Slice((4, 3), 0, 6), Slice((4, 3), 6, 12)
-    ranks = on_ranks(BATON, 6, lambda: nn.Linear(3, 4, bias=False), body)
+    ranks = on_ranks(COOPERATIVE, 6, lambda: nn.Linear(3, 4, bias=False), body)
     assert ranks == [first, second] * 3
 
 

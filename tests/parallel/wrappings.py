@@ -15,8 +15,8 @@ import pytest
 from clusters import Cluster
 from ddp_runs import Gradients, assert_close, naive_gradients, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -89,8 +89,8 @@ class Wrapping(NamedTuple):
 
 FULL_SHARD_BY_MESSAGES = Wrapping(FSDP, {"strategy": FULL_SHARD}, MESSAGES)
 WRAPPINGS = [
-    Wrapping(DDP, {}, BATON),
-    Wrapping(DDP, {"bucket_size": 1}, BATON),
+    Wrapping(DDP, {}, COOPERATIVE),
+    Wrapping(DDP, {"bucket_size": 1}, COOPERATIVE),
     Wrapping(DDP, {"bucket_size": 200}, MESSAGES),
     Wrapping(FSDP, {"strategy": FULL_SHARD}, COMMON),
     FULL_SHARD_BY_MESSAGES,

@@ -25,7 +25,7 @@ from phalanx import Backend
 
 MANY = range(150)
 SOME = range(1000, sizes(1002, 1008))  # on every cluster; make stress does the others
-BATON = next(cluster for cluster in CLUSTERS if not cluster.keeps_time)
+COOPERATIVE = next(cluster for cluster in CLUSTERS if not cluster.keeps_time)
 
 
 def smallest_seed(size: int) -> int:
@@ -110,7 +110,7 @@ def test_the_timeline_can_be_completed_one_action_after_the_other() -> None:
 def test_under_the_baton_the_same_seed_gives_the_same_interleaving() -> None:
     def interleaving(program: Program) -> list[Action]:
         seen: list[Action] = []
-        run_on(BATON, program, observe=seen.append)
+        run_on(COOPERATIVE, program, observe=seen.append)
         return seen
 
     program = generate(smallest_seed(4))
@@ -169,4 +169,4 @@ def test_a_program_that_fails_is_made_as_small_as_it_can_be() -> None:
     smallest = shrunk(program, fails)
     assert sorted(smallest.ops) == wanted
     assert len(smallest.groups) <= len(wanted) + 4
-    run_on(BATON, smallest)
+    run_on(COOPERATIVE, smallest)

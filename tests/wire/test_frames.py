@@ -156,7 +156,7 @@ def test_control_frames_come_whole_between_the_frames_of_messages(
     assert collector.found == [(channel, 5, len(content), content)] * len(controls)
 
 
-def test_a_large_message_is_cut_so_that_word_of_a_failure_can_pass() -> None:
+def test_a_large_message_is_cut_so_that_a_failure_notice_can_pass() -> None:
     content = bytes(2 * MAX_PAYLOAD + 5)
     pieces = list(frames(Channel(1, Kind.COLLECTIVE, 2), memoryview(content), 9))
     headers = [unpack_header(header) for header, _ in pieces]

@@ -13,7 +13,7 @@ from phalanx.wire.handshake import AcceptorHandshake, DialerHandshake, Handshake
 TOKEN = b"the token"
 ACCEPTOR = Identity("job", 3, 0, 4)
 DIALER = Identity("job", 3, 2, 4)
-LITTLE = 1024  # bytes that a stranger may cost
+LITTLE = 1024  # bytes that an unauthenticated connection may cost
 
 
 def welcome_all(peer: int) -> str | None:
@@ -97,7 +97,7 @@ def test_any_split_of_the_bytes_gives_the_same_and_what_follows_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("stranger", "words"),
+    ("other", "words"),
     [
         (DIALER._replace(job="other"), "another job"),
         (DIALER._replace(generation=2), "is of generation 2, this rank 3"),
@@ -107,9 +107,11 @@ def test_any_split_of_the_bytes_gives_the_same_and_what_follows_is_kept(
         (DIALER._replace(rank=2**32 - 1), "says that it is rank 4294967295 of 4"),
     ],
 )
-def test_who_is_somebody_else_is_turned_away_and_told_why(stranger: Identity, words: str) -> None:
+def test_a_rank_with_another_identity_is_turned_away_and_told_why(
+    other: Identity, words: str
+) -> None:
     side = acceptor()
-    by, refused = refusal(dialer(stranger), side)
+    by, refused = refusal(dialer(other), side)
     assert by is side
     assert words in refused.reason
 
@@ -137,7 +139,7 @@ def test_another_version_of_the_protocol_is_told_apart(monkeypatch: pytest.Monke
         acceptor().receive(hello)
 
 
-def test_who_has_not_proved_itself_is_not_told_whether_a_rank_is_there() -> None:
+def test_an_unauthenticated_caller_is_not_told_whether_a_rank_is_there() -> None:
     asked: list[int] = []
 
     def admit(peer: int) -> str | None:
@@ -145,8 +147,8 @@ def test_who_has_not_proved_itself_is_not_told_whether_a_rank_is_there() -> None
         return f"rank {peer} is here already"
 
     side = AcceptorHandshake(ACCEPTOR, TOKEN, admit)
-    stranger = dialer(token=b"wrong")
-    side.receive(stranger.start())
+    other = dialer(token=b"wrong")
+    side.receive(other.start())
     forged = DialerHandshake(DIALER, b"wrong", 0).start()[:4] + b"\x03\x20\x00" + bytes(32)
     with pytest.raises(Refused, match="do not hold the same token"):
         side.receive(forged)

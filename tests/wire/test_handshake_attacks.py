@@ -33,8 +33,8 @@ def test_a_recorded_conversation_cannot_be_replayed_to_either_side() -> None:
 def test_what_a_rank_says_cannot_be_reflected_to_it() -> None:
     """Without the token: answer its challenge with its own words, or those of a second call."""
     side, second = acceptor(), acceptor()
-    stranger = dialer(token=b"wrong")
-    hello = stranger.start()
+    attacker = dialer(token=b"wrong")
+    hello = attacker.start()
     challenge = side.receive(hello)
     head, proof = challenge[:7], challenge[-32:]
     with pytest.raises(Refused, match="same token"):
@@ -96,7 +96,7 @@ def test_a_message_that_announces_much_is_refused_at_its_head() -> None:
             side.receive(b"PHX?\x01" + length.to_bytes(2, "little"))
 
 
-def test_a_stranger_that_never_ends_is_cut_off() -> None:
+def test_a_attacker_that_never_ends_is_cut_off() -> None:
     side = acceptor()
     side.receive(b"PHX?\x01" + LIMIT.to_bytes(2, "little") + bytes(LIMIT - 1))
     assert side.room == 1
@@ -104,7 +104,7 @@ def test_a_stranger_that_never_ends_is_cut_off() -> None:
         side.receive(bytes(1))
 
 
-def test_the_reason_of_a_stranger_cannot_write_lines_of_its_own() -> None:
+def test_the_reason_of_a_attacker_cannot_write_lines_of_its_own() -> None:
     """It ends up in a log and in an error: control characters must not get there."""
     words = b"nothing\n2026-01-01 rank 0: all is well\x1b[2J\x00"
     with pytest.raises(Refused) as info:

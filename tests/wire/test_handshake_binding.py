@@ -118,7 +118,7 @@ def test_a_middle_cannot_swap_the_nonces_or_proofs_of_two_calls() -> None:
     assert let_in(dialer(), acceptor(), {2: lambda _: recorded[2]}) == (False, False)
 
 
-def test_a_thousand_replays_open_no_door() -> None:
+def test_a_thousand_replays_authenticate_nobody() -> None:
     hello, _, proof, _ = (words for _, words in converse(dialer(), acceptor()))
     challenges = set()
     for _ in range(1000):
@@ -131,7 +131,7 @@ def test_a_thousand_replays_open_no_door() -> None:
 
 
 def test_a_rank_cannot_be_made_to_answer_itself() -> None:
-    """Rank 2 calls a stranger, who calls rank 2 with what it says, turned round as it can be."""
+    """Rank 2 calls an attacker, which calls rank 2 with what it says, turned round as it can be."""
     victim = dialer()
     hello = victim.start()
     here = AcceptorHandshake(DIALER, TOKEN, lambda peer: None)

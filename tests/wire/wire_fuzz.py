@@ -299,8 +299,8 @@ def fuzz_handshakes(rng: random.Random) -> int:
             break
     assert refusal is None or refusal.reason.isprintable()
     assert max(len(one.farewell), len(other.farewell)) <= ROOM
-    assert not other.complete or intact[:3] == [True] * 3, "a stranger got in"
-    assert not one.complete or intact == [True] * 4, "a rank joined a stranger"
+    assert not other.complete or intact[:3] == [True] * 3, "an unauthenticated caller got in"
+    assert not one.complete or intact == [True] * 4, "a rank joined an unauthenticated peer"
     assert one.complete or not all(intact) or len(intact) < 4, "a rank was not let in"
     return len(intact)
 
