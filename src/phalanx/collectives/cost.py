@@ -196,8 +196,8 @@ def seconds(work: CriticalPath, link: LinkCost, ranks: int = 1, processors: floa
     busy = 2 * work.messages * link.overhead + moved / link.bandwidth
     if crowd > 1:
         return crowd * (work.rounds * link.latency + busy)
-    # Who sends while its peer does, too, finds what came when it looks: half the time it need
-    # not be woken.
+    # Ranks that send at the same time find the message when they poll: about every second one
+    # need not be woken.
     return work.rounds * link.latency / 2 + busy
 
 
@@ -266,7 +266,7 @@ class Pace(NamedTuple):
 
 
 class _Traffic:
-    """What comes and goes in one round, of one rank or one host."""
+    """What one rank, or one host, sends and receives in one round."""
 
     def __init__(self) -> None:
         self.out = self.in_ = 0.0

@@ -93,7 +93,7 @@ def ranges_of(lengths: Sequence[int]) -> list[Range]:
 
 
 # ------------------------------------------------------------------------------
-# How a length is cut into chunks: as evenly as it goes, in order, nothing left over.
+# Cutting a length into chunks: as evenly as possible, in order, without a rest.
 
 
 def chunk_ranges(total: int, parts: int) -> list[tuple[int, int]]:

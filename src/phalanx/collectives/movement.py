@@ -353,7 +353,7 @@ def all_to_all_uneven(
     copy_bits(work[slice(*incoming[rank])], source[slice(*outgoing[rank])])
     binder = Binder(rank, Exchanged(rank, outgoing, incoming), prod(row) * tensor.itemsize)
     moves = binder.bind(COLLECTIVES["all_to_all"][algorithm].schedule(rank, size))
-    # From the left in each pair: what goes there, and what is expected from there.
+    # Of each pair: the elements sent to that rank, and those expected from it.
     mine = torch.tensor([sends, recvs], dtype=torch.int64).t().contiguous()
     theirs = torch.empty_like(mine)
 

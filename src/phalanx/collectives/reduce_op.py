@@ -1,4 +1,4 @@
-"""The reductions: what is done with the values of many ranks."""
+"""The reduce operations: how the values of all ranks become one."""
 
 from __future__ import annotations
 

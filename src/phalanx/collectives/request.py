@@ -168,7 +168,7 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 
 
 # ------------------------------------------------------------------------------
-# What is checked of the tensors that a collective is given, before anything is sent.
+# Checks of a collective's tensors, before anything is sent.
 
 
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
@@ -232,7 +232,7 @@ def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int
 
 
 # ------------------------------------------------------------------------------
-# Memory for what is given, and for results.
+# Memory for inputs and results.
 
 
 class Out(NamedTuple):

@@ -330,4 +330,4 @@ ROUND_MEMORY: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = 
         "all_to_all": _exchanged,
     }
 )
-"""For each collective, the memory on which a rank's rounds work; what it gives is in its place."""
+"""Collective -> the memory on which a rank's rounds work, with its input in place."""

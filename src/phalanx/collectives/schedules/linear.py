@@ -1,8 +1,9 @@
-"""The star: rank 0 is the hub, and everybody else talks to the hub only.
+"""Star, direct, ring and pairwise: algorithms whose messages do not depend on powers of two.
 
-The shape of a parameter server, and the fewest rounds there can be: one. The hub carries all the
-traffic, p-1 times the tensor, so it suits tensors of a few bytes and worlds of a few ranks. The hub
-folds what comes in rank order.
+The star: rank 0 is the hub, and every other rank exchanges messages with the hub only. This is the
+shape of a parameter server, and it takes one round. The hub carries all the traffic, p-1 times the
+tensor, so it suits tensors of a few bytes and groups of a few ranks. It reduces contributions in
+rank order.
 
     M. Li et al.: Scaling distributed machine learning with the parameter server. OSDI 2014.
 
@@ -77,7 +78,7 @@ def star_gather(rank: int, size: int) -> Schedule:
 
 
 # ------------------------------------------------------------------------------
-# Direct: everybody talks to everybody at once, and reduces its own chunk from all the others.
+# Direct: every rank exchanges messages with every other at once, and reduces its own chunk.
 #
 # The bytes of the ring, 2(p-1)/p * n for an all-reduce, in two rounds instead of 2(p-1): for ranks
 # with a fast path between any two of them, as in shared memory. It is the pairwise exchange of
