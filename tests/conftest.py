@@ -41,12 +41,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for cluster in CLUSTERS
         if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
     ]
-    if len(chosen) > 1 and metafunc.definition.get_closest_marker("together") is not None:
+    by_name = metafunc.config.getoption("keyword")  # -k: then each cluster is a test, with its name
+    together = metafunc.definition.get_closest_marker("together") is not None and not by_name
+    if len(chosen) > 1 and together:
         metafunc.parametrize("cluster", [Together(chosen)], ids=["together"])
     else:
         metafunc.parametrize("cluster", chosen, ids=[c.name.replace(" ", "_") for c in chosen])
 
 
+@pytest.hookimpl(trylast=True)  # after -k, so that it finds any test
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not LONG:
         items[:], left = split(items)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from clusters import Cluster, Simulated, Tcp
 from together import Together
@@ -33,3 +36,11 @@ def test_every_cluster_is_tried_and_a_failure_on_one_is_raised(culprit: str) -> 
 def test_a_test_that_is_marked_is_called_with_one_cluster_after_all(cluster: Cluster) -> None:
     assert isinstance(cluster, Cluster)
     assert cluster.run(lambda backend: backend.rank, 2) == [0, 1]
+
+
+def test_with_k_each_cluster_is_a_test_of_its_own() -> None:
+    """So that one of them can be looked at with a debugger."""
+    pytest_k = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "is_marked and tcp"]
+    shown = subprocess.run([*pytest_k, __file__], capture_output=True, text=True, check=True).stdout
+    assert "one_cluster_after_all[tcp]" in shown
+    assert "[together]" not in shown
