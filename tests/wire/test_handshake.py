@@ -132,10 +132,10 @@ def test_without_the_same_token_neither_side_lets_the_other_in(theirs: bytes) ->
 
 def test_another_version_of_the_protocol_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = dialer()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
-    hello = caller.start()
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
-    with pytest.raises(Refused, match="speaks protocol version 2, this rank 1"):
+    hello = caller.start()
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
+    with pytest.raises(Refused, match="speaks protocol version 1, this rank 2"):
         acceptor().receive(hello)
 
 

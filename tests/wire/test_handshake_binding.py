@@ -87,10 +87,10 @@ def test_a_middle_cannot_make_a_rank_look_like_another(field: str) -> None:
 
 def test_a_middle_cannot_talk_a_rank_into_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = dialer()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
-    hello = caller.start()
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
-    forged = put(HELLO_FIELDS["version"], b"\1\0")(hello)
+    hello = caller.start()
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
+    forged = put(HELLO_FIELDS["version"], b"\2\0")(hello)
     with pytest.raises(Refused, match="same token"):
         caller.receive(acceptor().receive(forged))
 

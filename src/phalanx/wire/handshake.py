@@ -28,7 +28,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # raised with every change of what ranks say to each other
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
