@@ -564,6 +564,8 @@ class Backend:
         error's `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
         """
         with self.engine.lock:
+            if self.engine.closed:  # the others know already that this rank left, or was lost
+                return
             ranks, blamed = self.group.ranks, self.rank if error.peer is None else error.peer
             if culprit is None:
                 culprit = ranks[blamed]
