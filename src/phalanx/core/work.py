@@ -162,12 +162,12 @@ class Work(WorkBase, Generic[T]):
         step, self.step = self.step, None
         if type(step) is PostedRound and step.receives:
             self.sender = step.receives[0].peer
-        self.group.work_ended(self)
-        # Reference cycles would keep the memory until the garbage collector runs.
-        self.buffers, self.combine, self._steps = (), None, iter(())
         if self._callbacks:
             self.group.engine.callbacks.extend((each, self) for each in self._callbacks)
             self._callbacks = []
+        self.group.work_ended(self)
+        # Reference cycles would keep the memory until the garbage collector runs.
+        self.buffers, self.combine, self._steps = (), None, iter(())
 
     @override
     def attend(self) -> float:

@@ -68,10 +68,10 @@ class TcpTransport(Transport):
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
-        self._background: dict[
-            WorkBase, float
-        ] = {}  # works, and when the background thread takes them over
+        self._background: dict[WorkBase, float] = {}  # and when the background thread takes over
         self._thread: threading.Thread | None = None
+        self._thread_may_go_on = threading.Condition(engine.lock)
+        self._thread_looks_at = 0.0  # when it wakes by itself
         self._pause = Pause()
 
     def share(self, domain: HostDomain) -> None:
@@ -202,6 +202,7 @@ class TcpTransport(Transport):
         finally:
             self._driver = None
             self._condition.notify_all()
+            self._wake_thread()
 
     def _turn(self, seconds: float) -> None:
         """One turn: park, wait for sockets and wakeups, then handle what is ready."""
@@ -246,7 +247,12 @@ class TcpTransport(Transport):
                 self._thread.start()
             if self._driver is not None and work.timeout < 4 * EXPIRY_CHECK:
                 self.reactor.wake()  # or its deadline might pass unchecked
-            self._condition.notify_all()
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        """Wake the background thread, if something is due before it looks by itself."""
+        if min(self._background.values(), default=math.inf) < self._thread_looks_at:
+            self._thread_may_go_on.notify()
 
     def _run_background(self) -> None:
         with self.engine.lock:
@@ -262,9 +268,9 @@ class TcpTransport(Transport):
         while not engine.closed:
             young = min(self._background.values(), default=math.inf) - engine.now()
             if not self._background:
-                self._condition.wait()
+                self._sleep(math.inf)
             elif self._driver is not None or young > 0:
-                self._condition.wait(min(soon, max(young, 0.0)) if young > 0 else soon)
+                self._sleep(min(soon, young) if young > 0 else soon)
             else:
                 self.drive(NothingLeft(self._background), engine.now() + soon)
             self.heartbeat.attend()
@@ -273,6 +279,11 @@ class TcpTransport(Transport):
                 soon = min(soon, max(0.0, work.attend()))
             engine.run_ready()
             self._run_callbacks()
+
+    def _sleep(self, seconds: float) -> None:
+        self._thread_looks_at = self.engine.now() + seconds
+        self._thread_may_go_on.wait(seconds if seconds < math.inf else None)
+        self._thread_looks_at = 0.0
 
     def _run_callbacks(self) -> None:
         """Run the callbacks of `Work.on_done`, without the lock."""
@@ -287,6 +298,8 @@ class TcpTransport(Transport):
     def wake(self, work: WorkBase) -> None:
         self._background.pop(work, None)
         self._condition.notify_all()
+        if self.engine.callbacks:  # of this work: perhaps no other thread waits, to call them
+            self._thread_may_go_on.notify()
 
     # The end --------------------------------------------------------------------------------
 
@@ -314,6 +327,7 @@ class TcpTransport(Transport):
         self.engine.closed = True
         self.mesh.close()
         self._condition.notify_all()
+        self._thread_may_go_on.notify_all()
         if self._take_over():
             self.reactor.close()
             if self.domain is not None:
