@@ -49,7 +49,7 @@ class Wrapping(NamedTuple):
         return self.kind(model, backend, **{**self.options, **(more or {})})
 
     def __str__(self) -> str:
-        how = "-".join(str(value) for value in self.options.values())
+        how = "-".join(getattr(value, "__name__", str(value)) for value in self.options.values())
         return "-".join(filter(None, [self.kind.__name__, how, self.cluster.name]))
 
     def on_ranks(self, ranks: int, build: Build, body: Body) -> list[Any]:
