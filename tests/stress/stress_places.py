@@ -51,7 +51,7 @@ def run_on(
 ) -> None:
     """Run a program on a cluster, whose ranks are in this process.
 
-    Under the baton only a rank's own thread may wait, so that does what its threads would do; who
+    Under the cooperative scheduler only a rank's own thread may wait, so that does what its threads would do; who
     is next is drawn from the program's seed.
     """
     reference = Reference(program)

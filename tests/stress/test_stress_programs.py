@@ -107,7 +107,7 @@ def test_the_timeline_can_be_completed_one_action_after_the_other() -> None:
 # -------------------------------------------------------------------------- the test of the test
 
 
-def test_under_the_baton_the_same_seed_gives_the_same_interleaving() -> None:
+def test_under_the_cooperative_scheduler_the_same_seed_gives_the_same_interleaving() -> None:
     def interleaving(program: Program) -> list[Action]:
         seen: list[Action] = []
         run_on(COOPERATIVE, program, observe=seen.append)
