@@ -12,8 +12,8 @@ from clusters import Hybrid
 from ddp_models import TASKS, images, loss_of, seeded
 from ddp_runs import assert_close, assert_same_bits, rows_of, values
 from fsdp_runs import (
-    BATON,
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
@@ -136,17 +136,17 @@ def assert_trained_alike(ranks: list[Trained], alone: Trained) -> None:
     assert_same_bits([parameters for _, parameters in ranks])
 
 
-def fsdp(strategy: ShardingStrategy, where: Any = BATON, **options: Any) -> Wrapping:
+def fsdp(strategy: ShardingStrategy, where: Any = COOPERATIVE, **options: Any) -> Wrapping:
     return Wrapping(FSDP, {"strategy": strategy, **options}, where)
 
 
-def ddp(where: Any = BATON, **options: Any) -> Wrapping:
+def ddp(where: Any = COOPERATIVE, **options: Any) -> Wrapping:
     return Wrapping(DDP, options, where)
 
 
 HYBRID = ShardingStrategy.hybrid
 SHARDED = [  # ranks, strategy, where, model: each pair of the last three is there
-    (1, FULL_SHARD, BATON, "mlp"),
+    (1, FULL_SHARD, COOPERATIVE, "mlp"),
     (1, SHARD_GRAD_OP, MESSAGES, "tied transformer"),
     (1, NO_SHARD, COMMON, "batch norm"),
     (2, FULL_SHARD, MESSAGES, "tied transformer"),
@@ -154,26 +154,26 @@ SHARDED = [  # ranks, strategy, where, model: each pair of the last three is the
     (2, NO_SHARD, MESSAGES, "defined backwards"),
     (2, HYBRID(1), COMMON, "mlp"),
     (3, FULL_SHARD, COMMON, "convnet"),
-    (3, SHARD_GRAD_OP, BATON, "mlp"),
-    (3, NO_SHARD, BATON, "tied transformer"),
+    (3, SHARD_GRAD_OP, COOPERATIVE, "mlp"),
+    (3, NO_SHARD, COOPERATIVE, "tied transformer"),
     (3, FULL_SHARD, SHM, "mlp"),
-    (4, FULL_SHARD, BATON, "batch norm"),
+    (4, FULL_SHARD, COOPERATIVE, "batch norm"),
     (4, FULL_SHARD, Hybrid(), "tied transformer"),
     (4, SHARD_GRAD_OP, MESSAGES, "convnet"),
     (4, SHARD_GRAD_OP, COMMON, "defined backwards"),
     (4, NO_SHARD, SHM, "mlp"),
-    (4, HYBRID(2), BATON, "tied transformer"),
+    (4, HYBRID(2), COOPERATIVE, "tied transformer"),
     (4, HYBRID(2), MESSAGES, "batch norm"),
     (4, HYBRID(4), COMMON, "convnet"),
     (5, FULL_SHARD, MESSAGES, "batch norm"),
     (5, SHARD_GRAD_OP, COMMON, "tied transformer"),
     (6, HYBRID(2), Hybrid(), "mlp"),
     (6, HYBRID(3), COMMON, "batch norm"),
-    (6, NO_SHARD, BATON, "convnet"),
+    (6, NO_SHARD, COOPERATIVE, "convnet"),
     (7, FULL_SHARD, COMMON, "tied transformer"),
     (7, SHARD_GRAD_OP, MESSAGES, "mlp"),
     (8, FULL_SHARD, MESSAGES, "mlp"),
-    (8, SHARD_GRAD_OP, BATON, "tied transformer"),
+    (8, SHARD_GRAD_OP, COOPERATIVE, "tied transformer"),
     (8, HYBRID(4), MESSAGES, "defined backwards"),
     (8, FULL_SHARD, COMMON, "batch norm"),
 ]
