@@ -51,8 +51,8 @@ def run_on(
 ) -> None:
     """Run a program on a cluster, whose ranks are in this process.
 
-    Under the cooperative scheduler only a rank's own thread may wait, so that does what its threads would do; who
-    is next is drawn from the program's seed.
+    Under the cooperative scheduler only a rank's own thread may wait, so that does what its threads
+    would do; who is next is drawn from the program's seed.
     """
     reference = Reference(program)
 

@@ -21,11 +21,14 @@ import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
-from phalanx.transport.tcp.connection import MeshBase
 from phalanx.wire.control import Endpoint, is_loopback
 from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Refused
+
+if TYPE_CHECKING:  # the command line reads the token, and does not wait for torch
+    from phalanx.transport.tcp.connection import MeshBase
 
 # ------------------------------------------------------------------------------
 # Rejected connections: logged in full at first, then counted.
