@@ -10,7 +10,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "low_communication.py"
 
 
 def test_it_is_short():
-    assert len(EXAMPLE.read_text().splitlines()) < 60
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
 def test_ranks_that_meet_seldom_learn_as_much_and_send_less():

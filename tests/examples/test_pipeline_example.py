@@ -32,4 +32,4 @@ def test_the_pipeline_example_trains_as_on_one_rank(capsys: pytest.CaptureFixtur
 
 
 def test_the_pipeline_example_is_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 60
+    assert len(SCRIPT.read_text().splitlines()) <= 60

@@ -60,5 +60,5 @@ def test_the_mesh_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_an_example_is_shorter_than_60_lines(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+def test_an_example_is_at_most_60_lines_long(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60

@@ -72,17 +72,19 @@ def error_for(
     *,
     now: float,
     description_of: Callable[[int], str],
+    diverged: int | None = None,
     later: bool = False,
 ) -> DistributedError:
     """The error of a call that fails with its group.
 
     description_of   what this rank did as its collective of some number, if that is known
+    diverged         the rank that this one has seen to diverge from it, as a global rank
     later            whether the group had failed before
     """
     broken = "the group is broken: " if later else ""
     mine = call.describe()
     if failure.error is DesyncError and failure.signature:
-        culprit, own, reason = _disagreement(failure, group, description_of)
+        culprit, own, reason = _disagreement(failure, group, description_of, diverged)
         text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
     else:
         culprit, reason = failure.culprit, failure.reason
@@ -101,7 +103,10 @@ def error_for(
 
 
 def _disagreement(
-    failure: Failure, group: Members, description_of: Callable[[int], str]
+    failure: Failure,
+    group: Members,
+    description_of: Callable[[int], str],
+    diverged: int | None,
 ) -> tuple[int, str, str]:
     """For a `DesyncError` on this rank: the other rank, what this one did, and the sentence."""
     here = group.here
@@ -115,4 +120,6 @@ def _disagreement(
     reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
     if failure.reporter == here:
         return other, own, reason
-    return other, "", f"on rank {group.name_of_global(failure.reporter)} {reason}"
+    # Two others disagree. If this rank has seen which of them it disagrees with, that is the one.
+    blamed = failure.reporter if failure.reporter == diverged else other
+    return blamed, "", f"on rank {group.name_of_global(failure.reporter)} {reason}"

@@ -293,12 +293,14 @@ class Group(GroupBase):
             )
 
     def _error_for(self, failure: Failure, call: Call, *, later: bool = False) -> DistributedError:
+        desync = self.checker.desync
         return error_for(
             failure,
             call,
             self,
             now=self.engine.now(),
             description_of=self.checker.description_of,
+            diverged=desync.failure.culprit if desync is not None else None,
             later=later,
         )
 

@@ -308,7 +308,10 @@ class NativeStep(Step):
             if self.handle.on_stream:
                 self._over = self.handle.wait(0.0)
             elif spin:
+                now = self._group.natives.engine.now
+                began = now()
                 self._over = self.handle.wait(min(SOON, self._call.timeout))
+                self._group.group.was_blocked(now() - began)
             else:
                 self._over = self.handle.done()
         except Exception as error:  # whatever the library raises
