@@ -168,8 +168,8 @@ class Outcome(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """The tree's time / the base's."""
-        return [tree / base for base, tree in zip(self.base, self.tree, strict=True)]
+        """The tree's time / the base's, of pairs that are whole."""
+        return [tree / base for base, tree in zip(self.base, self.tree, strict=False)]
 
     @property
     def fails(self) -> bool:
@@ -260,6 +260,26 @@ def chosen(only: Sequence[str]) -> tuple[list[Row], dict[str, str]]:
     return [row for row in wanted if row.name not in left_out], left_out
 
 
+def measure(outcomes: Mapping[Row, Outcome], commit: str, pairs: int, console: Console) -> str:
+    """Fill in the outcomes; returns what has come in between, if anything."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="gate-") as name:
+            folder = Path(name)
+            versions = make_versions(commit, folder)
+            table = outcomes
+            for _ in range(TIMES):
+                with Gate(versions, folder) as gate:
+                    compare(gate, table, pairs, console)
+                table = {row: one for row, one in outcomes.items() if one.fails}
+                if not table:
+                    break
+    except GateError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return ""
+
+
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(
@@ -274,39 +294,32 @@ def main() -> int:
     if asked.list:
         print(*(row.name for row in rows()), sep="\n")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the ranks would stay
-    errors, console = Console(stderr=True), Console()
-    console.width = max(110, console.width)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the ranks would stay
+    try:
+        commit = git("rev-parse", "--verify", f"{asked.base}^{{commit}}").decode().strip()
+    except GateError as error:
+        parser.error(str(error))
     table, left_out = chosen(asked.only)
     if asked.pairs < 1 or not (table or left_out):
         parser.error("that compares nothing; --list names all rows")
     outcomes = {row: Outcome(row.name, [], []) for row in table}
-    try:
-        commit = git("rev-parse", "--verify", f"{asked.base}^{{commit}}").decode().strip()
-        with tempfile.TemporaryDirectory(prefix="gate-") as name:
-            folder = Path(name)
-            versions = make_versions(commit, folder)
-            failing = outcomes
-            for _ in range(TIMES):
-                with Gate(versions, folder) as gate:
-                    compare(gate, failing, asked.pairs, errors)
-                failing = {row: one for row, one in outcomes.items() if one.fails}
-                if not failing:
-                    break
-    except GateError as error:
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    problem = measure(outcomes, commit, asked.pairs, Console(stderr=True))
+    measured = [one for one in outcomes.values() if one.ratios]
     busy = f"load {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     title = f"the working tree / {commit[:10]}: {asked.pairs} pairs a row, bounds of 95 %, {busy}"
-    console.print(table_of(outcomes.values(), left_out, title))
+    console = Console()
+    console.width = max(110, console.width)
+    console.print(table_of(measured, left_out, title))
     if asked.json:
-        times = {one.row: {"base": one.base, "tree": one.tree} for one in outcomes.values()}
+        times = {one.row: {"base": one.base, "tree": one.tree} for one in measured}
         figures = {"base": commit, "rows": times, "left out": left_out}
         asked.json.write_text(json.dumps(figures, indent=1) + "\n")
-    print(f"slower than allowed: {'; '.join(row.name for row in failing) or 'none'}")
-    return 1 if failing else 0
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+    failed = [one.row for one in measured if one.fails]
+    print(f"slower than allowed: {'; '.join(failed) or 'none'}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
