@@ -198,8 +198,8 @@ class Rendezvous(Formation):
                 self.problems[mesh.rank] = problem
                 for connection in list(mesh.connections.values()):
                     connection.send_control(Kind.MEMORY, encode(Attached(problem)))
-            gone = everyone - 1 - len(mesh.connections)
-            if len(self.problems) < everyone - gone:
+            # One that has said it may be gone already: the others are to be heard all the same.
+            if any(peer not in self.problems for peer in mesh.connections):
                 return
         self.over = True
 
