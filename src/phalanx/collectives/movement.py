@@ -57,8 +57,9 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
+    backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast")
-    shape, dtype = tuple(tensor.shape), tensor.dtype
+    shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
     source = given(tensor, out, same=out) if backend.rank == root else None
     return TensorRequest(
@@ -81,11 +82,12 @@ def broadcast_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
+    backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast_")
     out, result = work_in_place(tensor)
     source = out if backend.rank == root else None
     return TensorRequest(
-        *(backend, "broadcast", tuple(tensor.shape), tensor.dtype, source, out, result),
+        *(backend, "broadcast", tensor.shape, tensor.dtype, source, out, result),
         root=root,
         algorithm=algorithm,
         label=label,
@@ -248,7 +250,7 @@ def all_to_all(
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
     check_tensor(tensor, backend, "all_to_all")
-    shape, dtype = tuple(tensor.shape), tensor.dtype
+    shape, dtype = tensor.shape, tensor.dtype
     check_slices(shape, backend, "all_to_all")
     out, result = out_for(shape, dtype, backend, into, "all_to_all", device=tensor.device)
     return TensorRequest(

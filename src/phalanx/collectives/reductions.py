@@ -59,7 +59,7 @@ def all_reduce(
     reduction has no meaning for the dtype.
     """
     check_tensor(tensor, backend, "all_reduce")
-    shape, dtype = tuple(tensor.shape), tensor.dtype
+    shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "all_reduce", device=tensor.device)
     return TensorRequest(
         *(backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, op),
@@ -85,7 +85,7 @@ def all_reduce_(
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
     return TensorRequest(
-        *(backend, "all_reduce", tuple(tensor.shape), tensor.dtype, out, out, result, op),
+        *(backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, op),
         algorithm=algorithm,
         reproducible=reproducible,
         label=label,
@@ -162,7 +162,7 @@ def reduce_(
     else:
         source, out, result = plain(tensor), None, lambda: tensor
     return TensorRequest(
-        *(backend, "reduce", tuple(tensor.shape), tensor.dtype, source, out, result, op, root),
+        *(backend, "reduce", tensor.shape, tensor.dtype, source, out, result, op, root),
         algorithm=algorithm,
         reproducible=reproducible,
         label=label,
@@ -203,7 +203,7 @@ def reduce_scatter(
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
     check_tensor(tensor, backend, "reduce_scatter")
-    whole, dtype = tuple(tensor.shape), tensor.dtype
+    whole, dtype = tensor.shape, tensor.dtype
     shape = check_slices(whole, backend, "reduce_scatter")
     out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
     return TensorRequest(
@@ -344,7 +344,7 @@ class _Coalesced(Request[list[Tensor]]):
                 reduced[number] = flat[slice(*place)].view(tensors[number].shape)
                 copy_bits(reduced[number], tensors[number])
             work = TensorRequest(
-                *(backend, "all_reduce", tuple(flat.shape), dtype, flat, flat, results, self._op),
+                *(backend, "all_reduce", flat.shape, dtype, flat, flat, results, self._op),
                 algorithm=self._algorithm,
                 label=self._label,
                 timeout=self._timeout,

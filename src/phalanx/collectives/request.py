@@ -50,52 +50,6 @@ class Request(ABC, Generic[T]):
 
 
 @dataclass(slots=True)
-class TensorArguments(Generic[T]):
-    """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
-
-    collective   its row in the table of schedules
-    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
-    source       what this rank gives: contiguous; not written, unless it is `out`
-    out          where its result goes: contiguous; apart from `source`, or the same memory
-    result       gives what the caller gets in the end
-    consume      whether `source` may be overwritten meanwhile, which saves a copy
-    own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
-                 their place is: the element of the slice at which each begins, and its values,
-                 contiguous. Where memory is shared nobody else reads them, which saves copies
-    name         for messages and errors, if it is not the collective's
-    label        ranks whose labels differ do not mean the same: a `DesyncError`
-    """
-
-    backend: Backend
-    collective: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: Tensor | None
-    out: Tensor | None
-    result: Callable[[], T]
-    op: ReduceOp | None = None
-    root: int = 0
-    algorithm: str = "auto"
-    reproducible: bool = False
-    label: str = ""
-    timeout: float | None = None
-    consume: bool = False
-    own: tuple[tuple[int, Tensor], ...] = ()
-    name: str = ""
-
-    def settle(self) -> None:
-        """Put the parts of `own` in their places in `source`."""
-        if self.own:
-            assert self.source is not None
-            flat = self.source.view(-1)
-            slice_ = flat.numel() // self.backend.world_size
-            for element, values in self.own:
-                start = self.backend.rank * slice_ + element
-                copy_bits(flat[start : start + values.numel()], values.view(-1))
-            self.own = ()
-
-
-@dataclass(slots=True)
 class ProgramRequest(Request[T]):
     """A collective whose rounds are no plan of a schedule: a program of its own."""
 
@@ -173,9 +127,8 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
-    rank = backend.rank
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"rank {rank}: {op} takes a tensor, not {type(tensor).__name__}")
+        raise TypeError(f"rank {backend.rank}: {op} takes a tensor, not {type(tensor).__name__}")
     problem = None
     if not tensor.is_cpu and tensor.device.type not in backend.devices:
         problem = f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
@@ -186,8 +139,8 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     if problem is not None:
         places = " and ".join(sorted(device.upper() for device in backend.devices))
         raise UnsupportedOperationError(
-            f"rank {rank}: {op} moves dense {places} tensors and was given {problem}",
-            rank=rank,
+            f"rank {backend.rank}: {op} moves dense {places} tensors and was given {problem}",
+            rank=backend.rank,
             op=op,
         )
 

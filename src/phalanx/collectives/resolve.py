@@ -1,8 +1,7 @@
 """How a request is carried out: by another library, in shared memory, or by rounds of messages.
 
-    TensorRequest  what is asked for, with this rank's memory (request.py makes one a call)
+    TensorRequest  what is asked for, with this rank's memory: one a call
     Resolved       what of it is the same for all calls of a kind: the plan, and how; cached
-    BoundProgram   the steps of one call, for the engine
 
 The backend's own library comes first, then shared memory, then messages. Who asks for an algorithm,
 or for `reproducible=True`, gets messages, or shared memory where that is the algorithm.
@@ -12,24 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_plan, then_return
-from phalanx.collectives.reduce_op import reduction_for
-from phalanx.collectives.request import Request, TensorArguments
+from phalanx.collectives.reduce_op import ReduceOp, reduction_for
+from phalanx.collectives.request import Request
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
-from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
-from phalanx.collectives.tuning import remembered
+from phalanx.collectives.shm_direct import SHM_DIRECT, OwnParts, ShmDirect
+from phalanx.collectives.tuning import remember
 from phalanx.core.backend import Backend
 from phalanx.core.posted import Combine
-from phalanx.core.steps import Native, NativeCall, Program, Step
+from phalanx.core.steps import Native, NativeCall, Program
 from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.transport.shm.control import ControlBlock
@@ -38,59 +39,141 @@ from phalanx.wire.memory import copy_bits, tensor_bytes
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class TensorRequest(TensorArguments[T], Request[T]):
-    """One collective of one rank. `signature` and `fingerprint` say what it is, for agreement."""
+class Resolved(NamedTuple):
+    """How a collective is done, worked out once for all calls of its kind."""
 
-    signature: str = ""
-    fingerprint: int = 0
+    plan: Plan
+    shm: ShmDirect | None  # in shared memory
+
+
+Arguments: TypeAlias = (
+    "tuple[str, Iterable[Program], tuple[memoryview, ...], Combine | None, str, int, float | None]"
+)
+"""Of `Backend.run`: name, program, buffers, combine, signature, fingerprint, timeout."""
+
+
+@dataclass(slots=True)
+class TensorRequest(Request[T]):
+    """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
+
+    collective   its row in the table of schedules
+    shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
+    source       what this rank gives: contiguous; not written, unless it is `out`
+    out          where its result goes: contiguous; apart from `source`, or the same memory
+    result       gives what the caller gets in the end
+    label        ranks whose labels differ do not mean the same: a `DesyncError`
+    consume      whether `source` may be overwritten meanwhile, which saves a copy
+    own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
+                 their place is: the element of the slice at which each begins, and its values,
+                 contiguous. Where memory is shared nobody else reads them, which saves copies
+    name         for messages and errors, if it is not the collective's
+    """
+
+    backend: Backend
+    collective: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Tensor | None
+    out: Tensor | None
+    result: Callable[[], T]
+    op: ReduceOp | None = None
+    root: int = 0
+    algorithm: str = "auto"
+    reproducible: bool = False
+    label: str = ""
+    timeout: float | None = None
+    consume: bool = False
+    own: OwnParts = ()
+    name: str = ""
 
     @override
     def run(self) -> T:
-        program = self._bound()
-        self.backend.run(
-            self.name or self.collective,
-            program.steps,
-            program.buffers,
-            combine=program.combine,
-            signature=self.signature,
-            fingerprint=self.fingerprint,
-            timeout=self.timeout,
-        )
-        return cast("T", program.result())
+        arguments, result = self._bind()
+        self.backend.run(*arguments)
+        return result()
 
     @override
     def issue(self, *, background: bool = True) -> Work[T]:
-        program = self._bound()
-        return self.backend.issue(
-            self.name or self.collective,
-            program.steps,
-            program.buffers,
-            combine=program.combine,
-            result=program.result,
-            signature=self.signature,
-            fingerprint=self.fingerprint,
-            timeout=self.timeout,
-            background=background,
-        )
+        arguments, result = self._bind()
+        return self.backend.issue(*arguments, result=result, background=background)
 
-    def _bound(self) -> BoundProgram:
-        """The steps of this call; `signature` and `fingerprint` are known from now on."""
-        plan, shm = resolve(self)
-        self.signature, self.fingerprint = plan.signature, plan.fingerprint
+    def _bind(self) -> tuple[Arguments, Callable[[], T]]:
+        """What the backend is asked to do, and what gives the result afterwards."""
+        backend = self.backend
+        # What was right once is right again.
+        kind = (
+            *(self.collective, self.shape, self.dtype, self.op, self.root),
+            *(self.algorithm, self.reproducible),
+        )
+        resolved = backend.cache.get(kind)
+        if resolved is None:
+            resolved = remember(backend, kind, _resolve(self))
+        plan, shm = resolved  # type: ignore[misc]
+        steps, result, buffers, combine = None, self.result, (), None
+        if backend.native is not None and self.algorithm == "auto" and not self.reproducible:
+            steps = self._native(backend.native, plan)
+        if steps is None:
+            first = self.source if self.source is not None else self.out
+            if first is not None and not first.is_cpu:
+                raise self._device_error(plan, first)
+            if shm is not None:
+                steps = shm.steps(self.source, self.out, self.own)
+            else:
+                steps, result, buffers, combine = self._by_messages(plan)
+        signature, fingerprint = plan.signature, plan.fingerprint
         if self.label:
-            self.signature = f"{plan.signature}, {self.label}"
-            self.fingerprint ^= xxh3_64_intdigest(self.label.encode())
-        if self.backend.native is not None and self.algorithm == "auto" and not self.reproducible:
-            native = self._native_step(self.backend.native, plan)
-            if native is not None:
-                return BoundProgram((native,), self.result)
-        first = self.source if self.source is not None else self.out
-        if first is not None and not first.is_cpu:
-            raise self._device_error(plan, first)
-        if shm is not None:
-            return BoundProgram(shm.steps(self), self.result)
-        return by_messages(self, plan)
+            signature = f"{signature}, {self.label}"
+            fingerprint ^= xxh3_64_intdigest(self.label.encode())
+        name = self.name or self.collective
+        return (name, steps, buffers, combine, signature, fingerprint, self.timeout), result
+
+    def _native(self, native: Native, plan: Plan) -> Iterable[Program] | None:
+        """The step that does it by the backend's library, if that has it."""
+        if not plan.program:
+            return None
+        self._settle()
+        op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
+        step = native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
+        return (step,) if step is not None else None
+
+    def _by_messages(
+        self, plan: Plan
+    ) -> tuple[Iterable[Program], Callable[[], T], tuple[memoryview, ...], Combine | None]:
+        """The rounds of the plan, what gives the result, and the memory of the rounds."""
+        backend, result = self.backend, self.result
+        self._settle()
+        work, source, own = ROUND_MEMORY[self.collective](self, plan)
+        buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
+        if source is not None:
+            buffers += (tensor_bytes(source),)
+        if own is not None:
+            result = partial(self._taken_from, own)
+        if plan.reduction is None or not plan.program:
+            return cast("Iterable[Program]", plan.program), result, buffers, None
+        stage = None
+        if plan.stage_size:
+            stage = borrow_stage(backend, plan.stage_size)
+            buffers += (tensor_bytes(stage),)
+        arithmetic = Arithmetic(plan, work, stage, backend.world_size)
+        steps = arithmetic.carry_out(plan.program)
+        if stage is not None:
+            steps = then_return(steps, backend, stage)
+        return steps, result, buffers, arithmetic.combine
+
+    def _settle(self) -> None:
+        """Put the parts of `own` in their places in `source`."""
+        if self.own:
+            assert self.source is not None
+            slice_ = _slice(self.source.view(-1), self.backend)
+            for element, values in self.own:
+                copy_bits(slice_[element : element + values.numel()], values.view(-1))
+            self.own = ()
+
+    def _taken_from(self, own: Tensor) -> T:
+        """The result, which has been reduced in memory of the rounds."""
+        assert self.out is not None
+        copy_bits(self.out, own.view(self.out.shape))
+        return self.result()
 
     def _device_error(self, plan: Plan, tensor: Tensor) -> UnsupportedOperationError:
         backend = self.backend
@@ -104,49 +187,13 @@ class TensorRequest(TensorArguments[T], Request[T]):
             op=self.collective,
         )
 
-    def _native_step(self, native: Native, plan: Plan) -> Step | None:
-        """The step that does it by the backend's library, if that has it."""
-        if not plan.program:
-            return None
-        self.settle()
-        op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
-        return native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
 
-
-class Resolved(NamedTuple):
-    """How a collective is done, worked out once for all calls of its kind."""
-
-    plan: Plan
-    shm: ShmDirect | None  # in shared memory
-
-
-class BoundProgram(NamedTuple):
-    """The program of one call, and the memory that it works on."""
-
-    steps: Iterable[Program]
-    result: Callable[[], Any]
-    buffers: tuple[memoryview, ...] = ()
-    combine: Combine | None = None
-
-
-def resolve(request: TensorRequest[Any]) -> Resolved:
+def _resolve(request: TensorRequest[Any]) -> Resolved:
     """How to do this, with the algorithm that was asked for or the cheapest one.
 
     Raises `UnsupportedOperationError` for an algorithm that the collective has not, and for a
-    reduction that has no meaning for the dtype; `InvalidRankError` for the root.
+    reduction that has no meaning for the dtype.
     """
-    backend, root = request.backend, request.root
-    if type(root) is not int or root:
-        backend.check_rank(root, "root")
-    # Arguments that were right once are right again.
-    arguments = (
-        *(request.collective, request.shape, request.dtype, request.op, root),
-        *(request.algorithm, request.reproducible),
-    )
-    return remembered(backend, arguments, lambda: _resolve(request))
-
-
-def _resolve(request: TensorRequest[Any]) -> Resolved:
     backend, collective, dtype = request.backend, request.collective, request.dtype
     if collective in REDUCING:
         reduction_for(request.op, dtype, rank=backend.rank, collective=collective)
@@ -187,35 +234,6 @@ def checked_algorithm(
             f"rank {backend.rank}: {collective} {problem}", rank=backend.rank, op=collective
         )
     return "direct" if reproducible else algorithm
-
-
-def by_messages(request: TensorRequest[Any], plan: Plan) -> BoundProgram:
-    """By the rounds of the plan."""
-    backend = request.backend
-    if request.own:
-        request.settle()
-    work, source, own = ROUND_MEMORY[request.collective](request, plan)
-    buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
-    if source is not None:
-        buffers += (tensor_bytes(source),)
-
-    def result() -> Any:
-        if own is not None:
-            assert request.out is not None
-            copy_bits(request.out, own.view(request.out.shape))
-        return request.result()
-
-    if plan.reduction is None or not plan.program:
-        return BoundProgram(cast("Iterable[Program]", plan.program), result, buffers)
-    stage = None
-    if plan.stage_size:
-        stage = borrow_stage(backend, plan.stage_size)
-        buffers += (tensor_bytes(stage),)
-    arithmetic = Arithmetic(plan, work, stage, backend.world_size)
-    steps = arithmetic.carry_out(plan.program)
-    if stage is not None:
-        steps = then_return(steps, backend, stage)
-    return BoundProgram(steps, result, buffers, arithmetic.combine)
 
 
 # ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,9 +35,15 @@ from torch import Tensor
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
-from phalanx.collectives.request import TensorArguments
 from phalanx.core.steps import Program
-from phalanx.transport.shm.control import SLOT, STAGE, ControlBlock, Descriptors, PeerSlot
+from phalanx.transport.shm.control import (
+    SLOT,
+    STAGE,
+    ControlBlock,
+    Descriptors,
+    PeerSlot,
+    ShmEpoch,
+)
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
@@ -170,6 +176,9 @@ STEP = 1 << 20  # bytes of a slice folded at a time where nothing is staged
 LINE = 64
 KEPT = 256  # views of memory that are remembered
 
+OwnParts: TypeAlias = "tuple[tuple[int, Tensor], ...]"
+"""Parts of this rank's slice that are elsewhere: the element at which each begins, its values."""
+
 copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a third as much to call
 
 
@@ -206,75 +215,80 @@ class ShmDirect:
         self._views: dict[tuple[int, int], Tensor] = {}
         self._turn_views: dict[int, list[Tensor]] = {}
 
-    def steps(self, request: TensorArguments[Any]) -> Iterator[Program]:
-        """This rank's part. The tensors of the request stay alive with it."""
-        source = request.source.data_ptr() if request.source is not None else 0
-        out = request.out.data_ptr() if request.out is not None else 0
-        if self.is_small:
-            self._settle(request, source)
-            if self.form.passed_on is not None:
-                return self._small_reduce(request, source)
-            return self._small(request, source, out)
-        return self._large(request, source, out)
+    def steps(
+        self, source: Tensor | None, out: Tensor | None, own: OwnParts = ()
+    ) -> Iterator[Program]:
+        """This rank's part. It keeps the tensors alive.
 
-    def _settle(self, request: TensorArguments[Any], source: int) -> None:
+        own   parts of this rank's slice that are not in `source` yet, where their place is
+        """
+        if self.is_small:
+            if own:
+                self._settle(source, own)
+            if self.form.passed_on is not None:
+                return self._small_reduce(source, out)
+            return self._small(source, out)
+        return self._large(source, out, own)
+
+    def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's fold goes by it."""
-        start = source + self._slices[self.me][0]
-        for element, values in request.own:
-            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
-        request.own = ()
+        if own:
+            assert source is not None
+            start = source.data_ptr() + self._slices[self.me][0]
+            for element, values in own:
+                copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small_reduce(self, request: TensorArguments[Any], source: int) -> Iterator[Program]:
+    def _small_reduce(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
         """Everyone who gets the result folds all of it."""
-        control = self.control
-        turn = 1 - control.turn
-        copy(control.mine.slot_address(turn), source, self._given)
-        yield control.epoch(first=True)
-        if self._gets_on:
+        assert source is not None
+        control, turn = self.control, 1 - self.control.turn
+        copy(control.mine.slot_address(turn), source.data_ptr(), self._given)
+        yield ShmEpoch(control, first=True)
+        if out is not None:
             views = self._turn_views.get(turn)
             if views is None:
-                views = [self._slot_view(place, turn) for place in range(self.size)]
+                count = self._given // self.dtype.itemsize
+                slots = (control.slot(place) for place in range(self.size))
+                views = [slot.slot(turn, count, self.dtype) for slot in slots]
                 self._turn_views[turn] = views
             assert self._folding is not None
-            assert request.out is not None
-            self._folding.fold(
-                views, request.out if request.out.dim() == 1 else request.out.view(-1)
-            )
+            self._folding.fold(views, out if out.dim() == 1 else out.view(-1))
 
-    def _slot_view(self, place: int, turn: int) -> Tensor:
-        count = self._given // self.dtype.itemsize
-        return self.control.slot(place).slot(turn, count, self.dtype)
-
-    def _small(self, request: TensorArguments[Any], source: int, out: int) -> Iterator[Program]:
-        control = self.control
-        turn = 1 - control.turn
-        if self._gives:
-            copy(control.mine.slot_address(turn), source, self._given)
-        yield control.epoch(first=True)
-        slots = [control.slot(place).slot_address(turn) for place in range(self.size)]
-        self._take_whole(slots, out)
+    def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
+        control, turn = self.control, 1 - self.control.turn
+        if source is not None:
+            copy(control.mine.slot_address(turn), source.data_ptr(), self._given)
+        yield ShmEpoch(control, first=True)
+        if out is not None:
+            slots = [control.slot(place).slot_address(turn) for place in range(self.size)]
+            self._take_whole(slots, out.data_ptr())
 
     # Where it is ----------------------------------------------------------------------------
 
-    def _large(self, request: TensorArguments[Any], source: int, out: int) -> Iterator[Program]:
+    def _large(
+        self, source_tensor: Tensor | None, out_tensor: Tensor | None, own: OwnParts
+    ) -> Iterator[Program]:
         control = self.control
+        source = source_tensor.data_ptr() if source_tensor is not None else 0
+        out = out_tensor.data_ptr() if out_tensor is not None else 0
         where = self._where(source, out)
         if where is None:
-            self._settle(request, source)
+            self._settle(source_tensor, own)
+            own = ()
             self._stage(source, 0)
-        yield control.epoch(first=True, shown=where)
+        yield ShmEpoch(control, first=True, shown=where)
         turn = control.turn
         shown = [control.slot(giver).shown(turn) for giver in self._givers]
         if all(shown):
-            yield from self._direct(request, source, out, turn)
+            yield from self._direct(source, out, turn, own)
             return
-        self._settle(request, source)
+        self._settle(source_tensor, own)
         if any(shown):  # some have not staged anything yet
             if where is not None:
                 self._stage(source, 0)
-            yield control.epoch()
+            yield ShmEpoch(control)
         yield from self._pieces(source, out)
 
     def _where(self, source: int, out: int) -> Descriptors | None:
@@ -288,9 +302,7 @@ class ShmDirect:
             result = find(out, self._given)
         return Descriptors(given, result) if given is not None and result is not None else None
 
-    def _direct(
-        self, request: TensorArguments[Any], source: int, out: int, turn: int
-    ) -> Iterator[Program]:
+    def _direct(self, source: int, out: int, turn: int, own: OwnParts) -> Iterator[Program]:
         control = self.control
         slots = [control.slot(place) for place in range(self.size)]
         given = [
@@ -301,8 +313,8 @@ class ShmDirect:
         if self._gets_on:
             yield from self._direct_pieces(given, slots, out, turn)
         else:
-            self._take_whole(given, out, request)
-        yield control.epoch(last=True)  # or what others still read would be written
+            self._take_whole(given, out, own)
+        yield ShmEpoch(control, last=True)  # or what others still read would be written
 
     def _direct_pieces(
         self, given: list[int], slots: list[PeerSlot], out: int, turn: int
@@ -319,50 +331,44 @@ class ShmDirect:
             if length > 0:
                 at = [address + start + first for address in given]
                 self._fold(at, out + start + first, length)
-            yield self.control.epoch()
+            yield ShmEpoch(control)
             for place, (begin, end) in enumerate(self._slices):
                 length = min(STEP, end - begin - first)
                 if place != self.me and length > 0:
                     copy(out + begin + first, results[place] + begin + first, length)
 
-    def _take_whole(
-        self, given: list[int], out: int, request: TensorArguments[Any] | None = None
-    ) -> None:
+    def _take_whole(self, given: list[int], out: int, own: OwnParts = ()) -> None:
         """Take what all have given, which lies at these addresses."""
         if not self._takes:
             return
         start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
         if self._folding is not None:
-            self._fold_whole([address + start for address in given], out, stop - start, request)
+            self._fold_whole([address + start for address in given], out, stop - start, own)
             return
         for giver in self._givers:
             into = out + self._slices[giver][0] if self.form.joined else out
             if into != given[giver] + start:
                 copy(into, given[giver] + start, stop - start)
 
-    def _fold_whole(
-        self, at: list[int], out: int, length: int, request: TensorArguments[Any] | None
-    ) -> None:
+    def _fold_whole(self, at: list[int], out: int, length: int, own: OwnParts) -> None:
         """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
-        for first, last, own in self._stretches(at[self.me], length, request):
+        for first, last, address in self._stretches(at[self.me], length, own):
             for begin in range(first, last, STEP):
-                here = [address + begin for address in at]
-                here[self.me] = own + begin - first
+                here = [other + begin for other in at]
+                here[self.me] = address + begin - first
                 self._fold(here, out + begin, min(STEP, last - begin))
 
-    def _stretches(
-        self, own: int, length: int, request: TensorArguments[Any] | None
-    ) -> Iterator[tuple[int, int, int]]:
+    def _stretches(self, mine: int, length: int, own: OwnParts) -> Iterator[tuple[int, int, int]]:
         """Where this rank's slice lies: (first byte of the slice, last one, address)."""
         done = 0
-        for element, values in request.own if request is not None else ():
+        for element, values in own:
             start = element * self.dtype.itemsize
             if done < start:
-                yield done, start, own + done
+                yield done, start, mine + done
             done = start + values.nbytes
             yield start, done, values.data_ptr()
         if done < length:
-            yield done, length, own + done
+            yield done, length, mine + done
 
     # Piece by piece -------------------------------------------------------------------------
 
@@ -380,7 +386,7 @@ class ShmDirect:
                 self._stage(source, number + 1)
             elif self.form.passed_on is None:
                 return
-            yield control.epoch()
+            yield ShmEpoch(control)
         if self._gets_on:
             self._take_results(out, count - 1, 1 - control.phase)
 

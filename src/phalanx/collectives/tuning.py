@@ -171,13 +171,16 @@ KEPT = 1024  # the oldest go first
 T = TypeVar("T")
 
 
+def remember(backend: Backend, key: Hashable, value: T) -> T:
+    """Keep a value on this backend for later calls, in place of the oldest one; returns it."""
+    memo = backend.cache
+    if len(memo) >= KEPT:
+        memo.pop(next(iter(memo)), None)
+    memo[key] = value
+    return value
+
+
 def remembered(backend: Backend, key: Hashable, make: Callable[[], T]) -> T:
     """The value that `make` gave for this key before, on this backend; else a new one."""
-    memo = backend.cache
-    value: T | None = memo.get(key)  # type: ignore[assignment]
-    if value is None:
-        value = make()
-        if len(memo) >= KEPT:
-            memo.pop(next(iter(memo)), None)
-        memo[key] = value
-    return value
+    value: T | None = backend.cache.get(key)  # type: ignore[assignment]
+    return value if value is not None else remember(backend, key, make())
