@@ -95,7 +95,7 @@ def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_rece
         else:
             assert begun.wait(PATIENCE)
             pending = irecv(bytearray(size), None, backend)
-            while not backend.engine.matching._in_progress:
+            while not backend.engine.matching.in_progress:
                 assert not pending.done()
             backend.send(b"", 2, tag=GO)
             backend.recv(bytearray(), 2, tag=GO)

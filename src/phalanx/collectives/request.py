@@ -24,7 +24,6 @@ from torch import Tensor
 from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
-from phalanx.collectives.reduce_op import ReduceOp
 from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work

@@ -52,6 +52,9 @@ Arguments: TypeAlias = (
 """Of `Backend.run`: name, program, buffers, combine, signature, fingerprint, timeout."""
 
 
+NO_BUFFERS: tuple[memoryview, ...] = ()
+
+
 @dataclass(slots=True)
 class TensorRequest(Request[T]):
     """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
@@ -105,11 +108,12 @@ class TensorRequest(Request[T]):
             *(self.collective, self.shape, self.dtype, self.op, self.root),
             *(self.algorithm, self.reproducible),
         )
-        resolved = backend.cache.get(kind)
+        resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
         if resolved is None:
             resolved = remember(backend, kind, _resolve(self))
-        plan, shm = resolved  # type: ignore[misc]
-        steps, result, buffers, combine = None, self.result, (), None
+        plan, shm = resolved
+        steps: Iterable[Program] | None = None
+        result, buffers, combine = self.result, NO_BUFFERS, None
         if backend.native is not None and self.algorithm == "auto" and not self.reproducible:
             steps = self._native(backend.native, plan)
         if steps is None:

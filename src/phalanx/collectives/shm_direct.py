@@ -331,7 +331,7 @@ class ShmDirect:
             if length > 0:
                 at = [address + start + first for address in given]
                 self._fold(at, out + start + first, length)
-            yield ShmEpoch(control)
+            yield ShmEpoch(self.control)
             for place, (begin, end) in enumerate(self._slices):
                 length = min(STEP, end - begin - first)
                 if place != self.me and length > 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.core.call import Call, CallSite, call_site, check_timeout
+from phalanx.core.call import Call, call_site, check_timeout
 from phalanx.core.common import CommonMemory, Own
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
@@ -37,7 +36,6 @@ from phalanx.core.steps import (
     Round,
     SendBytes,
     SharedGroup,
-    Step,
     ring_barrier,
 )
 from phalanx.core.work import AnyOf, Work
@@ -89,9 +87,12 @@ class Backend:
 
     rank         this rank, 0 <= rank < world_size
     world_size   how many there are
+    ranks        they, as those of the whole job are numbered, in the order of their numbers here
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
     links        what messages cost inside a host and between hosts; the same on every rank
+    shared       the memory that ranks of this host have for collectives, if there is any
+    shares_memory  whether all ranks of the group share it, so that collectives are done there
     seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
                  that were made of it, too
 
@@ -107,30 +108,23 @@ class Backend:
     def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
         self.engine = engine
         self.group = group
+        self.rank = group.rank
+        self.world_size = group.size
+        self.ranks = group.ranks
+        self.share(group.shared)
         self.timeout = check_timeout(timeout)
-        self._strict = os.environ.get("PHALANX_STRICT", "") == "1"
         # A collective that a library does whole cannot be compared before it runs.
-        self.native = None if self._strict else engine.native(group)
+        self.native = None if engine.strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
         self.cache: dict[Hashable, object] = {}  # what upper layers have worked out once
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
 
-    @property
-    def rank(self) -> int:
-        """This rank in this group."""
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks in this group."""
-        return self.group.size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Its ranks as those of the whole job are numbered, in the order of their numbers here."""
-        return self.group.ranks
+    def share(self, shared: SharedGroup | None) -> None:
+        """From now on ranks of this host have this memory for the group's collectives."""
+        self.shared = self.group.shared = shared
+        self.shares_memory = shared is not None and shared.size == self.world_size
 
     @property
     def failure(self) -> Failure | None:
@@ -143,20 +137,9 @@ class Backend:
         return self.group.seconds_waiting
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether all ranks share memory, in which collectives are done."""
-        shared = self.shared
-        return shared is not None and shared.size == self.world_size
-
-    @property
-    def shared(self) -> SharedGroup | None:
-        """The memory that ranks of this host have for collectives, if there is any."""
-        return self.group.shared
-
-    @property
     def registers_memory(self) -> bool:
         """Whether ranks of this host see what `empty` gives; elsewhere it is torch's own."""
-        return self.group.shared is not None
+        return self.shared is not None
 
     @property
     def has_background(self) -> bool:
@@ -176,11 +159,6 @@ class Backend:
     def finished(self) -> int:
         """How many collectives of this group are over on this rank."""
         return self.group.finished
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for which a work is left to its waiter before a thread moves it on."""
-        return 0.0 if self.spares_a_processor else PATIENCE
 
     # Messages -------------------------------------------------------------------------------
 
@@ -302,20 +280,16 @@ class Backend:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         site = call_site()
         with engine.lock:
+            number = group.next_message(name, peer)
             call = Call(
-                name,
-                group.next_message(name, peer),
-                ", ".join(signature),
-                group.suffix,
-                site,
-                started=engine.now(),
-                timeout=seconds,
+                *(name, number, ", ".join(signature), group.suffix, site, engine.now(), seconds)
             )
             channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)
             self._begin(work)
         if background and not work.over:
-            engine.transport.background(work, patience=self._patience)
+            patience = 0.0 if self.spares_a_processor else PATIENCE
+            engine.transport.background(work, patience=patience)
         return work
 
     def wait_any(self, works: Sequence[Work[Any]], *, timeout: float = math.inf) -> None:
@@ -348,14 +322,16 @@ class Backend:
         equal on all of them. With `background` it moves on while nobody waits for it.
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        site = call_site()
-        with self.engine.lock:
-            call = self._next_collective(name, signature, fingerprint, site, seconds)
-            channel = Channel(self.group.id, Kind.COLLECTIVE, call.sequence)
-            work = Work(self.group, call, channel, program, buffers, combine=combine, result=result)
+        group, engine, site = self.group, self.engine, call_site()
+        with engine.lock:
+            now = engine.now()
+            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+            channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
+            work = Work(group, call, channel, program, buffers, combine=combine, result=result)
             self._begin(work)
         if background and not work.over:
-            self.engine.transport.background(work, patience=self._patience)
+            patience = 0.0 if self.spares_a_processor else PATIENCE
+            engine.transport.background(work, patience=patience)
         return work
 
     def run(
@@ -375,45 +351,31 @@ class Backend:
         is not, and any round of messages, becomes a work that goes on from there.
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        group, engine = self.group, self.engine
-        site = call_site()
+        group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
-            call = self._next_collective(name, signature, fingerprint, site, seconds)
-            engine.transport.glance(call.started)
+            now = engine.now()
+            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+            engine.transport.glance(now)
             steps: Iterator[Program] = iter(program)
             if group.is_free():
                 try:
-                    left = _carried_out(steps, call)
+                    for step in steps:
+                        if isinstance(step, Round):
+                            break
+                        step.begin(call)
+                        if not step.ready(spin=True):
+                            break
+                    else:
+                        group.finished = call.sequence + 1
+                        group.call_ended(call)
+                        return
+                    steps = chain((step,), steps)
                 except BaseException as error:
                     steps = _raising(error)
-                else:
-                    if left is None:
-                        group.call_ended(call)
-                        engine.history.add(call)
-                        return
-                    steps = chain((left,), steps)
             channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
             work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
             self._begin(work)
         work.wait()
-
-    def _next_collective(
-        self, name: str, signature: str, fingerprint: int, site: CallSite, timeout: float
-    ) -> Call:
-        group = self.group
-        if self._strict:
-            fingerprint ^= xxh3_64_intdigest(str(site).encode())
-        return Call(
-            name,
-            group.checker.next_collective(fingerprint),
-            signature,
-            group.suffix,
-            site,
-            started=self.engine.now(),
-            timeout=timeout,
-            fingerprint=fingerprint,
-            rolling_hash=group.checker.rolling_hash,
-        )
 
     def _begin(self, work: Work[Any]) -> None:
         """Begin it here and now; an interrupt that comes meanwhile ends it. Lock held."""
@@ -450,9 +412,8 @@ class Backend:
         )
 
     def _barrier_steps(self) -> Iterable[Program]:
-        shared = self.group.shared
-        if shared is not None and shared.size == self.world_size:
-            return (shared.epoch(first=True),)
+        if self.shared is not None and self.shares_memory:
+            return (self.shared.epoch(first=True),)
         native = self.native.step(NativeCall("barrier")) if self.native is not None else None
         return (native,) if native is not None else ring_barrier(self.rank, self.world_size)
 
@@ -530,6 +491,8 @@ class Backend:
 
     def check_rank(self, rank: int, what: str = "rank") -> None:
         """Raise `InvalidRankError` unless `rank` is one of this group's."""
+        if type(rank) is int and 0 <= rank < self.world_size:
+            return
         try:
             exists = 0 <= index(rank) < self.world_size
         except TypeError:
@@ -604,17 +567,6 @@ class Backend:
     ) -> None:
         with suppress(DistributedError):
             self.close()
-
-
-def _carried_out(steps: Iterator[Program], call: Call) -> Program | None:
-    """Do one step after the other; the first that is not complete soon, or None."""
-    for step in steps:
-        if not isinstance(step, Step):
-            return step
-        step.begin(call)
-        if not step.ready(spin=True):
-            return step
-    return None
 
 
 def _raising(error: BaseException) -> Iterator[Program]:

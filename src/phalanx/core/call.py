@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
@@ -37,54 +38,29 @@ def call_site() -> CallSite:
     return UNKNOWN_SITE
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """What a rank was asked to do, for agreement, messages, errors and traces. It holds no tensor.
 
     sequence      its number: among the group's collectives, or the messages to or from a peer
     signature     what it is, for messages; `fingerprint` is its hash on the wire
-    rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
+    suffix        which group, if it is not that of all ranks
     site          the user's line that asked for it
     started, ended  on the engine's clock
+    rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
     """
 
-    __slots__ = (
-        "ended",
-        "failed",
-        "fingerprint",
-        "name",
-        "rolling_hash",
-        "sequence",
-        "signature",
-        "site",
-        "started",
-        "suffix",
-        "timeout",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        sequence: int,
-        signature: str,
-        suffix: str,
-        site: CallSite,
-        *,
-        started: float,
-        timeout: float,
-        fingerprint: int = 0,
-        rolling_hash: int = 0,
-    ) -> None:
-        self.name = name
-        self.sequence = sequence
-        self.signature = signature
-        self.suffix = suffix  # which group, if it is not that of all ranks
-        self.site = site
-        self.fingerprint = fingerprint
-        self.rolling_hash = rolling_hash
-        self.timeout = timeout
-        self.started = started
-        self.ended = 0.0
-        self.failed = False
+    name: str
+    sequence: int
+    signature: str
+    suffix: str
+    site: CallSite
+    started: float
+    timeout: float
+    fingerprint: int = 0
+    rolling_hash: int = 0
+    ended: float = 0.0
+    failed: bool = False
 
     def describe(self) -> str:
         """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""

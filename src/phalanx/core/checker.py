@@ -24,12 +24,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from phalanx.core.call import Call, Members
+from xxhash import xxh3_64_intdigest
+
+from phalanx.core.call import Call, CallSite, Members
 from phalanx.core.failure import Failure
 from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
 ASK_EVERY = 0.5  # seconds that a collective waits before it asks whether the others are in it, too
+KEPT = 64  # calls of a group that are remembered when they are over
 ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
 
 
@@ -46,8 +49,11 @@ class Checker:
     now    the engine's clock
     tell   sends a member (a global rank) a question
     fail   breaks the group
+    strict  whether the call site is part of what a collective is
 
-    issued         how many collectives the group was asked to do; `rolling_hash` is of all of them
+    issued       how many collectives the group was asked to do; `rolling_hash` is of all of them
+    calls        those of them that are not over, and the last that are, in their order
+    early_asks   what members have asked about a collective to come
     """
 
     def __init__(
@@ -56,42 +62,51 @@ class Checker:
         now: Callable[[], float],
         tell: Callable[[int, Ask], None],
         fail: Callable[[Failure], None],
+        *,
+        strict: bool = False,
     ) -> None:
         self.ask_every = ASK_EVERY
         self.issued = 0
         self.rolling_hash = EMPTY_HASH
+        self.calls: deque[Call] = deque()
+        self.early_asks: dict[int, Ask] = {}
         self.desync: Desync | None = None
         self.broken = False  # whether the group is, for whatever reason
         self._members = members
         self._now = now
         self._tell = tell
         self._fail = fail
-        self._under_way: list[Call] = []  # in their order
-        self._recent: deque[Call] = deque(maxlen=64)
-        self._unexpected: dict[int, Ask] = {}  # member -> what it asked about an operation to come
+        self._strict = strict
 
-    def next_collective(self, fingerprint: int) -> int:
-        """The number of the next collective of this group, now that it is known what it is."""
-        self.rolling_hash = extend_hash(self.rolling_hash, fingerprint)
-        self.issued += 1
-        return self.issued - 1
+    def next_call(
+        self,
+        name: str,
+        signature: str,
+        fingerprint: int,
+        site: CallSite,
+        started: float,
+        timeout: float,
+    ) -> Call:
+        """The next collective of this group, now that it is known what it is."""
+        if self._strict:
+            fingerprint ^= xxh3_64_intdigest(str(site).encode())
+        sequence, calls = self.issued, self.calls
+        rolling_hash = extend_hash(self.rolling_hash, fingerprint)
+        self.issued, self.rolling_hash = sequence + 1, rolling_hash
+        suffix = self._members.suffix
+        call = Call(
+            *(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling_hash)
+        )
+        calls.append(call)
+        if len(calls) > KEPT and calls[0].ended:
+            calls.popleft()
+        return call
 
-    def ended(self, call: Call) -> None:
-        """A collective is over on this rank."""
-        if call in self._under_way:
-            self._under_way.remove(call)
-        self._recent.append(call)
-
-    def is_busy(self) -> bool:
-        """Whether somebody has asked something, or ranks disagree."""
-        return bool(self._unexpected) or self.desync is not None
-
-    def begins(self, call: Call) -> None:
+    def compare_early(self, call: Call) -> None:
         """A collective begins: compare it with what others have asked about it before."""
-        self._under_way.append(call)
-        for peer, ask in list(self._unexpected.items()):
+        for peer, ask in list(self.early_asks.items()):
             if ask.sequence <= call.sequence:
-                del self._unexpected[peer]
+                del self.early_asks[peer]
                 if ask.sequence == call.sequence:
                     self.asked(peer, ask)
 
@@ -125,7 +140,7 @@ class Checker:
         members, mine = self._members, self._known(ask.sequence)
         if mine is None:
             if ask.sequence >= self.issued:
-                self._unexpected[peer] = ask
+                self.early_asks[peer] = ask
         elif mine.fingerprint != ask.fingerprint:
             what = mine.describe()
             reason = f"{what} met {ask.what} from rank {members.name_of_global(peer)}"
@@ -150,7 +165,8 @@ class Checker:
             "or in a collective before it"
         )
         # The oldest first: it answers where they have diverged.
-        self._open(peer, call, reason, past=self._recent)
+        past = [each for each in self.calls if each.sequence < call.sequence]
+        self._open(peer, call, reason, past)
 
     def got_unexpected_message(self, number: int, peer: int) -> None:
         """A member sent something for a collective in which nothing was expected from it."""
@@ -189,11 +205,8 @@ class Checker:
         return known.describe() if known is not None else ""
 
     def _known(self, sequence: int) -> Call | None:
-        """A collective of this rank, if it is under way or remembered."""
-        for call in (*self._under_way, *reversed(self._recent)):
-            if call.sequence == sequence:
-                return call
-        return None
+        """A collective of this rank, if it is not over, or one of the last."""
+        return next((each for each in reversed(self.calls) if each.sequence == sequence), None)
 
 
 # ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ trace).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from phalanx.core.failure import Failure
 from phalanx.core.matching import Matching
 from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
 from phalanx.core.recorder import History, Trace
-from phalanx.core.steps import ANY, NOTHING, Native, Step
+from phalanx.core.steps import ANY, NOTHING, Native, Round, Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.watchdog import Watchdog
 from phalanx.errors import PeerLostError
@@ -48,6 +49,7 @@ class Engine(Poster):
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
     native     for each group, what another library carries out whole
+    strict     whether ranks compare call sites, too, and before a library's collectives begin
     """
 
     transport: Transport
@@ -70,6 +72,8 @@ class Engine(Poster):
         self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
         self.groups: dict[int, GroupBase] = {}
         self.closed = False
+        self.strict = os.environ.get("PHALANX_STRICT", "") == "1"
+        self.left: set[int] = set()  # peers that have closed in good order
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
         self.matching = Matching(self._is_stale)
         self.history = History(rank)
@@ -82,22 +86,11 @@ class Engine(Poster):
 
     # Works ----------------------------------------------------------------------------------
 
-    def begin(self, work: WorkBase, step: Step) -> bool:
-        """Begin a step of a work; whether it is complete already. Lock held."""
-        step.begin(work.call)
-        if step.notifies:
-            return step.ready()
-        if self._is_complete(work, step):
-            return True
-        self.polled[work] = step
-        for peer in step.waits_for():
-            self.check_reachable(work, peer)
-        self.transport.watch()
-        return False
-
     @override
-    def post(self, posted: PostedRound) -> None:
-        work, transport = posted.work, self.transport
+    def post(self, work: WorkBase, round_: Round) -> bool:
+        """Begin a round: receives first, so that an answer finds its receive posted."""
+        posted = work.step = PostedRound(work, round_, self)
+        transport, left = self.transport, self.left or work.group.left
         if self.matching.traced:
             posted.trace()
         for receive in posted.receives:
@@ -105,17 +98,31 @@ class Engine(Poster):
         for send in posted.sends:
             if work.over:
                 break
-            self.check_reachable(work, send.peer)
+            if left:
+                self.check_reachable(work, send.peer)
             transport.send(send)
         for receive in posted.receives:
             if work.over:
                 break
-            if not receive.done:
+            if left and not receive.done:
                 self.check_reachable(work, receive.peer)
             # Also if done: there is room again for what comes next.
             for peer in work.group.ranks if receive.peer == ANY else (receive.peer,):
                 transport.room(peer)
         posted.posted = True
+        return posted.left == 0
+
+    def begin(self, work: WorkBase, step: Step) -> bool:
+        """Begin a step of a work; whether it is complete already. Lock held."""
+        work.step = step
+        step.begin(work.call)
+        if self._is_complete(work, step):
+            return True
+        self.polled[work] = step
+        for peer in step.waits_for():
+            self.check_reachable(work, peer)
+        self.transport.watch()
+        return False
 
     @override
     def withdraw(self, posted: PostedRound) -> None:
@@ -129,10 +136,6 @@ class Engine(Poster):
                 send.done = True
                 self.transport.cancel(send)
                 send.view = NOTHING
-
-    @override
-    def completed(self, work: WorkBase) -> None:
-        self.ready.append(work)
 
     def look(self) -> None:
         """See which of the steps that have to be polled are complete. Lock held."""
@@ -177,7 +180,8 @@ class Engine(Poster):
             if until.over:
                 self.watchdog.forget(until)
             until.group.was_blocked(self.now() - began)
-        self.run_callbacks()
+        if self.callbacks:
+            self.run_callbacks()
 
     def poll(self, work: WorkBase) -> None:
         """Move what can be moved without waiting. Lock not held."""
@@ -199,8 +203,8 @@ class Engine(Poster):
     def ended(self, work: WorkBase) -> None:
         """A work is over. Lock held."""
         self.polled.pop(work, None)
-        self.watchdog.forget(work)
-        self.history.add(work.call)
+        if self.watchdog.queries:
+            self.watchdog.forget(work)
         if self.trace is not None:
             self.trace.ended(work)
         self.transport.wake(work)
@@ -209,7 +213,7 @@ class Engine(Poster):
         """Raise `PeerLostError` if a work would wait for a rank that has left."""
         group = work.group
         anyone = peer == ANY
-        if not group.others() if anyone else self.transport.has_left(peer) or peer in group.left:
+        if not group.others() if anyone else peer in self.left or peer in group.left:
             who = "every other rank" if anyone else f"rank {group.name_of_global(peer)}"
             raise PeerLostError(
                 f"rank {group.rank}: {work.describe()}: {who} left",
@@ -299,6 +303,7 @@ class Engine(Poster):
 
     def peer_left(self, peer: int) -> None:
         """A peer has closed everything, in good order. Lock held."""
+        self.left.add(peer)
         for group in list(self.groups.values()):
             if peer in group.to_local:
                 group.member_left(peer)

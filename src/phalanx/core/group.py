@@ -47,7 +47,7 @@ class Group(GroupBase):
         self.left = set()
         self.finished = 0
         self.seconds_waiting = 0.0
-        self.checker = Checker(self, engine.now, self._ask, self.fail)
+        self.checker = Checker(self, engine.now, self._ask, self.fail, strict=engine.strict)
         self.shared = None
         self._queue: deque[WorkBase] = deque()
         self._messages: set[WorkBase] = set()
@@ -80,11 +80,11 @@ class Group(GroupBase):
 
     @override
     def others(self) -> list[int]:
-        has_left = self.engine.transport.has_left
+        left = self.left | self.engine.left
         return [
             local
             for local, rank in enumerate(self.ranks)
-            if local != self.rank and rank not in self.left and not has_left(rank)
+            if local != self.rank and rank not in left
         ]
 
     @override
@@ -99,13 +99,16 @@ class Group(GroupBase):
     def issue(self, work: WorkBase) -> None:
         """Begin a work, or put it behind the collectives that were issued before."""
         if self.failure is not None or self.closed or self.engine.closed:
+            if work.is_collective:
+                self.checker.calls.pop()
             self.check_usable(work.call)
         if not work.is_collective:
             self._messages.add(work)
             work.advance()
         else:
             self._queue.append(work)
-            self.checker.begins(work.call)
+            if self.checker.early_asks:
+                self.checker.compare_early(work.call)
             if self._queue and self._queue[0] is work:
                 work.advance()
 
@@ -119,13 +122,15 @@ class Group(GroupBase):
 
     def is_free(self) -> bool:
         """Whether a collective may be done at once, by the caller itself: nothing is in the way."""
+        checker, engine = self.checker, self.engine
         return not (
             self._queue
             or self.failure
             or self.closed
-            or self.engine.closed
-            or self.checker.is_busy()
-            or self.engine.trace
+            or engine.closed
+            or engine.trace
+            or checker.early_asks
+            or checker.desync
         )
 
     def may_finish(self, work: WorkBase) -> bool:
@@ -134,30 +139,32 @@ class Group(GroupBase):
             return True
         if self.checker.desync is not None:
             return False
-        sender = self.engine.matching.unexpected_from(work.channel)
-        if sender is not None:
-            self.checker.got_unexpected_message(work.sequence, sender)
-        return sender is None
+        if self.engine.matching.unexpected:
+            sender = self.engine.matching.unexpected_from(work.channel)
+            if sender is not None:
+                self.checker.got_unexpected_message(work.sequence, sender)
+                return False
+        return True
 
     def call_ended(self, call: Call) -> None:
-        """A collective is over, well or not."""
+        """A collective or message is over, well or not."""
         call.ended = self.engine.now()
-        if not call.failed:
-            self.finished = call.sequence + 1
-        self.checker.ended(call)
+        self.engine.history.calls.append(call)
 
     def work_ended(self, work: WorkBase) -> None:
         """A work is over: the next one in the queue may begin."""
-        work.call.failed = work.error is not None
+        call = work.call
+        call.failed = work.error is not None
         if work.is_collective:
             was_head = self._queue[0] is work
             self._queue.remove(work)
-            self.call_ended(work.call)
+            if not call.failed:
+                self.finished = call.sequence + 1
             if was_head and self._queue:
                 self.engine.ready.append(self._queue[0])
         else:
-            work.call.ended = self.engine.now()
             self._messages.discard(work)
+        self.call_ended(call)
         self.engine.ended(work)
 
     @override

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from phalanx.core.posted import PostedReceive
 from phalanx.core.steps import ANY
-from phalanx.errors import DesyncError, DistributedError, SizeMismatchError
+from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 UNEXPECTED_LIMIT = 256 << 20  # bytes of unexpected messages kept of each peer
@@ -41,11 +41,10 @@ class Matching:
         self.discarded = memoryview(bytearray(BLOCK))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
-        self._unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]] = defaultdict(
-            deque
-        )
+        self.unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]]
+        self.unexpected = defaultdict(deque)
         self._from_any = 0  # how many of the posted receives take any sender's message
-        self._in_progress: dict[PostedReceive, IncomingMessage] = {}
+        self.in_progress: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
         self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # kept of each peer
@@ -57,41 +56,41 @@ class Matching:
         if posted.from_any:
             posted.peer = self._first_sender(channel)
         key = (channel, posted.peer)
-        unexpected = self._unexpected.get(key)
-        if not unexpected:
-            self._enqueue(key, posted)
+        unexpected = self.unexpected.get(key)
+        if not unexpected:  # it waits, behind those that were posted before it
+            queue = self._posted[key]
+            place = len(queue)
+            while place and queue[place - 1].order > posted.order:
+                place -= 1
+            queue.insert(place, posted)
+            self._from_any += posted.from_any
             return
         incoming = unexpected.popleft()
         if not unexpected:
-            del self._unexpected[key]
-        problem = _mismatch(incoming, posted)
-        if problem is None:
+            del self.unexpected[key]
+        call = posted.work.call
+        if (
+            incoming.fingerprint == call.fingerprint
+            and incoming.total == posted.stop - posted.start
+        ):
             incoming.hand_over(posted)
             if incoming.filled == incoming.total:
                 posted.complete()
             else:
-                self._in_progress[posted] = incoming
+                self.in_progress[posted] = incoming
             return
         incoming.forget()
-        if isinstance(problem, SizeMismatchError):
-            raise problem
-        _report_mismatch(posted, incoming.peer)
+        if incoming.fingerprint == call.fingerprint:
+            raise _size_mismatch(incoming, posted)
+        # Another operation's. The receive stays posted until the checker has asked.
+        posted.work.group.checker.met_another(call, incoming.peer)
 
     def _first_sender(self, channel: Channel) -> int:
         """The sender of the first unexpected message on a channel, or ANY."""
         heads = [
-            (kept[0].order, peer) for (c, peer), kept in self._unexpected.items() if c == channel
+            (kept[0].order, peer) for (c, peer), kept in self.unexpected.items() if c == channel
         ]
         return min(heads)[1] if heads else ANY
-
-    def _enqueue(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
-        """A receive waits, behind those that were posted before it."""
-        queue = self._posted[key]
-        place = len(queue)
-        while place and queue[place - 1].order > posted.order:
-            place -= 1
-        queue.insert(place, posted)
-        self._from_any += posted.from_any
 
     def _dequeue(self, key: tuple[Channel, int], posted: PostedReceive) -> None:
         queue = self._posted.get(key)
@@ -127,27 +126,21 @@ class Matching:
         if posted is not None:
             if self.traced:
                 posted.round.first_heard()
-            problem = _mismatch(incoming, posted)
-            if problem is None:
+            work = posted.work
+            if fingerprint == work.call.fingerprint and total == posted.stop - posted.start:
                 incoming.posted = posted
-                self._in_progress[posted] = incoming
-            elif isinstance(problem, SizeMismatchError):
-                posted.work.group.work_failed(posted.work, problem)
+                self.in_progress[posted] = incoming
+            elif fingerprint == work.call.fingerprint:
+                work.group.work_failed(work, _size_mismatch(incoming, posted))
             else:
-                _report_mismatch(posted, peer)
+                work.group.checker.met_another(work.call, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
             incoming.kept = True
             incoming.order = next(self._order)
-            self._unexpected[channel, peer].append(incoming)
+            self.unexpected[channel, peer].append(incoming)
         if total == 0:
-            self.arrived(incoming)
+            incoming.arrived()
         return incoming
-
-    def arrived(self, incoming: IncomingMessage) -> None:
-        """The last byte of a message is here."""
-        if incoming.posted is not None:
-            self._in_progress.pop(incoming.posted, None)
-            incoming.complete()
 
     def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
         """A whole message is here, in memory that is only valid during this call."""
@@ -160,11 +153,11 @@ class Matching:
         elif posted is not None and posted.combine:
             combine_into(posted, posted.start, message)
             incoming.filled = incoming.total
-            self.arrived(incoming)
+            incoming.arrived()
         elif posted is not None:
             posted.view[:] = message
             incoming.filled = incoming.total
-            self.arrived(incoming)
+            incoming.arrived()
 
     def has_room(self, incoming: IncomingMessage | None, peer: int, count: int) -> bool:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
@@ -182,9 +175,9 @@ class Matching:
 
     def unexpected_from(self, channel: Channel) -> int | None:
         """A peer that has sent an unexpected message on this channel, if there is one."""
-        if not self._unexpected:
+        if not self.unexpected:
             return None
-        return next((peer for known, peer in self._unexpected if known == channel), None)
+        return next((peer for known, peer in self.unexpected if known == channel), None)
 
     def borrow_block(self) -> memoryview:
         """A block to collect bytes in before they are combined."""
@@ -203,14 +196,14 @@ class Matching:
         """A receive was given up. The rest of its message, if any, does not touch its memory."""
         work = posted.work
         channel = work.channel
-        incoming = self._in_progress.pop(posted, None)
+        incoming = self.in_progress.pop(posted, None)
         if incoming is None:
             self._dequeue((channel, posted.peer), posted)
         elif work.is_collective:
             incoming.forget()
         else:
             incoming.take_back()
-            self._unexpected[channel, posted.peer].appendleft(incoming)
+            self.unexpected[channel, posted.peer].appendleft(incoming)
             self._rematch_waiting(channel, posted.peer)
 
     def _rematch_waiting(self, channel: Channel, peer: int) -> None:
@@ -235,11 +228,11 @@ class Matching:
         key = (incoming.channel, incoming.peer)
         posted = incoming.posted
         if posted is not None:
-            del self._in_progress[posted]
-        elif incoming in self._unexpected.get(key, ()):
-            self._unexpected[key].remove(incoming)
-            if not self._unexpected[key]:
-                del self._unexpected[key]
+            del self.in_progress[posted]
+        elif incoming in self.unexpected.get(key, ()):
+            self.unexpected[key].remove(incoming)
+            if not self.unexpected[key]:
+                del self.unexpected[key]
         incoming.forget()
         if posted is not None:
             self._rematch(incoming.channel, posted)
@@ -251,41 +244,21 @@ class Matching:
     def forget_group(self, group: int) -> None:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
-        for key in [key for key in self._unexpected if key[0].group == group]:
-            for incoming in self._unexpected.pop(key):
+        for key in [key for key in self.unexpected if key[0].group == group]:
+            for incoming in self.unexpected.pop(key):
                 incoming.forget()
 
 
-def _report_mismatch(posted: PostedReceive, peer: int) -> None:
-    """The message is another operation's. The receive stays posted until the checker has asked."""
-    work = posted.work
-    work.group.checker.met_another(work.call, peer)
-
-
-def _mismatch(incoming: IncomingMessage, posted: PostedReceive) -> DistributedError | None:
-    """Why this message is not what this receive expects, or None."""
-    work = posted.work
-    group = work.group
-    expected = posted.stop - posted.start
-    if incoming.fingerprint == work.call.fingerprint and incoming.total == expected:
-        return None
+def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMismatchError:
+    work, group = posted.work, posted.work.group
     peer = group.to_local[incoming.peer]
-    known = {
-        "rank": group.rank,
-        "peer": peer,
-        "op": work.name,
-        "sequence": work.sequence,
-    }
-    if incoming.fingerprint != work.call.fingerprint:
-        return DesyncError(
-            f"rank {group.rank}: {work.describe()} met another operation, or other "
-            f"arguments, from rank {group.name_of(peer)}",
-            **known,  # type: ignore[arg-type]
-        )
     return SizeMismatchError(
-        f"rank {group.rank}: {work.describe()} expected {expected} bytes from rank "
-        f"{group.name_of(peer)}, which sent {incoming.total} bytes",
-        **known,  # type: ignore[arg-type]
+        f"rank {group.rank}: {work.describe()} expected {posted.stop - posted.start} bytes from "
+        f"rank {group.name_of(peer)}, which sent {incoming.total} bytes",
+        rank=group.rank,
+        peer=peer,
+        op=work.name,
+        sequence=work.sequence,
     )
 
 
@@ -370,7 +343,7 @@ class IncomingMessage:
                 combine_into(posted, start, self._block[: self._staged])
                 self._staged = 0
         if self.filled == self.total:
-            self.matching.arrived(self)
+            self.arrived()
 
     def take(self, piece: memoryview) -> None:
         """More bytes are here, in memory that is only valid during this call."""
@@ -379,7 +352,7 @@ class IncomingMessage:
             self.filled += len(piece)
             combine_into(posted, posted.start + self.filled - len(piece), piece)
             if self.filled == self.total:
-                self.matching.arrived(self)
+                self.arrived()
             return
         while piece:
             space = self.space()[: len(piece)]
@@ -405,11 +378,14 @@ class IncomingMessage:
             self.matching.unexpected_bytes[self.peer] -= len(self._block)
         self._empty_chunks(posted)
 
-    def complete(self) -> None:
+    def arrived(self) -> None:
         """The last byte is here."""
-        if self.posted is not None:
-            self.posted.complete()
-        self._return_block()
+        posted = self.posted
+        if posted is not None:
+            self.matching.in_progress.pop(posted, None)
+            posted.complete()
+            if self._block is not None:
+                self._return_block()
 
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""

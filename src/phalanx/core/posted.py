@@ -5,7 +5,7 @@
     GroupBase   its group; `group.py` implements it
     Poster      carries out rounds; the engine implements it
 
-    PostedRound, PostedReceive, PostedSend    a round of a work under way, and its parts
+    PostedRound, PostedReceive, PostedSend    a round of a work that is under way, and its parts
 
 Transports, matching, the watchdog and the engine know a work through these interfaces only.
 """
@@ -13,15 +13,16 @@ Transports, matching, the watchdog and the engine know a work through these inte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from typing_extensions import override
 
 from phalanx.core.call import Call, Members
 from phalanx.core.checker import Checker
 from phalanx.core.steps import ANY, NOTHING, Round, SharedGroup, Step
-from phalanx.wire.frame import Channel, Kind
+from phalanx.wire.frame import Channel
 
 if TYPE_CHECKING:
     from phalanx.core.failure import Failure
@@ -86,6 +87,7 @@ class WorkBase(Wait):
 
     buffers    as bytes
     combine    reduces bytes that arrive into a buffer
+    step       which it is in, if it is in one
     ask_at     when it asks the other ranks whether they are in the same collective
     sender     of a received message, as a global rank
     waited     if it is traced: seconds until the first byte of each round arrived,
@@ -93,47 +95,20 @@ class WorkBase(Wait):
     """
 
     __slots__ = (
-        "ask_at",
-        "buffers",
-        "call",
-        "channel",
-        "combine",
-        "deadline",
-        "error",
-        "group",
-        "is_collective",
-        "over",
-        "received",
-        "sender",
-        "sent",
-        "step",
-        "timeout",
-        "waited",
+        *("ask_at", "buffers", "call", "channel", "combine", "deadline", "error", "group"),
+        *("is_collective", "over", "received", "sender", "sent", "step", "timeout", "waited"),
     )
 
-    def __init__(
-        self,
-        group: GroupBase,
-        call: Call,
-        channel: Channel,
-        buffers: tuple[memoryview, ...],
-        combine: Combine | None,
-    ) -> None:
-        self.group = group
-        self.call = call
-        self.channel = channel
-        self.is_collective = channel.kind is Kind.COLLECTIVE
-        self.buffers = buffers
-        self.combine = combine
-        self.timeout = call.timeout
-        self.deadline = call.started + call.timeout
-        self.ask_at = call.started + group.checker.ask_every
-        self.sender = -1
-        self.waited = 0.0
-        self.sent = self.received = 0
-        self.step: Step | None = None
-        self.over = False
-        self.error: Exception | None = None
+    call: Call
+    channel: Channel
+    buffers: tuple[memoryview, ...]
+    combine: Combine | None
+    step: Step | PostedRound | None
+    ask_at: float
+    sender: int
+    waited: float
+    sent: int
+    received: int
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -221,51 +196,71 @@ class GroupBase(Members, ABC):
 
 
 class Poster(ABC):
-    """Carries out rounds. `now` is the clock, in seconds."""
+    """Carries out rounds.
+
+    now     the clock, in seconds
+    ready   works whose step is complete: they can go on
+    """
 
     now: Callable[[], float]
+    ready: deque[WorkBase]
 
     @abstractmethod
-    def post(self, posted: PostedRound) -> None:
-        """Start a round: receives first, so that an answer finds its receive posted."""
+    def post(self, work: WorkBase, round_: Round) -> bool:
+        """Begin a round, as `work.step`; whether it is complete already. Lock held."""
 
     @abstractmethod
     def withdraw(self, posted: PostedRound) -> None:
         """Give up what is left of a round. Lock held."""
 
-    @abstractmethod
-    def completed(self, work: WorkBase) -> None:
-        """The step of a work is complete: it can go on."""
+
+class PostedMessage(ABC):
+    """A send or a receive of a round that is under way.
+
+    work    whose it is
+    peer    a global rank
+    view    its memory, until it is complete
+    """
+
+    __slots__ = ("done", "peer", "round", "view", "work")
+
+    round: PostedRound
+    work: WorkBase
+    peer: int
+    view: memoryview
+    done: bool
+
+    def complete(self) -> None:
+        """The message is where it belongs; or has left, so that its memory may be used again.
+
+        With the last part of a round its work can go on.
+        """
+        if self.done:
+            return
+        self.done = True
+        self.view = NOTHING
+        posted = self.round
+        del self.round  # a cycle, which only the garbage collector would free
+        posted.left -= 1
+        if posted.left == 0 and posted.posted:
+            posted.poster.ready.append(self.work)
 
 
-class PostedReceive:
+class PostedReceive(PostedMessage):
     """A receive that waits for its message.
 
-    work    whose receive it is
-    peer    a global rank; of a receive from `ANY`, the sender of the message that it has matched
+    peer    of a receive from `ANY`: the sender of the message that it has matched
     order   receives of one channel take messages in this order
     """
 
-    __slots__ = (
-        "buffer",
-        "combine",
-        "done",
-        "from_any",
-        "order",
-        "peer",
-        "round",
-        "start",
-        "stop",
-        "view",
-        "work",
-    )
+    __slots__ = ("buffer", "combine", "from_any", "order", "start", "stop")
 
     def __init__(
-        self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int, combine: bool
+        self, posted: PostedRound, peer: int, start: int, stop: int, buffer: int, combine: bool
     ) -> None:
         self.round = posted
         self.work = work = posted.work
-        self.peer = peer
+        self.peer = work.group.ranks[peer] if peer != ANY else ANY
         self.from_any = peer == ANY
         self.order = 0
         self.buffer = buffer
@@ -275,84 +270,43 @@ class PostedReceive:
         self.view = work.buffers[buffer][start:stop] if stop > start else NOTHING
         self.done = False
 
-    def complete(self) -> None:
-        """The message is where it belongs."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            posted = self.round
-            del self.round  # a cycle, which only the garbage collector would free
-            posted.part_done()
 
+class PostedSend(PostedMessage):
+    """A message on its way out."""
 
-class PostedSend:
-    """A message of `work` on its way out. `peer` is a global rank."""
+    __slots__ = ()
 
-    __slots__ = ("done", "peer", "round", "view", "work")
-
-    def __init__(self, posted: PostedRound, peer: int, buffer: int, start: int, stop: int) -> None:
+    def __init__(self, posted: PostedRound, peer: int, start: int, stop: int, buffer: int) -> None:
         self.round = posted
         self.work = work = posted.work
-        self.peer = peer
+        self.peer = work.group.ranks[peer]
         self.view = work.buffers[buffer][start:stop] if stop > start else NOTHING
         self.done = False
 
-    def complete(self) -> None:
-        """The memory may be used again."""
-        if not self.done:
-            self.done = True
-            self.view = NOTHING
-            posted = self.round
-            del self.round  # a cycle, which only the garbage collector would free
-            posted.part_done()
 
-
-class PostedRound(Step):
+class PostedRound:
     """A round under way: complete when all its sends and receives are.
 
-    The last part to finish puts the work into the engine's queue of those that can go on.
+    left     how many are not
+    posted   whether all have begun: until then it is not complete
     """
 
-    __slots__ = ("_heard", "_left", "_posted_at", "_poster", "posted", "receives", "sends", "work")
-
-    notifies: ClassVar[bool] = True
+    __slots__ = ("_heard", "_posted_at", "left", "posted", "poster", "receives", "sends", "work")
 
     def __init__(self, work: WorkBase, round_: Round, poster: Poster) -> None:
         self.work = work
-        self._poster = poster
-        ranks = work.group.ranks
-        self.receives = [
-            PostedReceive(self, ranks[peer] if peer != ANY else ANY, buffer, start, stop, combine)
-            for peer, start, stop, buffer, combine in round_.receives
-        ]
-        self.sends = [
-            PostedSend(self, ranks[peer], buffer, start, stop)
-            for peer, start, stop, buffer in round_.sends
-        ]
-        self._left = len(self.sends) + len(self.receives)
-        self.posted = False  # whether all parts are posted: until then it is not complete
+        self.poster = poster
+        self.receives = [PostedReceive(self, *receive) for receive in round_.receives]
+        self.sends = [PostedSend(self, *send) for send in round_.sends]
+        self.left = len(self.sends) + len(self.receives)
+        self.posted = False
         self._posted_at = 0.0  # if it is traced
         self._heard = False  # whether a byte has arrived, if it is traced
-
-    @override
-    def begin(self, call: Call) -> None:
-        """Post every receive, then start every send (the engine does that)."""
-        self._poster.post(self)
-
-    @override
-    def ready(self, *, spin: bool = False) -> bool:
-        return self.posted and self._left == 0
-
-    def part_done(self) -> None:
-        """One send or receive is complete."""
-        self._left -= 1
-        if self.posted and self._left == 0:
-            self._poster.completed(self.work)
 
     def trace(self) -> None:
         """It is posted while works are traced: count the bytes that it moves."""
         work = self.work
-        self._posted_at = self._poster.now()
+        self._posted_at = self.poster.now()
         work.sent += sum(len(send.view) for send in self.sends)
         work.received += sum(receive.stop - receive.start for receive in self.receives)
 
@@ -360,18 +314,18 @@ class PostedRound(Step):
         """A message of this round begins to arrive (called while works are traced)."""
         if not self._heard:
             self._heard = True
-            self.work.waited += self._poster.now() - self._posted_at
+            self.work.waited += self.poster.now() - self._posted_at
 
-    @override
     def needs(self, rank: int) -> bool:
+        """Whether it cannot complete, now that this rank has left."""
         nobody = ANY if not self.work.group.others() else rank
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        parts: list[PostedMessage] = [*self.receives, *self.sends]
         return any(part.peer in (rank, nobody) for part in parts if not part.done)
 
-    @override
     def waits_for(self) -> list[int]:
+        """The ranks that it waits for, as global ranks."""
         group = self.work.group
-        parts: list[PostedReceive | PostedSend] = [*self.receives, *self.sends]
+        parts: list[PostedMessage] = [*self.receives, *self.sends]
         peers: dict[int, None] = {}  # in order: receives come first
         for part in parts:
             if part.done:
@@ -382,6 +336,6 @@ class PostedRound(Step):
                 peers[part.peer] = None
         return list(peers)
 
-    @override
     def cancel(self) -> None:
-        self._poster.withdraw(self)
+        """Give it up: from now on it neither reads nor writes the caller's memory."""
+        self.poster.withdraw(self)

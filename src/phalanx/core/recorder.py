@@ -22,24 +22,20 @@ SHOWN = 8  # operations in an error's note
 
 
 class History:
-    """The last operations of one rank, of all its groups, in the order in which they ended."""
+    """The last calls of one rank, of all its groups, in the order in which they ended."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._calls: deque[Call] = deque(maxlen=SHOWN)
-
-    def add(self, call: Call) -> None:
-        """A call is over."""
-        self._calls.append(call)
+        self.calls: deque[Call] = deque(maxlen=SHOWN)
 
     def note_on(self, error: BaseException) -> None:
         """Add a note to an error, once, that lists the last operations (Python 3.11 shows it)."""
-        if self._calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+        if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
             error.add_note("\n".join(self._lines()))
 
     def _lines(self) -> Iterator[str]:
         yield f"the last operations of rank {self._rank}, which ended in this order:"
-        for call in self._calls:
+        for call in self.calls:
             how = "failed after" if call.failed else "took"
             yield f"  {call.describe()} {how} {_duration(call.ended - call.started)}"
 

@@ -7,7 +7,7 @@ A program is an iterator of steps. There are three kinds:
     native   a collective that another library carries out whole (`native/`)
 
 A `Round` is data, shared by all calls of its kind; one that is under way is a `PostedRound`
-(`posted.py`). The other two are steps themselves. Local work between two steps, such as adding what
+(`posted.py`). The other two are a `Step`. Local work between two steps, such as adding what
 has arrived, is done by the program when it is asked for the next step.
 """
 
@@ -51,12 +51,10 @@ class Round(NamedTuple):
 
 
 class Step(ABC):
-    """One step under way. Ranks are global ranks."""
+    """An epoch or a native collective under way, which is polled. Ranks are global ranks."""
 
     __slots__ = ()
 
-    # Whether it tells the engine when it is complete; if not, it is polled.
-    notifies: ClassVar[bool] = False
     # Whether a parked rank is woken when it may be complete; if not, it is polled at intervals.
     wakes: ClassVar[bool] = True
     # Whether a thread may wait in `block`.

@@ -54,10 +54,6 @@ class Transport(ABC):
     def control(self, peer: int, group: int, message: Control) -> None:
         """Send a control message about a group. Does nothing if the peer is gone."""
 
-    @abstractmethod
-    def has_left(self, peer: int) -> bool:
-        """Whether a peer has closed in good order."""
-
     # Waiting --------------------------------------------------------------------------------
 
     @abstractmethod

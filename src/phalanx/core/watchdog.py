@@ -31,6 +31,7 @@ class Watchdog:
     tell              sends a peer a control message about a group
     unexpected_bytes  how much of each peer's messages this rank keeps
     waits             what threads of this rank wait for, oldest first
+    queries           the waits near their deadline, and whom they have asked
     full              peers that take no more messages for now, and what they said last
     """
 
@@ -47,7 +48,7 @@ class Watchdog:
         self.unexpected_bytes = unexpected_bytes
         self.waits: list[Wait] = []
         self.full: dict[int, Answer] = {}
-        self._queries: dict[Wait, WaitForGraph] = {}
+        self.queries: dict[Wait, WaitForGraph] = {}
         self._numbers = itertools.count(1)
 
     def check_deadline(self, wait: Wait, now: float) -> float:
@@ -59,16 +60,16 @@ class Watchdog:
         ask_at = wait.deadline - query_lead_time(wait.timeout)
         if now < ask_at:
             return ask_at
-        if wait not in self._queries and not wait.over:
-            query = self._queries[wait] = WaitForGraph(self, wait, next(self._numbers))
+        if wait not in self.queries and not wait.over:
+            query = self.queries[wait] = WaitForGraph(self, wait, next(self._numbers))
             query.begin()
         if now >= wait.deadline and not wait.over:
-            wait.expire(self._queries[wait].timeout_error())
+            wait.expire(self.queries[wait].timeout_error())
         return wait.deadline
 
     def forget(self, wait: Wait) -> None:
         """A wait is over, or has another deadline."""
-        self._queries.pop(wait, None)
+        self.queries.pop(wait, None)
 
     def asked(self, peer: int, group: GroupBase | None = None, ask: Ask = NOT_ASKED) -> None:
         """Tell a peer what this rank waits for, and how many bytes of its messages are kept."""
@@ -104,7 +105,7 @@ class Watchdog:
             self.full[peer] = answer
         else:
             self.full.pop(peer, None)
-        for query in list(self._queries.values()):
+        for query in list(self.queries.values()):
             if query.number == answer.query:
                 query.answered(peer, answer)
 

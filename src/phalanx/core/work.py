@@ -22,7 +22,7 @@ from phalanx.core.group import Group
 from phalanx.core.posted import Combine, PostedRound, Wait, WorkBase
 from phalanx.core.steps import Program, Round
 from phalanx.errors import DistributedError
-from phalanx.wire.frame import Channel
+from phalanx.wire.frame import Channel, Kind
 
 T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
@@ -57,7 +57,21 @@ class Work(WorkBase, Generic[T]):
         combine: Combine | None = None,
         result: Callable[[], T] | None = None,
     ) -> None:
-        super().__init__(group, call, channel, buffers, combine)
+        self.group = group
+        self.call = call
+        self.channel = channel
+        self.is_collective = channel.kind is Kind.COLLECTIVE
+        self.buffers = buffers
+        self.combine = combine
+        self.timeout = call.timeout
+        self.deadline = call.started + call.timeout
+        self.ask_at = call.started + group.checker.ask_every
+        self.sender = -1
+        self.waited = 0.0
+        self.sent = self.received = 0
+        self.step = None
+        self.over = False
+        self.error = None
         self._steps: Iterator[Program] = iter(program)
         self._finish = result
         self._result: T | None = None
@@ -132,9 +146,11 @@ class Work(WorkBase, Generic[T]):
             for item in self._steps:
                 if self.over:
                     return
-                step = PostedRound(self, item, engine) if isinstance(item, Round) else item
-                self.step = step
-                if not engine.begin(self, step):
+                if isinstance(item, Round):
+                    complete = engine.post(self, item)
+                else:
+                    complete = engine.begin(self, item)
+                if not complete:
                     return
             if not self.over and self.group.may_finish(self):
                 self._end()

@@ -107,7 +107,7 @@ class LibraryBackend(MeshBackend):
             raise
         self._natives = Natives(self.engine, self._library)
         self.engine.native = self._natives.of
-        self.native = None if self._strict else self._natives.of(self.group)
+        self.native = None if self.engine.strict else self._natives.of(self.group)
         self.devices = self._library.can.devices | self.devices
 
     @override

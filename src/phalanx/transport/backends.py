@@ -106,7 +106,7 @@ class MeshBackend(Backend):
         if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)
-                self.group.shared = transport.shared(self.group)
+                self.share(transport.shared(self.group))
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.

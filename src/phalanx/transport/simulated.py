@@ -138,10 +138,6 @@ class SimulatedTransport(Transport):
             receiver.on_control(self.engine.rank, group, message)
 
     @override
-    def has_left(self, peer: int) -> bool:
-        return self.switch.transports[peer].left
-
-    @override
     def wait(self, until: Wait) -> None:
         self.switch.scheduler.wait(self.engine, until)
 

@@ -118,10 +118,6 @@ class TcpTransport(Transport):
         else:
             connection.send_control(KINDS[type(message)], encode(message), group)
 
-    @override
-    def has_left(self, peer: int) -> bool:
-        return peer in self.mesh.left
-
     # Memory ---------------------------------------------------------------------------------
 
     @override
@@ -347,7 +343,7 @@ def _blocking_step(until: Wait) -> Step | None:
     if not isinstance(until, Work):
         return None
     step = until.group.head_of_queue(until).step
-    return step if step is not None and step.blocks else None
+    return step if isinstance(step, Step) and step.blocks else None
 
 
 # ------------------------------------------------------------------------------
