@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SimulatedBackend
-from phalanx.core.checker import EMPTY_HASH, extend_hash
+from phalanx.core.call import UNKNOWN_SITE
+from phalanx.core.checker import EMPTY_HASH, Checker, extend_hash
 
 FINGERPRINT = st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ISSUED = st.lists(FINGERPRINT, max_size=6)
@@ -36,10 +37,14 @@ def test_ranks_that_have_diverged_once_stay_diverged(
     assert 0 <= min(hashes) <= max(hashes) < 2**64
 
 
+def next_call(checker: Checker, fingerprint: int) -> int:
+    return checker.next_call("all_reduce", "", fingerprint, UNKNOWN_SITE, 0.0, 1.0).sequence
+
+
 def test_a_group_has_a_rolling_hash_of_its_own() -> None:
     with SimulatedBackend.create_group(1)[0] as backend:
         checker = backend.subgroup([0]).group.checker
-        backend.group.checker.next_collective(5)
+        next_call(backend.group.checker, 5)
         assert checker.rolling_hash == EMPTY_HASH
-        assert [checker.next_collective(5), checker.next_collective(6)] == [0, 1]
+        assert [next_call(checker, 5), next_call(checker, 6)] == [0, 1]
         assert checker.rolling_hash == rolling_hash_of([5, 6])

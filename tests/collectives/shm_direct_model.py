@@ -21,9 +21,8 @@ import torch
 from collective_reference import reduced, values_of
 from torch import Tensor
 
-from phalanx import Backend, ReduceOp
+from phalanx import ReduceOp
 from phalanx.collectives.plan import Key, make_plan
-from phalanx.collectives.resolve import TensorRequest
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.core.call import Members
 from phalanx.core.work import Call as CoreCall
@@ -164,22 +163,7 @@ class Performance:
         self.is_in_place = source is self.out or (
             self.out is not None and source.data_ptr() == self.out.data_ptr() + rank * given.nbytes
         )
-        op = call.op if call.collective in REDUCING else None
-        shape = (call.shape(size),)
-        request = TensorRequest(
-            *(
-                cast("Backend", member),
-                call.collective,
-                shape,
-                call.dtype,
-                self.source,
-                self.out,
-                lambda: None,
-            ),
-            op=op,
-            root=call.root,
-        )
-        self.steps = member.flat(call).steps(request)
+        self.steps = member.flat(call).steps(self.source, self.out)
         self.epoch: ShmEpoch | None = None
 
     def may_go_on(self) -> bool:

@@ -62,12 +62,9 @@ def broadcast(
     shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
     source = given(tensor, out, same=out) if backend.rank == root else None
+    options = (algorithm, False, label, timeout)
     return TensorRequest(
-        *(backend, "broadcast", shape, dtype, source, out, result),
-        root=root,
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
+        backend, "broadcast", shape, dtype, source, out, result, options, root=root
     )
 
 
@@ -86,12 +83,9 @@ def broadcast_(
     check_tensor(tensor, backend, "broadcast_")
     out, result = work_in_place(tensor)
     source = out if backend.rank == root else None
+    options = (algorithm, False, label, timeout)
     return TensorRequest(
-        *(backend, "broadcast", tensor.shape, tensor.dtype, source, out, result),
-        root=root,
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
+        backend, "broadcast", tensor.shape, tensor.dtype, source, out, result, options, root=root
     )
 
 
@@ -123,12 +117,8 @@ def all_gather(
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "all_gather", device=tensor.device)
     source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
-    return TensorRequest(
-        *(backend, "all_gather", shape, dtype, source, out, result),
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
-    )
+    options = (algorithm, False, label, timeout)
+    return TensorRequest(backend, "all_gather", shape, dtype, source, out, result, options)
 
 
 @collective
@@ -168,13 +158,8 @@ def gather(
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "gather", device=tensor.device)
         source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
-    return TensorRequest(
-        *(backend, "gather", shape, dtype, source, out, result),
-        root=root,
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
-    )
+    options = (algorithm, False, label, timeout)
+    return TensorRequest(backend, "gather", shape, dtype, source, out, result, options, root=root)
 
 
 @collective
@@ -216,13 +201,8 @@ def scatter(
     if backend.rank == root:
         assert tensor is not None
         source = given(tensor, out)
-    return TensorRequest(
-        *(backend, "scatter", whole, dtype, source, out, result),
-        root=root,
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
-    )
+    options = (algorithm, False, label, timeout)
+    return TensorRequest(backend, "scatter", whole, dtype, source, out, result, options, root=root)
 
 
 @collective
@@ -253,11 +233,9 @@ def all_to_all(
     shape, dtype = tensor.shape, tensor.dtype
     check_slices(shape, backend, "all_to_all")
     out, result = out_for(shape, dtype, backend, into, "all_to_all", device=tensor.device)
+    options = (algorithm, False, label, timeout)
     return TensorRequest(
-        *(backend, "all_to_all", shape, dtype, given(tensor, out), out, result),
-        algorithm=algorithm,
-        label=label,
-        timeout=timeout,
+        backend, "all_to_all", shape, dtype, given(tensor, out), out, result, options
     )
 
 

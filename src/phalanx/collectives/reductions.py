@@ -26,7 +26,7 @@ from phalanx.collectives.request import (
     out_for,
     work_in_place,
 )
-from phalanx.collectives.resolve import TensorRequest, checked_algorithm
+from phalanx.collectives.resolve import Options, TensorRequest, checked_algorithm
 from phalanx.core.backend import Backend
 from phalanx.core.work import Work
 from phalanx.wire.memory import copy_bits, plain
@@ -61,12 +61,9 @@ def all_reduce(
     check_tensor(tensor, backend, "all_reduce")
     shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "all_reduce", device=tensor.device)
+    options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        *(backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, op),
-        algorithm=algorithm,
-        reproducible=reproducible,
-        label=label,
-        timeout=timeout,
+        backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, options, op
     )
 
 
@@ -84,12 +81,9 @@ def all_reduce_(
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
+    options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        *(backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, op),
-        algorithm=algorithm,
-        reproducible=reproducible,
-        label=label,
-        timeout=timeout,
+        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
     )
 
 
@@ -132,13 +126,8 @@ def reduce(
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
         source = given(tensor, out, same=out)
-    return TensorRequest(
-        *(backend, "reduce", shape, dtype, source, out, result, op, root),
-        algorithm=algorithm,
-        reproducible=reproducible,
-        label=label,
-        timeout=timeout,
-    )
+    options = (algorithm, reproducible, label, timeout)
+    return TensorRequest(backend, "reduce", shape, dtype, source, out, result, options, op, root)
 
 
 @collective
@@ -161,12 +150,9 @@ def reduce_(
         out = source
     else:
         source, out, result = plain(tensor), None, lambda: tensor
+    options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        *(backend, "reduce", tensor.shape, tensor.dtype, source, out, result, op, root),
-        algorithm=algorithm,
-        reproducible=reproducible,
-        label=label,
-        timeout=timeout,
+        backend, "reduce", tensor.shape, tensor.dtype, source, out, result, options, op, root
     )
 
 
@@ -206,14 +192,19 @@ def reduce_scatter(
     whole, dtype = tensor.shape, tensor.dtype
     shape = check_slices(whole, backend, "reduce_scatter")
     out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
+    options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        *(backend, "reduce_scatter", whole, dtype, given(tensor, out), out, result, op),
+        backend,
+        "reduce_scatter",
+        whole,
+        dtype,
+        given(tensor, out),
+        out,
+        result,
+        options,
+        op,
         consume=consume,
         own=tuple(own),
-        algorithm=algorithm,
-        reproducible=reproducible,
-        label=label,
-        timeout=timeout,
     )
 
 
@@ -258,10 +249,8 @@ def all_reduce_coalesced(
     copied into one, and reduced by one `all_reduce`. Raises as that does, and `DesyncError` if
     ranks give different lists.
     """
-    listed = _listed(tensors, backend)
-    return _Coalesced(
-        *(backend, listed, op, _new, algorithm, reproducible, label, timeout),
-    )
+    options = (algorithm, reproducible, label, timeout)
+    return _Coalesced(backend, _listed(tensors, backend), op, _new, options)
 
 
 @collective
@@ -279,9 +268,8 @@ def all_reduce_coalesced_(
     listed = _listed(tensors, backend)
     for tensor in listed:
         check_distinct(tensor)
-    return _Coalesced(
-        *(backend, listed, op, finish_into, algorithm, reproducible, label, timeout),
-    )
+    options = (algorithm, reproducible, label, timeout)
+    return _Coalesced(backend, listed, op, finish_into, options)
 
 
 async_all_reduce_coalesced = asynchronous(all_reduce_coalesced)
@@ -300,10 +288,7 @@ class _Coalesced(Request[list[Tensor]]):
         tensors: list[Tensor],
         op: ReduceOp,
         deliver: Callable[[Tensor, Tensor], Tensor],
-        algorithm: str,
-        reproducible: bool,
-        label: str,
-        timeout: float | None,
+        options: Options,
     ) -> None:
         for tensor in tensors:
             reduction_for(op, tensor.dtype, rank=backend.rank, collective=COALESCED)
@@ -311,11 +296,10 @@ class _Coalesced(Request[list[Tensor]]):
         self._tensors = tensors
         self._op = op
         self._deliver = deliver
-        self._algorithm = checked_algorithm(
-            "all_reduce", algorithm, backend, reproducible=reproducible
-        )
-        self._label = f"{_signature(tensors)}, {label}" if label else _signature(tensors)
-        self._timeout = timeout
+        algorithm, reproducible, label, timeout = options
+        algorithm = checked_algorithm("all_reduce", algorithm, backend, reproducible=reproducible)
+        what = f"{_signature(tensors)}, {label}" if label else _signature(tensors)
+        self._options = (algorithm, False, what, timeout)
 
     @override
     def run(self) -> list[Tensor]:
@@ -343,17 +327,15 @@ class _Coalesced(Request[list[Tensor]]):
             for number, place in zip(numbers, places, strict=True):
                 reduced[number] = flat[slice(*place)].view(tensors[number].shape)
                 copy_bits(reduced[number], tensors[number])
-            work = TensorRequest(
-                *(backend, "all_reduce", flat.shape, dtype, flat, flat, results, self._op),
-                algorithm=self._algorithm,
-                label=self._label,
-                timeout=self._timeout,
-                name=COALESCED,
-            ).issue(background=background)
-        if work is None:
-            return backend.issue(
-                COALESCED, (), result=results, signature=self._label, timeout=self._timeout
+            shape, options = flat.shape, self._options
+            request = TensorRequest(
+                backend, "all_reduce", shape, dtype, flat, flat, results, options, self._op
             )
+            request.name = COALESCED
+            work = request.issue(background=background)
+        if work is None:
+            _, _, what, timeout = self._options
+            return backend.issue(COALESCED, (), result=results, signature=what, timeout=timeout)
         return work
 
 

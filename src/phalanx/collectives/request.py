@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -187,13 +187,6 @@ def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int
 # Memory for inputs and results.
 
 
-class Out(NamedTuple):
-    """Memory for a result: contiguous, and what the caller gets of it."""
-
-    memory: Tensor
-    result: Callable[[], Tensor]
-
-
 def out_for(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -202,30 +195,32 @@ def out_for(
     op: str,
     *,
     device: torch.device,
-) -> Out:
-    """Uninitialized memory for a result: `into`, if that is given; else new, on the device.
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Uninitialized contiguous memory for a result, and what gives the caller that result.
+
+    It is `into`, if that is given; else new, on the device.
 
     Raises `SizeMismatchError` if `into` does not fit.
     """
     if into is None:
         memory = backend.empty(*shape, dtype=dtype, device=device)
-        return Out(memory, lambda: memory)
+        return memory, lambda: memory
     check_into(into, shape, dtype, backend, op)
     if is_plain(into):
         memory = into.detach()
     else:
         memory = backend.empty(*shape, dtype=dtype, device=into.device)
-    return Out(memory, lambda: finish_into(into, memory))
+    return memory, lambda: finish_into(into, memory)
 
 
-def work_in_place(tensor: Tensor) -> Out:
+def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Memory to work on in the place of `tensor`: itself, or a contiguous copy, copied back."""
     if is_plain(tensor):
         memory = tensor.detach() if tensor.requires_grad else tensor
     else:
         check_distinct(tensor)
         memory = plain(tensor)
-    return Out(memory, lambda: finish_into(tensor, memory))
+    return memory, lambda: finish_into(tensor, memory)
 
 
 def given(tensor: Tensor, out: Tensor | None, *, same: Tensor | None = None) -> Tensor:

@@ -46,6 +46,9 @@ class Resolved(NamedTuple):
     shm: ShmDirect | None  # in shared memory
 
 
+Options: TypeAlias = "tuple[str, bool, str, float | None]"
+"""Of every collective: algorithm, reproducible, label, timeout."""
+
 Arguments: TypeAlias = (
     "tuple[str, Iterable[Program], tuple[memoryview, ...], Combine | None, str, int, float | None]"
 )
@@ -64,7 +67,7 @@ class TensorRequest(Request[T]):
     source       what this rank gives: contiguous; not written, unless it is `out`
     out          where its result goes: contiguous; apart from `source`, or the same memory
     result       gives what the caller gets in the end
-    label        ranks whose labels differ do not mean the same: a `DesyncError`
+    options      the arguments algorithm, reproducible, label and timeout of every collective
     consume      whether `source` may be overwritten meanwhile, which saves a copy
     own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
                  their place is: the element of the slice at which each begins, and its values,
@@ -79,12 +82,9 @@ class TensorRequest(Request[T]):
     source: Tensor | None
     out: Tensor | None
     result: Callable[[], T]
+    options: Options
     op: ReduceOp | None = None
     root: int = 0
-    algorithm: str = "auto"
-    reproducible: bool = False
-    label: str = ""
-    timeout: float | None = None
     consume: bool = False
     own: OwnParts = ()
     name: str = ""
@@ -102,19 +102,17 @@ class TensorRequest(Request[T]):
 
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
         """What the backend is asked to do, and what gives the result afterwards."""
-        backend = self.backend
+        backend, collective = self.backend, self.collective
+        algorithm, reproducible, label, timeout = self.options
         # What was right once is right again.
-        kind = (
-            *(self.collective, self.shape, self.dtype, self.op, self.root),
-            *(self.algorithm, self.reproducible),
-        )
+        kind = (collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible)
         resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
         if resolved is None:
             resolved = remember(backend, kind, _resolve(self))
         plan, shm = resolved
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
-        if backend.native is not None and self.algorithm == "auto" and not self.reproducible:
+        if backend.native is not None and algorithm == "auto" and not reproducible:
             steps = self._native(backend.native, plan)
         if steps is None:
             first = self.source if self.source is not None else self.out
@@ -125,11 +123,11 @@ class TensorRequest(Request[T]):
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint
-        if self.label:
-            signature = f"{signature}, {self.label}"
-            fingerprint ^= xxh3_64_intdigest(self.label.encode())
-        name = self.name or self.collective
-        return (name, steps, buffers, combine, signature, fingerprint, self.timeout), result
+        if label:
+            signature = f"{signature}, {label}"
+            fingerprint ^= xxh3_64_intdigest(label.encode())
+        name = self.name or collective
+        return (name, steps, buffers, combine, signature, fingerprint, timeout), result
 
     def _native(self, native: Native, plan: Plan) -> Iterable[Program] | None:
         """The step that does it by the backend's library, if that has it."""
@@ -201,9 +199,8 @@ def _resolve(request: TensorRequest[Any]) -> Resolved:
     backend, collective, dtype = request.backend, request.collective, request.dtype
     if collective in REDUCING:
         reduction_for(request.op, dtype, rank=backend.rank, collective=collective)
-    name = checked_algorithm(
-        collective, request.algorithm, backend, reproducible=request.reproducible
-    )
+    algorithm, reproducible, *_ = request.options
+    name = checked_algorithm(collective, algorithm, backend, reproducible=reproducible)
     tuning = ""
     if name == "auto":
         picked = choose(collective, prod(request.shape) * dtype.itemsize, backend)

@@ -212,6 +212,7 @@ class ShmDirect:
         self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
         room = PIECE // self.size if self.form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
+        self._own_slots = [control.mine.slot_address(turn) for turn in (0, 1)]
         self._views: dict[tuple[int, int], Tensor] = {}
         self._turn_views: dict[int, list[Tensor]] = {}
 
@@ -244,7 +245,7 @@ class ShmDirect:
         """Everyone who gets the result folds all of it."""
         assert source is not None
         control, turn = self.control, 1 - self.control.turn
-        copy(control.mine.slot_address(turn), source.data_ptr(), self._given)
+        copy(self._own_slots[turn], source.data_ptr(), self._given)
         yield ShmEpoch(control, first=True)
         if out is not None:
             views = self._turn_views.get(turn)
@@ -259,7 +260,7 @@ class ShmDirect:
     def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
         control, turn = self.control, 1 - self.control.turn
         if source is not None:
-            copy(control.mine.slot_address(turn), source.data_ptr(), self._given)
+            copy(self._own_slots[turn], source.data_ptr(), self._given)
         yield ShmEpoch(control, first=True)
         if out is not None:
             slots = [control.slot(place).slot_address(turn) for place in range(self.size)]

@@ -280,10 +280,8 @@ class Backend:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         site = call_site()
         with engine.lock:
-            number = group.next_message(name, peer)
-            call = Call(
-                *(name, number, ", ".join(signature), group.suffix, site, engine.now(), seconds)
-            )
+            what, number, now = ", ".join(signature), group.next_message(name, peer), engine.now()
+            call = Call(name, number, what, group.suffix, site, now, seconds)
             channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)
             self._begin(work)

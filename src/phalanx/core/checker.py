@@ -91,12 +91,10 @@ class Checker:
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         sequence, calls = self.issued, self.calls
-        rolling_hash = extend_hash(self.rolling_hash, fingerprint)
-        self.issued, self.rolling_hash = sequence + 1, rolling_hash
+        self.issued = sequence + 1
+        self.rolling_hash = rolling = extend_hash(self.rolling_hash, fingerprint)
         suffix = self._members.suffix
-        call = Call(
-            *(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling_hash)
-        )
+        call = Call(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling)
         calls.append(call)
         if len(calls) > KEPT and calls[0].ended:
             calls.popleft()

@@ -43,6 +43,7 @@ class Group(GroupBase):
         self.parent = parent
         self.failure: Failure | None = None
         self._unraised = False  # whether no call has raised the failure yet
+        self._issued_before = 0  # how many collectives when it failed
         self.closed = False
         self.left = set()
         self.finished = 0
@@ -99,9 +100,7 @@ class Group(GroupBase):
     def issue(self, work: WorkBase) -> None:
         """Begin a work, or put it behind the collectives that were issued before."""
         if self.failure is not None or self.closed or self.engine.closed:
-            if work.is_collective:
-                self.checker.calls.pop()
-            self.check_usable(work.call)
+            self._refuse(work)
         if not work.is_collective:
             self._messages.add(work)
             work.advance()
@@ -246,6 +245,7 @@ class Group(GroupBase):
         if self.failure is not None:
             return
         self.failure = failure
+        self._issued_before = self.checker.issued
         self.checker.broken = True
         self._give_up()
         self._unraised = not self.under_way()
@@ -311,12 +311,16 @@ class Group(GroupBase):
             later=later,
         )
 
-    def check_usable(self, call: Call) -> None:
+    def _refuse(self, work: WorkBase) -> None:
         """Raise the first failure of the group, or that it is closed."""
-        if self.closed or self.engine.closed:
+        call, failure = work.call, self.failure
+        # It may have failed while the caller did the first steps of this one.
+        later = not work.is_collective or call.sequence >= self._issued_before
+        if work.is_collective and later:
+            self.checker.calls.pop()
+        if self.closed or self.engine.closed or failure is None:
             raise closed_error(call, self)
-        if self.failure is not None:
-            self._unraised = False
-            error = self._error_for(self.failure, call, later=True)
-            self.engine.history.note_on(error)
-            raise error
+        self._unraised = False
+        error = self._error_for(failure, call, later=later)
+        self.engine.history.note_on(error)
+        raise error
