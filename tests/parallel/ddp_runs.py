@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import threading
 from collections.abc import Callable
@@ -105,9 +106,12 @@ class Watched:
         send_one = transport.send
 
         def watched(start: Any) -> Any:
-            def watched_start(name: str, *args: Any, signature: str = "", **options: Any) -> Any:
-                self.events.append(f"{name} {signature}")
-                return start(name, *args, signature=signature, **options)
+            arguments = inspect.signature(start)
+
+            def watched_start(name: str, *args: Any, **options: Any) -> Any:
+                given = arguments.bind(name, *args, **options).arguments
+                self.events.append(f"{name} {given.get('signature', '')}")
+                return start(name, *args, **options)
 
             return watched_start
 

@@ -306,12 +306,12 @@ class Backend:
         name: str,
         program: Iterable[Program],
         buffers: tuple[memoryview, ...] = (),
+        *,
         combine: Combine | None = None,
+        result: Callable[[], T] | None = None,
         signature: str = "",
         fingerprint: int = 0,
         timeout: float | None = None,
-        *,
-        result: Callable[[], T] | None = None,
         background: bool = False,
     ) -> Work[T]:
         """Issue a collective: this rank's steps. Returns at once.
