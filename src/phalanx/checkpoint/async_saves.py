@@ -1,4 +1,4 @@
-"""Saves in the background: `PendingSave`, and what a backend keeps of them."""
+"""Saves in the background: `PendingSave`, the latest of which a backend keeps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import CollectiveTimeoutError, DistributedError, MisuseError
 
 log = logging.getLogger("phalanx")
+_KEY = ("checkpoints", "the latest save in the background")
 
 
 class PendingSave:
@@ -29,6 +30,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._raised = False
+        self._group: Backend | None = None
 
     def __repr__(self) -> str:
         state = "failed" if self.failed else "done" if self.done() else "being written"
@@ -51,7 +53,8 @@ class PendingSave:
         Raises what made the save fail, each time it is called; the checkpoints before it are as
         they were. Nothing is sent.
         """
-        self._join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
         if not self.done():
             raise CollectiveTimeoutError(
                 f"{self.folder} is still being written after {timeout:g} s",
@@ -65,77 +68,57 @@ class PendingSave:
             raise self._failure
         return self.folder
 
-    def _start(self, write: Callable[[], None]) -> None:
-        """Call `write` in a thread, which the end of the program waits for."""
-        name = f"checkpoint of step {self.step}"
-        self._thread = threading.Thread(target=self._run, args=(write,), name=name)
-        self._thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            if isinstance(error, MisuseError):
-                error.message += (
-                    ": the backend was closed while the checkpoint was being written. Call wait() "
-                    "on what save_checkpoint returned before that"
-                )
-            self._failure = error
-            log.error(  # noqa: TRY400 - `wait` raises it with the traceback
-                "the checkpoint of step %d was not saved: %s", self.step, error
-            )
-
-    def _join(self, timeout: float | None = None) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
-
-
-class AsyncSaves:
-    """The saves in the background on one backend, or without one.
-
-    latest   the last one that was started
-    group    of the same ranks, for the messages of saves: training goes on meanwhile, with other
-             collectives, in another order on each rank
-    """
-
-    def __init__(self) -> None:
-        self.latest: PendingSave | None = None
-        self.group: Backend | None = None
-
-    @classmethod
-    def on(cls, backend: Backend | None) -> AsyncSaves:
-        """Those on a backend, which keeps them."""
-        found = backend.cache.get(_KEY) if backend is not None else None
-        return found if isinstance(found, AsyncSaves) else cls()
-
-    def wait(self) -> None:
-        """Wait for the end of the latest save, whether it fails or not."""
-        if self.latest is not None:
-            self.latest._join()
-
-    def settle(self) -> None:
-        """Wait for the latest save; raise its error unless `wait` has raised it already."""
-        self.wait()
-        latest, self.latest = self.latest, None
-        if latest is None or not latest.failed:
-            return
-        self.group = None  # it may be broken
-        if not latest._raised:
-            try:
-                latest.wait()
-            except DistributedError as error:
-                error.message = f"the save before this one failed: {error.message}"
-                raise
-
-    def start(
-        self, pending: PendingSave, write: Callable[[], None], backend: Backend | None
+    def _start(
+        self, write: Callable[[], None], backend: Backend | None, group: Backend | None
     ) -> None:
-        """Let `write` run in the background."""
+        """Let a thread, which a program waits for at its end, call `write`; `group` is its own."""
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                if isinstance(error, MisuseError):
+                    error.message += (
+                        ": the backend was closed while the checkpoint was being written. Call "
+                        "wait() on what save_checkpoint returned before that"
+                    )
+                self._failure = error
+                log.error(  # noqa: TRY400 - `wait` raises it with the traceback
+                    "the checkpoint of step %d was not saved: %s", self.step, error
+                )
+
+        self._group = group
         if backend is not None:
-            self.latest = pending
             backend.cache.pop(_KEY, None)  # of what a backend keeps, the oldest may be dropped
             backend.cache[_KEY] = self
-        pending._start(write)
+        self._thread = threading.Thread(target=run, name=f"checkpoint of step {self.step}")
+        self._thread.start()
 
 
-_KEY = ("checkpoints", "saves in the background")
+def wait_for_latest(backend: Backend | None) -> PendingSave | None:
+    """The latest save in the background on a backend, when it is over, whether it failed or not."""
+    latest = backend.cache.get(_KEY) if backend is not None else None
+    if not isinstance(latest, PendingSave):
+        return None
+    if latest._thread is not None:
+        latest._thread.join()
+    return latest
+
+
+def settle(backend: Backend | None) -> Backend | None:
+    """Wait for the latest save; raise its error unless `wait` has raised it already.
+
+    Returns the group of the same ranks for the messages of the next one, or None if that needs a
+    new one. Training goes on meanwhile, with other collectives, in another order on each rank.
+    """
+    latest = wait_for_latest(backend)
+    if backend is None or latest is None or not latest.failed:
+        return latest._group if latest is not None else None
+    backend.cache.pop(_KEY, None)  # its group may be broken
+    if not latest._raised:
+        try:
+            latest.wait()
+        except DistributedError as error:
+            error.message = f"the save before this one failed: {error.message}"
+            raise
+    return None

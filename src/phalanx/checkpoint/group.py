@@ -7,35 +7,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from phalanx import errors
 from phalanx.collectives import all_gather_object
 from phalanx.core.backend import Backend
-from phalanx.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointIOError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    DistributedError,
-    MisuseError,
-    UnsupportedObjectError,
-    UnsupportedOperationError,
-)
 
 T = TypeVar("T")
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
-
-_KINDS: Mapping[str, type[DistributedError]] = MappingProxyType(
+_KINDS: Mapping[str, type[errors.DistributedError]] = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
-            CheckpointDamagedError,
-            CheckpointError,
-            CheckpointIOError,
-            CheckpointMismatchError,
-            CheckpointNotFoundError,
-            MisuseError,
-            UnsupportedObjectError,
-            UnsupportedOperationError,
+            *(errors.CheckpointDamagedError, errors.CheckpointError, errors.CheckpointIOError),
+            *(errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.MisuseError),
+            *(errors.UnsupportedObjectError, errors.UnsupportedOperationError),
         )
     }
 )
@@ -75,34 +59,27 @@ class CheckpointGroup:
             outcomes = all_gather_object(outcome, self.backend, timeout=self.timeout)
         for rank, (_, kind, problem, number) in enumerate(outcomes):
             if kind:
-                raise self.error(kind, problem, rank, number) from failure
+                where = f"rank {rank}: " if self.size > 1 else ""
+                told = _KINDS.get(kind, errors.CheckpointError)(
+                    f"{self.op}: {where}{problem}", rank=self.rank, peer=rank, op=self.op
+                )
+                if isinstance(told, errors.CheckpointIOError):
+                    told.errno = number
+                raise told from failure
         return [result for result, *_ in outcomes]
 
     def on_rank0(self, attempt: Callable[[], T]) -> T:
         """Call `attempt` on rank 0; its result, on every rank. Raises as `on_all` does."""
         return self.on_all(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
-    def error(
-        self, kind: str, problem: str, culprit: int | None = None, number: int | None = None
-    ) -> DistributedError:
-        """The error to raise for a problem; of one rank, unless all have it."""
-        where = f"rank {culprit}: " if culprit is not None and self.size > 1 else ""
-        error = _KINDS.get(kind, CheckpointError)(
-            f"{self.op}: {where}{problem}", rank=self.rank, peer=culprit, op=self.op
-        )
-        if isinstance(error, CheckpointIOError):
-            error.errno = number
-        return error
-
 
 def _described(error: Exception) -> tuple[str, str, int | None]:
     """The kind of error to raise on all ranks, its text, and its errno."""
-    if isinstance(error, DistributedError):
+    if isinstance(error, errors.DistributedError):
         return type(error).__name__, error.message, getattr(error, "errno", None)
     if isinstance(error, OSError):
-        number = error.errno or 0
-        name = errno.errorcode.get(number, "?")
+        name = errno.errorcode.get(error.errno or 0, "?")
         path = error.filename if error.filename is not None else "a file"
-        why = f"{error.strerror or error} ({name}, errno {number})"
-        return CheckpointIOError.__name__, f"{path}: {why}", error.errno
-    return CheckpointError.__name__, f"{type(error).__name__}: {error}", None
+        why = f"{error.strerror or error} ({name}, errno {error.errno or 0})"
+        return "CheckpointIOError", f"{path}: {why}", error.errno
+    return "CheckpointError", f"{type(error).__name__}: {error}", None

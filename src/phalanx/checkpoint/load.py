@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint import state, storage
-from phalanx.checkpoint.async_saves import AsyncSaves
+from phalanx.checkpoint.async_saves import wait_for_latest
 from phalanx.checkpoint.group import CheckpointGroup
-from phalanx.checkpoint.load_plan import LoadPlan, shown
-from phalanx.checkpoint.manifest import Manifest, decode_manifest, from_json
-from phalanx.checkpoint.storage import CheckpointFolder
+from phalanx.checkpoint.manifest import (
+    Json,
+    Manifest,
+    OptimizerRecord,
+    StateRecord,
+    decode_manifest,
+    from_json,
+)
 from phalanx.checkpoint.tensor_files import Reader
 from phalanx.core.backend import Backend
 from phalanx.errors import (
@@ -27,6 +32,9 @@ from phalanx.errors import (
     CheckpointNotFoundError,
     MisuseError,
 )
+from phalanx.wire.memory import copy_bits
+
+_SHOWN = 8  # names in a message
 
 
 class Checkpoint(NamedTuple):
@@ -85,19 +93,15 @@ def load_checkpoint(
     """
     backend = backend if backend is not None else state.backend_of(model)
     state.check_layer_parts_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
-    group = CheckpointGroup(backend, "load_checkpoint", timeout)
-    load = _Load(group, os.path.abspath(folder))
-    load.find(step)
-    load.read(model, optimizer)
+    load = _Load(CheckpointGroup(backend, "load_checkpoint", timeout), os.path.abspath(folder))
+    load.find_and_read(step, model, optimizer)
     return load.apply(random_state)
 
 
 class _Load:
     """One rank's part in one load: find, read, and, when all ranks have read, apply."""
 
-    _path: str
     _manifest: Manifest
-    _plan: LoadPlan | None = None
     _extra: Any
     _rng: Tensor
     _random_states: dict[str, Any]
@@ -105,53 +109,64 @@ class _Load:
     def __init__(self, group: CheckpointGroup, folder: str) -> None:
         self._group = group
         self._path = self._folder = folder
+        self._changes: list[Iterator[list[str]]] = []
 
-    def find(self, step: int | None) -> None:
-        """Rank 0 finds the checkpoint and sends the others its manifest."""
+    def find_and_read(
+        self, step: int | None, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """Rank 0 finds the checkpoint; all check that it fits, and read what they need.
 
-        def look() -> tuple[str, bytes, bytes]:
-            AsyncSaves.on(self._group.backend).wait()
-            self._path = find(self._folder, step)
-            return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
-
-        with self._offering_another():
-            name, commit, manifest = self._group.on_rank0(look)
-        self._path = os.path.normpath(os.path.join(self._folder, name))
-        self._manifest = decode_manifest(self._path, commit, manifest)
-
-    def read(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Check that it fits, and read what this rank needs, on all ranks."""
-        with self._offering_another():
+        A damaged checkpoint's error names one to load instead.
+        """
+        try:
+            name, commit, manifest = self._group.on_rank0(lambda: self._find(step))
+            self._path = os.path.normpath(os.path.join(self._folder, name))
+            self._manifest = decode_manifest(self._path, commit, manifest)
             unused = self._group.on_all(lambda: self._read(model, optimizer))
+        except (CheckpointDamagedError, CheckpointIOError) as error:
+            error.message += self._group.on_rank0(lambda: instead_of(self._path))
+            raise
         nobodys = set(unused[0]).intersection(*unused[1:])
         if nobodys:
-            names = shown([name for name in unused[0] if name in nobodys])
-            problem = f"the model has no place for {names}, which the checkpoint has"
-            raise self._group.error(
-                CheckpointMismatchError.__name__, f"{self._path} does not fit: {problem}"
+            names = _shown([name for name in unused[0] if name in nobodys])
+            raise CheckpointMismatchError(
+                f"{self._group.op}: {self._path} does not fit: the model has no place for {names}, "
+                "which the checkpoint has",
+                rank=self._group.rank,
+                op=self._group.op,
             )
+
+    def _find(self, step: int | None) -> tuple[str, bytes, bytes]:
+        """The checkpoint's place in the folder, its commit record and its manifest."""
+        wait_for_latest(self._group.backend)
+        self._path = find(self._folder, step)
+        return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
 
     def _read(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> list[str]:
         """Read, and return what the checkpoint has and the model of this rank does not."""
         manifest, reader = self._manifest, Reader(self._path, self._manifest)
+        unused: list[str] = []
         if model is not None:
-            try:
-                self._plan = LoadPlan(manifest, reader, state.model_state(model), optimizer)
-            except CheckpointMismatchError as error:
-                raise CheckpointMismatchError(
-                    f"{self._path} does not fit: {error.message}"
-                ) from error
+            held = state.model_state(model)
+            self._changes.append(_into_model(held, manifest, reader))
+            if optimizer is not None:
+                self._changes.append(_into_optimizer(optimizer, held, manifest, reader))
         elif optimizer is not None:
             raise MisuseError("an optimizer is loaded with its model: give model=, too")
+        try:
+            for change in self._changes:
+                unused += next(change)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{self._path} does not fit: {error.message}") from error
         self._rng = reader.whole(manifest.rng[self._group.rank if self._same_size else 0])
-        reader.value(manifest.extra)
+        reader.request(manifest.extra)
         reader.read()
         try:
             self._random_states = state.check_random_state(self._rng)
             self._extra = from_json(manifest.extra, reader.whole)
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
-        return self._plan.unused if self._plan is not None else []
+        return unused
 
     @property
     def _same_size(self) -> bool:
@@ -160,23 +175,197 @@ class _Load:
 
     def apply(self, random_state: bool) -> Checkpoint:
         """Change the model, the optimizer and the random states."""
-        if self._plan is not None:
-            self._plan.apply()
-            if random_state and self._same_size:
-                state.restore_random_state(self._random_states)
-            elif random_state:
-                state.reseed(self._rng, self._group.rank, self._group.size)
+        for change in self._changes:
+            next(change, None)
+        if self._changes and random_state and self._same_size:
+            state.restore_random_state(self._random_states)
+        elif self._changes and random_state:
+            state.reseed(self._rng, self._group.rank, self._group.size)
         manifest = self._manifest
         return Checkpoint(manifest.step, self._extra, Path(self._path), manifest.world_size)
 
-    @contextmanager
-    def _offering_another(self) -> Iterator[None]:
-        """Around what all ranks do: a damaged checkpoint's error names one to load instead."""
-        try:
-            yield
-        except (CheckpointDamagedError, CheckpointIOError) as error:
-            error.message += self._group.on_rank0(lambda: instead_of(self._path))
-            raise
+
+# ------------------------------------------------------------------------------
+# Whether a checkpoint fits, and what of it this rank reads
+#
+# A generator for each thing to load into. It raises `CheckpointMismatchError`, or requests tensors
+# from the reader and yields the names in the checkpoint that are not here. When all ranks have read
+# their tensors it is resumed, and changes what it was made for, in place.
+
+
+def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> Iterator[list[str]]:
+    here = {**model.parameters, **model.buffers}
+    there = {name: manifest.aliases.get(name, name) for name in here}
+    missing = [name for name in here if there[name] not in manifest.model]
+    missing += [key for key in model.stateful if key not in manifest.values]
+    if missing:
+        raise CheckpointMismatchError(
+            f"it has no {_shown(missing)}, which the model has: load it into the model that was "
+            "saved"
+        )
+    wrong = []
+    for name, shard in here.items():
+        record = manifest.model[there[name]]
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
+        if (record.dtype, record.shape) != (dtype, shard.slice.shape):
+            wrong.append(
+                f"{name} is {record.dtype} {list(record.shape)} there and {dtype} "
+                f"{list(shard.slice.shape)} here"
+            )
+    if wrong:
+        raise CheckpointMismatchError(f"it is of another model: {_shown(wrong)}")
+    loaded = [
+        (shard.tensor, reader.part(manifest.model[there[name]], shard.slice))
+        for name, shard in here.items()
+    ]
+    for key in model.stateful:
+        reader.request(manifest.values[key])
+    own_states = []
+    for number, wrapper in enumerate(model.wrappers):
+        prefix = f"own/{number}/"
+        keys = [name.removeprefix(prefix) for name in manifest.state if name.startswith(prefix)]
+        own_states.append({key: reader.whole(prefix + key) for key in wrapper.needs(keys)})
+    used = {*there.values(), *model.stateful}
+    yield [name for name in (*manifest.model, *manifest.values) if name not in used]
+
+    with ExitStack() as writing, torch.no_grad():
+        for wrapper in model.wrappers:
+            writing.enter_context(wrapper.writing())
+        for tensor, flat in loaded:
+            copy_bits(tensor.detach(), flat.view(tensor.shape))
+    for wrapper, own in zip(model.wrappers, own_states, strict=True):
+        wrapper.load_own_state(own)
+    for key, module in model.stateful.items():
+        module.set_extra_state(from_json(manifest.values[key], reader.whole))
+
+
+StateToLoad = Tensor | Json
+"""State for a parameter under one key: a flat tensor of the parameter's shape, or a value."""
+
+
+def _into_optimizer(
+    optimizer: torch.optim.Optimizer, model: state.ModelState, manifest: Manifest, reader: Reader
+) -> Iterator[list[str]]:
+    saved = manifest.optimizer
+    if saved is None:
+        raise CheckpointMismatchError("it was saved without an optimizer: load it without one")
+    groups = state.named_groups(optimizer, model.parameters)
+    if type(optimizer).__name__ != saved.kind:
+        raise CheckpointMismatchError(
+            f"its optimizer is {saved.kind}, and the one here {type(optimizer).__name__}: load "
+            "it without the optimizer"
+        )
+    group_of = {name: at for at, group in enumerate(saved.groups) for name in group.parameters}
+    there = {
+        name: name if name in group_of else manifest.aliases.get(name, name)
+        for group in groups
+        for name in group
+    }
+    missing = [name for name, stored in there.items() if stored not in group_of]
+    if missing:
+        raise CheckpointMismatchError(
+            f"its optimizer has no {_shown(missing)}, which the optimizer here has"
+        )
+    options = [
+        _options_of(number, {name: group_of[there[name]] for name in group}, saved)
+        for number, group in enumerate(groups)
+    ]
+    for each in (*options, saved.shared):
+        reader.request(each)
+    states = [
+        {
+            parameter: {
+                key: _request_state(key, record, name, there[name], model.parameters[name], reader)
+                for key, record in saved.state.get(there[name], {}).items()
+            }
+            for name, parameter in group.items()
+        }
+        for group in groups
+    ]
+    used = set(there.values())
+    yield [f"the optimizer's {name}" for name in group_of if name not in used]
+
+    optimizer.state.clear()
+    for group, given, of_group in zip(optimizer.param_groups, options, states, strict=True):
+        for key, value in from_json(given or {}, reader.copy).items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)  # a captured graph refers to this tensor
+            else:
+                group[key] = value
+        steps_on_cpu = not (group.get("capturable") or group.get("fused"))
+        for parameter, found in of_group.items():
+            if found:
+                optimizer.state[parameter] = {
+                    key: _placed(value, parameter, reader, key == "step" and steps_on_cpu)
+                    for key, value in found.items()
+                }
+    optimizer.state.update(from_json(saved.shared or {}, reader.copy))
+
+
+def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord) -> Json:
+    """The options that the parameters of a group had, each in its saved group."""
+    first, at = next(iter(group_of.items()), ("", None))
+    if at is None:
+        return None
+    for name, other in group_of.items():
+        if saved.groups[other].options != saved.groups[at].options:
+            raise CheckpointMismatchError(
+                f"group {number} of the optimizer has {first} and {name}, which had other options "
+                f"when they were saved ({saved.groups[at].options} and "
+                f"{saved.groups[other].options}): put them into groups of their own"
+            )
+    return saved.groups[at].options
+
+
+def _request_state(
+    key: str,
+    record: StateRecord,
+    name: str,
+    stored: str,
+    shard: state.ParameterShard,
+    reader: Reader,
+) -> StateToLoad:
+    """Request what an optimizer keeps under `key` for a parameter, `stored` in the checkpoint."""
+    if record.tensor:
+        of_rank = shard.name_of(state.path_of(stored, key))
+        tensor = reader.record(of_rank if of_rank in reader.manifest.state else record.tensor)
+        if tensor.shape != shard.slice.shape:
+            raise CheckpointMismatchError(
+                f"the optimizer's {key} of {name} has shape {list(tensor.shape)} there, and "
+                f"the parameter {list(shard.slice.shape)} here"
+            )
+        return reader.part(tensor, shard.slice)
+    if not record.own:
+        return reader.request(record.value)
+    start, stop = shard.slice.start, shard.slice.stop
+    for own in record.own:
+        if (own.start, own.stop) == (start, stop):
+            return reader.request(own.value)
+    parts = _shown([f"{each.start}:{each.stop}" for each in record.own])
+    raise CheckpointMismatchError(
+        f"the optimizer's {key} of {name} cannot be cut otherwise than it was: it was saved "
+        f"for elements {parts}, and this rank has {start}:{stop}. Load it with the number "
+        "of ranks and the strategy that it was saved with, or without the optimizer"
+    )
+
+
+def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool) -> object:
+    """State laid out as the parameter; tensors of values on its device, or on the CPU."""
+    if not isinstance(value, Tensor):
+        device = torch.device("cpu") if on_cpu else parameter.device
+        return from_json(value, lambda name: reader.copy(name).to(device))
+    flat = value.view(parameter.shape)
+    if parameter.is_contiguous() and parameter.device == flat.device:
+        return flat
+    like = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
+    copy_bits(like, flat)
+    return like
+
+
+def _shown(names: list[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 # ------------------------------------------------------------------------------
@@ -265,7 +454,7 @@ def instead_of(path: str) -> str:
     return f". No other checkpoint in {folder} is all there"
 
 
-def _looks_whole(folder: CheckpointFolder) -> bool:
+def _looks_whole(folder: storage.CheckpointFolder) -> bool:
     """Whether its manifest is as it was written, and its files have their sizes."""
     try:
         manifest = decode_manifest(folder.path, *read_manifest(folder.path))

@@ -297,17 +297,6 @@ def from_json(encoded: Json, tensor: Callable[[str], Tensor]) -> Any:
     return {key: from_json(part, tensor) for key, part in encoded.items()}
 
 
-def tensors_in(encoded: Json) -> list[str]:
-    """The names of the tensors that a value refers to."""
-    found: list[str] = []
-
-    def note(name: str) -> Any:
-        found.append(name)
-
-    from_json(encoded, note)
-    return found
-
-
 _FROM_JSON: Mapping[str, Callable[[Any, Callable[[str], Tensor]], object]] = MappingProxyType(
     {
         "$int": lambda content, _: int(content, 16),

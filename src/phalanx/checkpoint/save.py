@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,19 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.checkpoint import state, storage
-from phalanx.checkpoint.async_saves import AsyncSaves, PendingSave
+from phalanx.checkpoint.async_saves import PendingSave, settle
 from phalanx.checkpoint.group import CheckpointGroup
 from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
-from phalanx.checkpoint.save_plan import RankDescription, SavePlan
+from phalanx.checkpoint.save_plan import (
+    LocalTensors,
+    RankDescription,
+    describe_optimizer,
+    make_manifest,
+    merge_optimizers,
+    plan_files,
+)
 from phalanx.checkpoint.storage import CheckpointFolder, FolderLock
-from phalanx.checkpoint.tensor_files import FileKind, TensorShard, write_tensors
+from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
@@ -76,151 +84,154 @@ def save_checkpoint(
     that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` that cannot
     be kept. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    save = _Save(folder, model, step, backend, keep, async_save, timeout)
-    save.describe(model, optimizer, extra)
-    save.open()
-    return save.start()
+    backend = backend if backend is not None else state.backend_of(model)
+    state.check_layer_parts_apart(model, backend, os.path.abspath(folder), "save_checkpoint")
+    group = CheckpointGroup(backend, "save_checkpoint", timeout)
+    save = _Save(group, os.path.abspath(folder), step, keep, async_save)
+    return save.run(model, optimizer, extra)
 
 
+@dataclass
 class _Save:
     """One rank's part in one save: describe, open, copy if it is asynchronous, write, commit."""
 
-    _described: list[RankDescription]
-    _plan: SavePlan
+    group: CheckpointGroup
+    folder: str
+    step: int
+    keep: int | None
+    async_save: bool
+    local: LocalTensors = field(default_factory=LocalTensors)
+    background: Backend | None = None  # the same ranks, for saves in the background
+    files: list[PlannedFile] = field(default_factory=list)  # that this rank writes
+    path: str = ""
+    nonce: str = ""
+    previous: str = ""
+    new: NewCheckpoint | None = None  # on rank 0
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        model: nn.Module,
-        step: int,
-        backend: Backend | None,
-        keep: int | None,
-        async_save: bool,
-        timeout: float | None,
-    ) -> None:
-        self._folder = os.path.abspath(folder)
-        self._step = step
-        self._keep = keep
-        self._async = async_save
-        self._backend = backend if backend is not None else state.backend_of(model)
-        state.check_layer_parts_apart(model, self._backend, self._folder, "save_checkpoint")
-        self._group = CheckpointGroup(self._backend, "save_checkpoint", timeout)
-        self._saves = AsyncSaves.on(self._backend)
-        self._local = state.LocalTensors()
-        self._new: NewCheckpoint | None = None  # on rank 0
-        self._path = self._nonce = self._previous = ""
-
-    def describe(
+    def run(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: object
-    ) -> None:
-        """Exchange what each rank holds. Nothing is written yet."""
-        means = state.means_of(model, self._group.timeout)
-
-        def describe() -> bytes:
-            self._saves.settle()
-            local, held = self._local, state.model_state(model)
-            values = local.add_model(held, means)
-            about = (
-                state.describe_optimizer(optimizer, held.parameters, local) if optimizer else None
-            )
-            for number, wrapper in enumerate(held.wrappers):
-                for key, tensor in wrapper.own_state().items():  # the key names the rank
-                    local.add("state", f"own/{number}/{key}", tensor, equal=False)
-            rng = f"rng/{self._group.rank}"
-            local.add("state", rng, state.capture_random_state(), equal=False)
-            kept = local.json(extra, "extra") if self._group.rank == 0 else None
-            asked = [f"step={self._step}", f"keep={self._keep}", f"async_save={self._async}"]
-            fresh = self._async and self._saves.group is None
-            self._check_options()
-            return msgspec.json.encode(
-                RankDescription(asked, local.held, held.aliases, values, about, rng, kept, fresh)
-            )
-
-        described = self._group.on_all(describe)
-        self._described = [msgspec.json.decode(each, type=RankDescription) for each in described]
-
-    def _check_options(self) -> None:
-        self._step = operator.index(self._step)
-        if self._step < 0:
-            raise MisuseError(f"step must be 0 or more, not {self._step}")
-        if self._keep is not None and operator.index(self._keep) < 1:
-            raise MisuseError(f"keep must be 1 or more, or None for all, not {self._keep}")
-
-    def open(self) -> None:
-        """Work out who writes what; rank 0 makes the folder."""
+    ) -> PendingSave:
+        group, backend = self.group, self.group.backend
+        means: dict[Tensor, Tensor] = {}
+        for wrapper in state.wrappers_of(model):
+            means.update(wrapper.means(timeout=group.timeout))
+        told = group.on_all(lambda: self._describe(model, optimizer, extra, means))
+        described = [msgspec.json.decode(each, type=RankDescription) for each in told]
         with self._abandoned_on_error():
-            name, self._nonce, self._previous = self._group.on_all(self._open)[0]
-        self._path = os.path.join(self._folder, name)
-
-    def _open(self) -> tuple[str, str, str]:
-        self._plan = SavePlan(self._described)
-        if self._group.rank != 0:
-            return "", "", ""
-        self._new = NewCheckpoint(self._folder, self._step, self._group.timeout / 2)
-        return os.path.basename(self._new.path), self._new.nonce, self._new.previous
-
-    def start(self) -> PendingSave:
-        """Write and commit; or copy, and let a thread do so."""
-        pending = PendingSave(Path(self._path), self._step)
-        backend = self._backend
-        if not self._async or (backend is not None and not backend.has_background):
-            self._write_and_commit()
-            return pending
-        with self._abandoned_on_error():
-            self._group.on_all(self._copy)
-            if backend is not None and self._plan.fresh_group:
-                self._saves.group = backend.subgroup(range(backend.world_size))
-        self._group = CheckpointGroup(self._saves.group, self._group.op, self._group.timeout)
-        self._saves.start(pending, self._write_and_commit, backend)
+            name, self.nonce, self.previous = group.on_all(lambda: self._open(described))[0]
+            self.path = os.path.join(self.folder, name)
+            pending = PendingSave(Path(self.path), self.step)
+            if not self.async_save or (backend is not None and not backend.has_background):
+                self._write_and_commit()
+                return pending
+            group.on_all(self._copy)
+            if backend is not None and any(each.fresh_group for each in described):
+                self.background = backend.subgroup(range(backend.world_size))
+        self.group = CheckpointGroup(self.background, group.op, group.timeout)
+        pending._start(self._write_and_commit, backend, self.background)
         return pending
+
+    def _describe(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: object,
+        means: dict[Tensor, Tensor],
+    ) -> bytes:
+        """What this rank holds and asks for. The ranks exchange it; nothing is written yet."""
+        self.background = settle(self.group.backend)
+        local, held, rank = self.local, state.model_state(model), self.group.rank
+        for name, shard in held.parameters.items():
+            tensor = means.get(shard.tensor, shard.tensor)
+            local.add("model", name, tensor, shard.slice, equal=True)
+        for name, shard in held.buffers.items():  # may differ between ranks: rank 0's are written
+            local.add("model", name, means.get(shard.tensor, shard.tensor), equal=False)
+        described = RankDescription(
+            [f"step={self.step}", f"keep={self.keep}", f"async_save={self.async_save}"],
+            aliases=held.aliases,
+            rng=f"rng/{rank}",
+            fresh_group=self.async_save and self.background is None,
+        )
+        for key, module in held.stateful.items():
+            described.values[key] = local.json(module.get_extra_state(), f"model/{key}")
+        if optimizer is not None:
+            described.optimizer = describe_optimizer(optimizer, held.parameters, local)
+        for number, wrapper in enumerate(held.wrappers):
+            for key, tensor in wrapper.own_state().items():  # the key names the rank
+                local.add("state", f"own/{number}/{key}", tensor, equal=False)
+        local.add("state", described.rng, state.capture_random_state(), equal=False)
+        described.extra = local.json(extra, "extra") if rank == 0 else None
+        described.held = local.held
+        self.step = operator.index(self.step)
+        if self.step < 0:
+            raise MisuseError(f"step must be 0 or more, not {self.step}")
+        if self.keep is not None and operator.index(self.keep) < 1:
+            raise MisuseError(f"keep must be 1 or more, or None for all, not {self.keep}")
+        return msgspec.json.encode(described)
+
+    def _open(self, described: list[RankDescription]) -> tuple[str, str, str]:
+        """Work out who writes what; rank 0 makes the folder."""
+        for rank, each in enumerate(described):
+            for ours, theirs in zip(described[0].asked, each.asked, strict=True):
+                if ours != theirs:
+                    raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
+        optimizer, planned = merge_optimizers(described), plan_files(described)
+        self.files = [file for file in planned if file.rank == self.group.rank]
+        if self.group.rank != 0:
+            return "", "", ""
+        manifest = make_manifest(described, optimizer, planned, self.step)
+        self.new = NewCheckpoint(self.folder, manifest, self.group.timeout / 2)
+        return os.path.basename(self.new.path), self.new.nonce, self.new.previous
 
     def _copy(self) -> None:
         """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
-        rank, copies = self._group.rank, dict[tuple[FileKind, str], Tensor]()
-        for shard in (shard for file in self._plan.files_of(rank) for shard, _ in file.shards):
-            tensor = self._local.tensors[shard.kind, shard.name]
+        copies = dict[tuple[FileKind, str], Tensor]()
+        for shard in (shard for file in self.files for shard, _ in file.shards):
+            tensor = self.local.tensors[shard.kind, shard.name]
             copy = copies[shard.kind, shard.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             copy_bits(copy, tensor)
-        self._local.tensors = copies
+        self.local.tensors = copies
 
     def _write_and_commit(self) -> None:
         """Write this rank's files; when all ranks have written theirs, rank 0 commits."""
         try:
             with self._abandoned_on_error():
-                written = self._group.on_all(self._write)
+                written = self.group.on_all(self._write)
                 files = [FileRecord(*file) for of_rank in written for file in of_rank]
-                self._group.on_rank0(lambda: self._commit(files))
+                new = self.new
+                self.group.on_rank0(lambda: new.commit(files) if new is not None else None)
         except CheckpointError as error:
-            error.message += f". The last checkpoint is {self._previous or 'none'}, as before"
+            error.message += f". The last checkpoint is {self.previous or 'none'}, as before"
             raise
-        if self._new is not None:
-            self._new.end(self._keep)
+        if self.new is not None:
+            self.new.end(self.keep)
 
     def _write(self) -> list[tuple[str, int, int, str]]:
-        check_shared(self._path, self._nonce)
-        written = [
-            (record.name, record.bytes, record.block, record.checksums)
-            for file in self._plan.files_of(self._group.rank)
-            for record in [write_tensors(self._path, file, self._bytes_of)]
-        ]
-        storage.sync_folder(self._path)
-        return written
+        """Write this rank's files; their records as tuples."""
+        seen = b""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            seen = storage.read_file(os.path.join(self.path, storage.BEGUN))
+        if seen != self.nonce.encode():
+            raise CheckpointIOError(
+                f"{self.path}, which rank 0 has just made, cannot be seen from here: give every "
+                "rank the same folder, on a file system that all of them share"
+            )
 
-    def _bytes_of(self, shard: TensorShard) -> memoryview:
-        return tensor_bytes(plain(self._local.tensors[shard.kind, shard.name].cpu()))
+        def bytes_of(shard: TensorShard) -> memoryview:
+            return tensor_bytes(plain(self.local.tensors[shard.kind, shard.name].cpu()))
 
-    def _commit(self, files: list[FileRecord]) -> None:
-        assert self._new is not None
-        self._new.commit(self._plan.manifest(self._step, files))
+        written = [write_tensors(self.path, file, bytes_of) for file in self.files]
+        storage.sync_folder(self.path)
+        return [(file.name, file.bytes, file.block, file.checksums) for file in written]
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if self._new is not None:
-                self._new.abandon()
-                self._new = None
+            if self.new is not None:
+                self.new.abandon()
+                self.new = None
             raise
 
 
@@ -241,17 +252,18 @@ class _Save:
 class NewCheckpoint:
     """A checkpoint that rank 0 is making in `folder`, with the lock on that. OSErrors name files.
 
+    manifest   but for its files
     timeout    seconds to wait for another save there
     previous   the newest checkpoint before this one, "" if there is none
     nonce      is in the new folder: a rank that reads it there sees the same folder
     """
 
-    def __init__(self, folder: str, step: int, timeout: float) -> None:
+    def __init__(self, folder: str, manifest: Manifest, timeout: float) -> None:
         storage.make_parents(folder)
         self._folder = folder
+        self._manifest = manifest
         self._lock = FolderLock(folder, timeout)
-        self._made: CheckpointFolder | None = None
-        self._committed = False
+        self._uncommitted: CheckpointFolder | None = None
         self.nonce = secrets.token_hex(16)
         try:
             for each in storage.numbered(folder):
@@ -259,26 +271,40 @@ class NewCheckpoint:
                     _try_to_remove(each)
             before = storage.committed(folder)
             self.previous = before[-1].path if before else ""
-            self._made = storage.make_next(folder, step)
-            self.path = self._made.path
+            self._uncommitted = storage.make_next(folder, manifest.step)
+            self.path = self._uncommitted.path
             storage.write_file(os.path.join(self.path, storage.BEGUN), self.nonce.encode())
         except BaseException:
             self.abandon()
             raise
 
-    def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint. Every file of the manifest has to be durable."""
-        for file in manifest.files:
-            _check_seen(self.path, file)
-        content = encode(manifest)
-        commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
+    def commit(self, files: list[FileRecord]) -> None:
+        """Make it a checkpoint of these files, which have to be durable."""
+        for file in files:
+            self._check_seen(file)
+        content = encode(msgspec.structs.replace(self._manifest, files=files))
+        commit = Commit(VERSION, self._manifest.step, len(content), xxh3_64_hexdigest(content))
         unfinished = os.path.join(self.path, storage.UNFINISHED)
         storage.write_file(os.path.join(self.path, storage.MANIFEST), content)
         storage.write_file(unfinished, encode(commit))
         storage.sync_folder(self.path)
         os.rename(unfinished, os.path.join(self.path, storage.COMMIT))
         storage.sync_folder(self.path)
-        self._committed = True
+        self._uncommitted = None
+
+    def _check_seen(self, file: FileRecord) -> None:
+        """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
+        path = os.path.join(self.path, file.name)
+        try:
+            size = storage.size_of(path)
+        except FileNotFoundError:
+            size = -1
+        if size != file.bytes:
+            what = "cannot be seen" if size < 0 else f"has {size} bytes"
+            raise CheckpointIOError(
+                f"{path}, {file.bytes} bytes that rank {int(file.name.split('-')[1])} has written, "
+                f"{what} from rank 0: is the folder on a file system that all ranks share?"
+            )
 
     def end(self, keep: int | None) -> None:
         """Remove all but the last `keep` checkpoints, and unlock. Errors are logged."""
@@ -293,37 +319,10 @@ class NewCheckpoint:
     def abandon(self) -> None:
         """Remove the folder, unless it is a checkpoint by now, and unlock."""
         try:
-            if self._made is not None and not self._committed:
-                _try_to_remove(self._made)
+            if self._uncommitted is not None:
+                _try_to_remove(self._uncommitted)
         finally:
             self._lock.release()
-
-
-def check_shared(path: str, nonce: str) -> None:
-    """Raise `CheckpointIOError` unless this rank sees the folder that rank 0 has made."""
-    seen = b""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        seen = storage.read_file(os.path.join(path, storage.BEGUN))
-    if seen != nonce.encode():
-        raise CheckpointIOError(
-            f"{path}, which rank 0 has just made, cannot be seen from here: give every rank the "
-            "same folder, on a file system that all of them share"
-        )
-
-
-def _check_seen(path: str, file: FileRecord) -> None:
-    """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
-    try:
-        size = storage.size_of(os.path.join(path, file.name))
-    except FileNotFoundError:
-        size = -1
-    if size != file.bytes:
-        what = "cannot be seen" if size < 0 else f"has {size} bytes"
-        rank = int(file.name.split("-")[1])
-        raise CheckpointIOError(
-            f"{os.path.join(path, file.name)}, {file.bytes} bytes that rank {rank} has written, "
-            f"{what} from rank 0: is the folder on a file system that all ranks share?"
-        )
 
 
 def _try_to_remove(folder: CheckpointFolder) -> None:

@@ -13,28 +13,31 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import get_args
 
 import msgspec
 import torch
+from torch import Tensor
 
 from phalanx.checkpoint.manifest import (
     FORMAT,
     VERSION,
-    FileRecord,
     Json,
     Manifest,
     OptimizerRecord,
     OptionsRecord,
+    ShardValue,
     StateRecord,
     StoredShard,
     TensorRecord,
+    to_json,
 )
-from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, lay_out
-from phalanx.errors import CheckpointMismatchError, MisuseError
-
-KINDS: tuple[FileKind, ...] = ("model", "state")
+from phalanx.checkpoint.state import ParameterShard, check_tensor, named_groups, path_of
+from phalanx.checkpoint.tensor_files import METADATA, FileKind, PlannedFile, TensorShard, lay_out
+from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedObjectError
+from phalanx.parallel.wrapper import Slice
 
 
 class RankDescription(msgspec.Struct):
@@ -45,66 +48,136 @@ class RankDescription(msgspec.Struct):
     """
 
     asked: list[str]
-    held: list[TensorShard]
-    aliases: dict[str, str]
-    values: dict[str, Json]
-    optimizer: OptimizerRecord | None
-    rng: str
-    extra: Json
+    held: list[TensorShard] = []
+    aliases: dict[str, str] = {}
+    values: dict[str, Json] = {}
+    optimizer: OptimizerRecord | None = None
+    rng: str = ""
+    extra: Json = None
     fresh_group: bool = False
 
 
-class SavePlan:
-    """Who writes what: the same on every rank, since all know all descriptions.
+# ------------------------------------------------------------------------------
+# What a rank could write
 
-    fresh_group   whether a rank needs a new group for saves in the background
 
-    Raises `MisuseError` if the ranks ask for different things, or have different optimizers;
-    `CheckpointMismatchError` if they do not hold one model together.
+class LocalTensors:
+    """The tensors that this rank could write: descriptions, and the tensors by kind and name."""
+
+    def __init__(self) -> None:
+        self.held: list[TensorShard] = []
+        self.tensors: dict[tuple[FileKind, str], Tensor] = {}
+
+    def add(
+        self, kind: FileKind, name: str, tensor: Tensor, part: Slice | None = None, *, equal: bool
+    ) -> None:
+        """Add a tensor, or the `part` of one; see `TensorShard`.
+
+        Raises `MisuseError` for a name that is taken already.
+        """
+        if (kind, name) in self.tensors or name == METADATA:
+            raise MisuseError(f"two tensors would be named {name}: give one another name")
+        check_tensor(name, tensor)
+        part = part or Slice.whole(tuple(tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.held.append(TensorShard(kind, name, dtype, part.shape, part.start, part.stop, equal))
+        self.tensors[kind, name] = tensor.detach()
+
+    def json(self, value: object, path: str) -> Json:
+        """The value as JSON; its tensors are added, under names that begin with `path`.
+
+        Of ranks that have the same value, the first writes its tensors.
+        """
+
+        def keep(tensor: Tensor, name: str) -> str:
+            while ("state", name) in self.tensors:
+                name += "'"
+            self.add("state", name, tensor, equal=False)
+            return name
+
+        return to_json(value, path, keep)
+
+
+# Of what an optimizer keeps for a parameter,
+#
+#     tensors of the parameter's shape      are sharded like it: momentum, Adam's averages
+#     values without other tensors          are the same for every shard: the number of steps, text
+#     anything else                         is for the shard that it was made for, and no other:
+#                                           Adafactor's rows and columns, the history of L-BFGS
+
+
+def describe_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard], local: LocalTensors
+) -> OptimizerRecord:
+    """What the optimizer keeps; its tensors are added to `local`. Raises as `named_groups` does."""
+    groups: list[OptionsRecord] = []
+    named = named_groups(optimizer, parameters)
+    for number, (names, group) in enumerate(zip(named, optimizer.param_groups, strict=True)):
+        options = {key: group[key] for key in group if key not in {"params", "param_names"}}
+        options_json = local.json(options, f"optimizer/group{number}")
+        groups.append(OptionsRecord(list(names), options_json))
+    kept = {
+        name: optimizer.state[parameter]
+        for names in named
+        for name, parameter in names.items()
+        if parameter in optimizer.state
+    }
+    sharded = _sharded_keys(kept, parameters)
+
+    def describe(name: str, key: str, value: object) -> StateRecord:
+        path, parameter = path_of(name, key), parameters[name]
+        if key in sharded and isinstance(value, Tensor):
+            path = parameter.name_of(path)
+            local.add("state", path, value, parameter.slice, equal=True)
+            return StateRecord(tensor=path)
+        if not _has_dimensions(value):
+            return StateRecord(value=local.json(value, path))
+        start, stop = parameter.slice.start, parameter.slice.stop
+        of_shard = local.json(value, f"{path}/{start}-{stop}")
+        return StateRecord(own=[ShardValue(start, stop, of_shard)])
+
+    state = {
+        name: {key: describe(name, key, value) for key, value in of_parameter.items()}
+        for name, of_parameter in kept.items()
+    }
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    shared_json = local.json(shared, "optimizer/shared")
+    return OptimizerRecord(type(optimizer).__name__, groups, state, shared_json)
+
+
+def _sharded_keys(
+    state: Mapping[str, Mapping[object, object]], parameters: Mapping[str, ParameterShard]
+) -> set[str]:
+    """The keys under which every tensor has its parameter's shape.
+
+    That a 0-dim parameter has a 0-dim "step" says nothing: another parameter has to have one of
+    its shape, too.
     """
+    tensors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for name, of_parameter in state.items():
+        for key, value in of_parameter.items():
+            if not isinstance(key, str):
+                raise UnsupportedObjectError(
+                    f"the optimizer keeps something for {name} under {key!r}: a checkpoint takes "
+                    "text as keys"
+                )
+            if isinstance(value, Tensor):
+                tensors[key].append((value, parameters[name].tensor))
+    return {
+        key
+        for key, found in tensors.items()
+        if all(value.shape == parameter.shape for value, parameter in found)
+        and (key != "step" or any(parameter.ndim > 0 for _, parameter in found))
+    }
 
-    def __init__(self, described: Sequence[RankDescription]) -> None:
-        first = described[0]
-        for rank, each in enumerate(described):
-            for ours, theirs in zip(first.asked, each.asked, strict=True):
-                if ours != theirs:
-                    raise MisuseError(f"rank 0 asks for {ours} and rank {rank} for {theirs}")
-        self.fresh_group = any(each.fresh_group for each in described)
-        self._described = described
-        self._optimizer = merge_optimizers(described)
-        self._files = plan_files(described)
 
-    def files_of(self, rank: int) -> list[PlannedFile]:
-        """The files that a rank writes."""
-        return [file for file in self._files if file.rank == rank]
-
-    def manifest(self, step: int, files: list[FileRecord]) -> Manifest:
-        """The manifest; `files` are those of rank 0, then of rank 1, ..., as they were written."""
-        aliases: dict[str, str] = {}
-        values: dict[str, Json] = {}
-        for each in reversed(self._described):  # the first rank's entry wins
-            aliases |= each.aliases
-            values |= each.values
-        try:
-            version = importlib.metadata.version("phalanx")
-        except importlib.metadata.PackageNotFoundError:  # run from its source
-            version = "unknown"
-        return Manifest(
-            format=FORMAT,
-            version=VERSION,
-            step=step,
-            world_size=len(self._described),
-            phalanx=version,
-            torch=str(torch.__version__),
-            files=files,
-            model=tensor_records(self._files, "model"),
-            aliases=aliases,
-            values=values,
-            optimizer=self._optimizer,
-            state=tensor_records(self._files, "state"),
-            rng=[each.rng for each in self._described],
-            extra=self._described[0].extra,
-        )
+def _has_dimensions(value: object) -> bool:
+    """Whether there is a tensor in it that has dimensions."""
+    if isinstance(value, Tensor):
+        return value.ndim > 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and any(map(_has_dimensions, value))
 
 
 # ------------------------------------------------------------------------------
@@ -129,7 +202,7 @@ def plan_files(described: Sequence[RankDescription]) -> list[PlannedFile]:
     return [
         lay_out(rank, kind, f"{kind}-{rank:05}-of-{size:05}.safetensors", files[rank, kind])
         for rank in range(size)
-        for kind in KINDS
+        for kind in get_args(FileKind)
         if (rank, kind) in files
     ]
 
@@ -190,7 +263,7 @@ def tensor_records(planned: Sequence[PlannedFile], kind: FileKind) -> dict[str, 
 
 
 # ------------------------------------------------------------------------------
-# Optimizers
+# The ranks' optimizers as one, and the manifest
 
 
 def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | None:
@@ -198,40 +271,34 @@ def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | 
 
     Raises `MisuseError` if they are of different kinds, or have different options.
     """
-    given = [(rank, each.optimizer) for rank, each in enumerate(described) if each.optimizer]
-    if not given:
+    optimizers = [each.optimizer for each in described if each.optimizer]
+    if not optimizers:
         return None
-    if len(given) < len(described):
-        without = next(rank for rank, each in enumerate(described) if not each.optimizer)
-        raise MisuseError(f"rank {given[0][0]} gave an optimizer and rank {without} gave none")
-    first = given[0][1]
-    for rank, other in given[1:]:
-        for difference in _differences(first, other):
+    if len(optimizers) < len(described):
+        given = [each.optimizer is not None for each in described]
+        raise MisuseError(
+            f"rank {given.index(True)} gave an optimizer and rank {given.index(False)} gave none"
+        )
+    first = optimizers[0]
+    for rank, other in enumerate(optimizers):
+        differences = [
+            f"group {at} has {ours.options} and {theirs.options}"
+            for at, (ours, theirs) in enumerate(zip(first.groups, other.groups, strict=False))
+            if ours.options != theirs.options
+        ]
+        if first.kind != other.kind or len(first.groups) != len(other.groups):
+            groups = f"{first.kind} with {len(first.groups)} groups"
+            differences = [f"{groups} and {other.kind} with {len(other.groups)}"]
+        if differences:
             raise MisuseError(
-                f"rank {rank} has another optimizer than rank 0, or other options: {difference}. "
-                "Every rank has to have the same"
+                f"rank {rank} has another optimizer than rank 0, or other options: "
+                f"{differences[0]}. Every rank has to have the same"
             )
-    optimizers = [optimizer for _, optimizer in given]
-    groups = [
-        OptionsRecord(
-            list(dict.fromkeys(name for each in optimizers for name in each.groups[at].parameters)),
-            group.options,
-        )
-        for at, group in enumerate(first.groups)
-    ]
-    return OptimizerRecord(first.kind, groups, _merged_state(optimizers), first.shared)
-
-
-def _differences(first: OptimizerRecord, other: OptimizerRecord) -> Iterator[str]:
-    if first.kind != other.kind or len(first.groups) != len(other.groups):
-        yield (
-            f"{first.kind} with {len(first.groups)} groups and {other.kind} with "
-            f"{len(other.groups)}"
-        )
-        return
-    for at, (ours, theirs) in enumerate(zip(first.groups, other.groups, strict=True)):
-        if ours.options != theirs.options:
-            yield f"group {at} has {ours.options} and {theirs.options}"
+    merged = []
+    for at, group in enumerate(first.groups):
+        names = [name for each in optimizers for name in each.groups[at].parameters]
+        merged.append(OptionsRecord(list(dict.fromkeys(names)), group.options))
+    return OptimizerRecord(first.kind, merged, _merged_state(optimizers), first.shared)
 
 
 def _merged_state(optimizers: Sequence[OptimizerRecord]) -> dict[str, dict[str, StateRecord]]:
@@ -255,3 +322,37 @@ def _merged_state(optimizers: Sequence[OptimizerRecord]) -> dict[str, dict[str, 
                 if more:
                     merged[name][key] = StateRecord(own=known.own + more)
     return dict(merged)
+
+
+def make_manifest(
+    described: Sequence[RankDescription],
+    optimizer: OptimizerRecord | None,
+    planned: Sequence[PlannedFile],
+    step: int,
+) -> Manifest:
+    """The manifest, but for the records of the files, which have the order of `planned`."""
+    aliases: dict[str, str] = {}
+    values: dict[str, Json] = {}
+    for each in reversed(described):  # the first rank's entry wins
+        aliases |= each.aliases
+        values |= each.values
+    try:
+        version = importlib.metadata.version("phalanx")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        version = "unknown"
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=step,
+        world_size=len(described),
+        phalanx=version,
+        torch=str(torch.__version__),
+        files=[],
+        model=tensor_records(planned, "model"),
+        aliases=aliases,
+        values=values,
+        optimizer=optimizer,
+        state=tensor_records(planned, "state"),
+        rng=[each.rng for each in described],
+        extra=described[0].extra,
+    )

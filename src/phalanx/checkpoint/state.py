@@ -17,31 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.manifest import (
-    Json,
-    OptimizerRecord,
-    OptionsRecord,
-    ShardValue,
-    StateRecord,
-    to_json,
-)
-from phalanx.checkpoint.tensor_files import METADATA, FileKind, TensorShard
 from phalanx.collectives import all_gather_object
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.random_state import RandomState, current, restore, seeded
-from phalanx.errors import (
-    CheckpointMismatchError,
-    MisuseError,
-    UnsupportedObjectError,
-    UnsupportedOperationError,
-)
+from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
 from phalanx.tensor.layer import ParallelLayer
 from phalanx.wire.codec import decode, encode
 
 
 class ParameterShard(NamedTuple):
-    """A parameter: `tensor` is this rank's part of it, which is `slice` of the whole.
+    """A parameter or buffer: `tensor` is this rank's part of it, which is `slice` of the whole.
 
     owner   where optimizers keep different state for it on each rank: "<rank>/<ranks>" of this one;
             empty on rank 0, whose state stands for all
@@ -67,7 +53,7 @@ class ModelState(NamedTuple):
     """
 
     parameters: dict[str, ParameterShard]
-    buffers: dict[str, Tensor]
+    buffers: dict[str, ParameterShard]
     aliases: dict[str, str]
     stateful: dict[str, nn.Module]
     wrappers: list[Wrapper]
@@ -79,29 +65,39 @@ def model_state(model: nn.Module) -> ModelState:
     Raises `MisuseError` for wrappers inside each other, or a wrapper whose parameters are not as it
     says; `UnsupportedOperationError` for tensors whose elements are not in memory one by one.
     """
-    found = ModelState({}, {}, {}, {}, list(_wrappers(model)))
+    found = ModelState({}, {}, {}, {}, list(wrappers_of(model)))
     first: dict[int, str] = {}
+
+    def note(into: dict[str, ParameterShard], name: str, shard: ParameterShard) -> None:
+        stored = first.setdefault(id(shard.tensor), name)
+        if stored != name:
+            found.aliases[name] = stored
+            return
+        check_tensor(name, shard.tensor)
+        shape, part = tuple(shard.tensor.shape), shard.slice
+        if shard.tensor.numel() != part.numel or shape not in {part.shape, shape[:1]}:
+            raise MisuseError(
+                f"{name} has shape {list(shape)} on this rank, which is to hold elements "
+                f"{part.start}:{part.stop} of shape {list(part.shape)}: a parameter was replaced "
+                "after the model was wrapped"
+            )
+        into[name] = shard
+
     for name, parameter in _parameters(model, ""):
-        if first.setdefault(id(parameter.tensor), name) == name:
-            _check_parameter(name, parameter)
-            found.parameters[name] = parameter
-        else:
-            found.aliases[name] = first[id(parameter.tensor)]
+        note(found.parameters, name, parameter)
     for prefix, module in walk(model):
         if isinstance(module, Wrapper):
             continue
         for key, buffer in module._buffers.items():
-            if buffer is None or key in module._non_persistent_buffers_set:
-                continue
-            name = prefix + key
-            if first.setdefault(id(buffer), name) == name:
-                check_tensor(name, buffer)
-                found.buffers[name] = buffer
-            else:
-                found.aliases[name] = first[id(buffer)]
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                note(found.buffers, prefix + key, _whole(buffer))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found.stateful[f"{prefix}_extra_state"] = module
     return found
+
+
+def _whole(tensor: Tensor) -> ParameterShard:
+    return ParameterShard(tensor, Slice.whole(tuple(tensor.shape)))
 
 
 def backend_of(model: nn.Module | None) -> Backend | None:
@@ -109,21 +105,15 @@ def backend_of(model: nn.Module | None) -> Backend | None:
 
     Raises `MisuseError` if they have different ones.
     """
-    backends = list({id(w.backend): w.backend for w in _wrappers(model)}.values()) if model else []
+    backends = (
+        list({id(w.backend): w.backend for w in wrappers_of(model)}.values()) if model else []
+    )
     if len(backends) > 1:
         raise MisuseError(
             "the model has parts on different backends: say with backend= which ranks save or load "
             "it together"
         )
     return backends[0] if backends else None
-
-
-def means_of(model: nn.Module, timeout: float) -> dict[Tensor, Tensor]:
-    """Means over the ranks, which are saved instead of tensors that differ between them. Blocks."""
-    found: dict[Tensor, Tensor] = {}
-    for wrapper in _wrappers(model):
-        found.update(wrapper.means(timeout=timeout))
-    return found
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
@@ -143,12 +133,13 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def _wrappers(model: nn.Module) -> Iterator[Wrapper]:
+def wrappers_of(model: nn.Module) -> Iterator[Wrapper]:
+    """The wrappers in a model, or around it. Raises `MisuseError` for one inside of another."""
     if isinstance(model, Wrapper):
         yield model
     if not isinstance(model, Wrapper) or model.spreads:
         for child in model.children():
-            yield from _wrappers(child)
+            yield from wrappers_of(child)
         return
     for inner in model.module.modules():
         if isinstance(inner, Wrapper):
@@ -159,36 +150,23 @@ def _wrappers(model: nn.Module) -> Iterator[Wrapper]:
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, ParameterShard]]:
-    if isinstance(module, Wrapper) and module.spreads:
+    if not isinstance(module, Wrapper):
+        for name, plain in module._parameters.items():
+            if plain is not None:
+                yield prefix + name, _whole(plain)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _parameters(child, f"{prefix}{name}.")
+    elif module.spreads:
         yield from _parameters(module.module, prefix)
-        return
-    if isinstance(module, Wrapper):
-        slices = module.slices()
+    else:
+        slices, backend = module.slices(), module.backend
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        backend = module.backend
         apart = module.optimizers_apart and backend.rank > 0
         owner = f"{backend.rank}/{backend.world_size}" if apart else ""
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            shard = ParameterShard(parameter, slices[names[id(parameter)]], owner)
-            yield prefix + name, shard
-        return
-    for name, plain in module._parameters.items():
-        if plain is not None:
-            yield prefix + name, ParameterShard(plain, Slice.whole(tuple(plain.shape)))
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _parameters(child, f"{prefix}{name}.")
-
-
-def _check_parameter(name: str, parameter: ParameterShard) -> None:
-    check_tensor(name, parameter.tensor)
-    shape, part = tuple(parameter.tensor.shape), parameter.slice
-    if parameter.tensor.numel() != part.numel or shape not in {part.shape, shape[:1]}:
-        raise MisuseError(
-            f"{name} has shape {list(shape)} on this rank, which is to hold elements "
-            f"{part.start}:{part.stop} of shape {list(part.shape)}: a parameter was replaced after "
-            "the model was wrapped"
-        )
+            part = slices[names[id(parameter)]]
+            yield prefix + name, ParameterShard(parameter, part, owner)
 
 
 # ------------------------------------------------------------------------------
@@ -240,68 +218,7 @@ def _members(backend: Backend) -> set[tuple[int, int]]:
 
 
 # ------------------------------------------------------------------------------
-# What could be written
-
-
-class LocalTensors:
-    """The tensors that this rank could write: descriptions, and the tensors by kind and name."""
-
-    def __init__(self) -> None:
-        self.held: list[TensorShard] = []
-        self.tensors: dict[tuple[FileKind, str], Tensor] = {}
-
-    def add(
-        self, kind: FileKind, name: str, tensor: Tensor, part: Slice | None = None, *, equal: bool
-    ) -> None:
-        """Add a tensor, or the `part` of one; see `TensorShard`.
-
-        Raises `MisuseError` for a name that is taken already.
-        """
-        if (kind, name) in self.tensors or name == METADATA:
-            raise MisuseError(f"two tensors would be named {name}: give one another name")
-        check_tensor(name, tensor)
-        part = part or Slice.whole(tuple(tensor.shape))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.held.append(TensorShard(kind, name, dtype, part.shape, part.start, part.stop, equal))
-        self.tensors[kind, name] = tensor.detach()
-
-    def json(self, value: object, path: str) -> Json:
-        """The value as JSON; its tensors are added, under names that begin with `path`.
-
-        Of ranks that have the same value, the first writes its tensors.
-        """
-
-        def keep(tensor: Tensor, name: str) -> str:
-            while ("state", name) in self.tensors:
-                name += "'"
-            self.add("state", name, tensor, equal=False)
-            return name
-
-        return to_json(value, path, keep)
-
-    def add_model(self, model: ModelState, means: Mapping[Tensor, Tensor]) -> dict[str, Json]:
-        """Add parameters and buffers, or their means over the ranks; return modules' extra state.
-
-        Buffers may differ between ranks: rank 0's are written.
-        """
-        for name, parameter in model.parameters.items():
-            tensor = means.get(parameter.tensor, parameter.tensor)
-            self.add("model", name, tensor, parameter.slice, equal=True)
-        for name, buffer in model.buffers.items():
-            self.add("model", name, means.get(buffer, buffer), equal=False)
-        return {
-            key: self.json(module.get_extra_state(), f"model/{key}")
-            for key, module in model.stateful.items()
-        }
-
-
-# ------------------------------------------------------------------------------
-# The optimizer. Of what it keeps for a parameter,
-#
-#     tensors of the parameter's shape      are sharded like it: momentum, Adam's averages
-#     values without other tensors          are the same for every shard: the number of steps, text
-#     anything else                         is for the shard that it was made for, and no other:
-#                                           Adafactor's rows and columns, the history of L-BFGS
+# Optimizers
 
 
 def named_groups(
@@ -326,96 +243,9 @@ def named_groups(
     return groups
 
 
-def describe_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard], local: LocalTensors
-) -> OptimizerRecord:
-    """What the optimizer keeps; its tensors are added to `local`. Raises as `named_groups` does."""
-    groups = named_groups(optimizer, parameters)
-    options = [
-        {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-        for group in optimizer.param_groups
-    ]
-    state = {
-        name: optimizer.state[parameter]
-        for group in groups
-        for name, parameter in group.items()
-        if parameter in optimizer.state
-    }
-    sharded = _sharded_keys(state, parameters)
-    return OptimizerRecord(
-        kind=type(optimizer).__name__,
-        groups=[
-            OptionsRecord(list(group), local.json(given, f"optimizer/group{number}"))
-            for number, (group, given) in enumerate(zip(groups, options, strict=True))
-        ],
-        state={
-            name: {
-                key: _describe(path_of(name, key), value, key in sharded, parameters[name], local)
-                for key, value in of_parameter.items()
-            }
-            for name, of_parameter in state.items()
-        },
-        shared=local.json(
-            {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
-            "optimizer/shared",
-        ),
-    )
-
-
 def path_of(name: str, key: str) -> str:
     """The name in a checkpoint of a tensor that an optimizer keeps for a parameter."""
     return f"optimizer/{name}/{key}"
-
-
-def _sharded_keys(
-    state: Mapping[str, Mapping[object, object]], parameters: Mapping[str, ParameterShard]
-) -> set[str]:
-    """The keys under which every tensor has its parameter's shape.
-
-    That a 0-dim parameter has a 0-dim "step" says nothing: another parameter has to have one of
-    its shape, too.
-    """
-    same_shape: dict[str, bool] = {}
-    unclear = {"step"}
-    for name, of_parameter in state.items():
-        parameter = parameters[name].tensor
-        for key, value in of_parameter.items():
-            if not isinstance(key, str):
-                raise UnsupportedObjectError(
-                    f"the optimizer keeps something for {name} under {key!r}: a checkpoint takes "
-                    "text as keys"
-                )
-            if isinstance(value, Tensor):
-                same = value.shape == parameter.shape
-                same_shape[key] = same_shape.get(key, True) and same
-                if parameter.ndim > 0 and same:
-                    unclear.discard(key)
-    return {key for key, same in same_shape.items() if same} - unclear
-
-
-def _describe(
-    path: str, value: object, sharded: bool, parameter: ParameterShard, local: LocalTensors
-) -> StateRecord:
-    if sharded and isinstance(value, Tensor):
-        name = parameter.name_of(path)
-        local.add("state", name, value, parameter.slice, equal=True)
-        return StateRecord(tensor=name)
-    if not _has_dimensions(value):
-        return StateRecord(value=local.json(value, path))
-    start, stop = parameter.slice.start, parameter.slice.stop
-    return StateRecord(own=[ShardValue(start, stop, local.json(value, f"{path}/{start}-{stop}"))])
-
-
-def _has_dimensions(value: object) -> bool:
-    """Whether there is a tensor in it that has dimensions."""
-    match value:
-        case Tensor():
-            return value.ndim > 0
-        case list() | tuple():
-            return any(map(_has_dimensions, value))
-        case dict():
-            return any(map(_has_dimensions, value.values()))
-    return False
 
 
 # ------------------------------------------------------------------------------

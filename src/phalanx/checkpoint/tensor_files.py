@@ -33,10 +33,11 @@ from phalanx.checkpoint.manifest import (
     Manifest,
     StoredShard,
     TensorRecord,
-    tensors_in,
+    from_json,
 )
 from phalanx.checkpoint.storage import opened, write_all
 from phalanx.errors import CheckpointDamagedError
+from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import tensor_bytes
 
@@ -212,16 +213,16 @@ class Reader:
 
     def __init__(self, path: str, manifest: Manifest) -> None:
         self._path = path
-        self._manifest = manifest
+        self.manifest = manifest
         self._requests: dict[int, list[_Request]] = defaultdict(list)
         self._whole: dict[str, Tensor] = {}
 
-    def part(self, record: TensorRecord, start: int, stop: int) -> Tensor:
-        """Request elements start:stop of a tensor: a flat one, which `read` fills."""
-        flat = torch.empty(stop - start, dtype=DTYPES[record.dtype])
+    def part(self, record: TensorRecord, part: Slice) -> Tensor:
+        """Request a part of a tensor: a flat one, which `read` fills."""
+        flat = torch.empty(part.numel, dtype=DTYPES[record.dtype])
         memory, size = tensor_bytes(flat), flat.element_size()
-        for shard, first, last in overlaps(record.pieces, start, stop):
-            into = memory[size * (first - start) : size * (last - start)]
+        for shard, first, last in overlaps(record.pieces, part.start, part.stop):
+            into = memory[size * (first - part.start) : size * (last - part.start)]
             begin = shard.at + size * (first - shard.start)
             self._requests[shard.file].append(_Request(begin, begin + len(into), into))
         return flat
@@ -230,20 +231,23 @@ class Reader:
         """Request a whole tensor of the state files; the same one if requested again."""
         if name not in self._whole:
             record = self.record(name)
-            self._whole[name] = self.part(record, 0, record.numel).view(record.shape)
+            self._whole[name] = self.part(record, Slice.whole(record.shape)).view(record.shape)
         return self._whole[name]
 
-    def value(self, encoded: Json) -> Json:
-        """Request the tensors of a value; returns the value."""
-        for name in tensors_in(encoded):
-            self.whole(name)
+    def copy(self, name: str) -> Tensor:
+        """A new tensor with the elements that were read; several values may refer to one name."""
+        return self.whole(name).clone()
+
+    def request(self, encoded: Json) -> Json:
+        """Request the tensors of a value; returns the value, which is still encoded."""
+        from_json(encoded, self.whole)
         return encoded
 
     def record(self, name: str) -> TensorRecord:
         """Where a tensor of the state files is."""
-        if name not in self._manifest.state:
+        if name not in self.manifest.state:
             raise CheckpointDamagedError(f"{self._path} does not say where {name} is")
-        return self._manifest.state[name]
+        return self.manifest.state[name]
 
     def read(self) -> None:
         """Read what was requested.
@@ -251,7 +255,7 @@ class Reader:
         Raises `CheckpointDamagedError` for a file that is missing or not as it was written.
         """
         for number, requests in sorted(self._requests.items()):
-            file = self._manifest.files[number]
+            file = self.manifest.files[number]
             path = os.path.join(self._path, file.name)
             try:
                 with opened(path, os.O_RDONLY) as descriptor:
