@@ -119,10 +119,9 @@ class _Load:
         A damaged checkpoint's error names one to load instead.
         """
         try:
-            name, commit, manifest = self._group.on_rank0(lambda: self._find(step))
+            name, records = self._group.on_rank0(lambda: self._find(step))
             self._path = os.path.normpath(os.path.join(self._folder, name))
-            self._manifest = decode_manifest(self._path, commit, manifest)
-            unused = self._group.on_all(lambda: self._read(model, optimizer))
+            unused = self._group.on_all(lambda: self._read(records, model, optimizer))
         except (CheckpointDamagedError, CheckpointIOError) as error:
             error.message += self._group.on_rank0(lambda: instead_of(self._path))
             raise
@@ -136,15 +135,21 @@ class _Load:
                 op=self._group.op,
             )
 
-    def _find(self, step: int | None) -> tuple[str, bytes, bytes]:
-        """The checkpoint's place in the folder, its commit record and its manifest."""
+    def _find(self, step: int | None) -> tuple[str, list[bytes]]:
+        """The checkpoint's place in the folder, and the bytes of its commit record and manifest."""
         wait_for_latest(self._group.backend)
         self._path = find(self._folder, step)
-        return os.path.relpath(self._path, self._folder), *read_manifest(self._path)
+        return os.path.relpath(self._path, self._folder), _read_records(self._path)
 
-    def _read(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    def _read(
+        self,
+        records: list[bytes],
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> list[str]:
         """Read, and return what the checkpoint has and the model of this rank does not."""
-        manifest, reader = self._manifest, Reader(self._path, self._manifest)
+        manifest = self._manifest = decode_manifest(self._path, *records)
+        reader = Reader(self._path, manifest)
         unused: list[str] = []
         if model is not None:
             held = state.model_state(model)
@@ -412,21 +417,16 @@ def find(folder: str, step: int | None) -> str:
     return found[-1].path
 
 
-def read_manifest(path: str) -> tuple[bytes, bytes]:
-    """The commit record and the manifest of a checkpoint, as bytes.
-
-    Raises `CheckpointDamagedError` if one is missing, or not as it was written.
-    """
-    contents = []
+def _read_records(path: str) -> list[bytes]:
+    """The commit record and the manifest of a checkpoint, as they are in its files."""
+    records = []
     for name in (storage.COMMIT, storage.MANIFEST):
         file = os.path.join(path, name)
         try:
-            contents.append(storage.read_file(file))
+            records.append(storage.read_file(file))
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{file} is missing") from None
-    commit, manifest = contents
-    decode_manifest(path, commit, manifest)
-    return commit, manifest
+    return records
 
 
 def instead_of(path: str) -> str:
@@ -457,7 +457,7 @@ def instead_of(path: str) -> str:
 def _looks_whole(folder: storage.CheckpointFolder) -> bool:
     """Whether its manifest is as it was written, and its files have their sizes."""
     try:
-        manifest = decode_manifest(folder.path, *read_manifest(folder.path))
+        manifest = decode_manifest(folder.path, *_read_records(folder.path))
         return all(
             storage.size_of(os.path.join(folder.path, file.name)) == file.bytes
             for file in manifest.files

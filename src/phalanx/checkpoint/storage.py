@@ -36,7 +36,7 @@ def naming(path: str) -> Iterator[None]:
 @contextmanager
 def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
     """A descriptor, closed afterwards."""
-    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         with naming(path):
             yield descriptor
@@ -72,13 +72,11 @@ def read_file(path: str) -> bytes:
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable."""
-    with opened(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)) as descriptor:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if (
-                error.errno != errno.EINVAL
-            ):  # this file system needs no fsync of folders, or has none
+            if error.errno != errno.EINVAL:  # else this file system needs none, or has none
                 raise
 
 
@@ -155,16 +153,12 @@ def make_next(folder: str, step: int) -> CheckpointFolder:
 
 
 def make_parents(folder: str) -> None:
-    """Make a folder and its missing parents; their names are durable."""
-    missing = []
-    path = os.path.abspath(folder)
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for path in reversed(missing):
+    """Make a folder, of an absolute path, and its missing parents; their names are durable."""
+    if not os.path.isdir(folder):
+        make_parents(os.path.dirname(folder))
         with suppress(FileExistsError):
-            os.mkdir(path)
-        sync_folder(os.path.dirname(path))
+            os.mkdir(folder)
+        sync_folder(os.path.dirname(folder))
 
 
 def remove(folder: CheckpointFolder) -> None:
@@ -206,39 +200,36 @@ class FolderLock:
 
     def __init__(self, folder: str, timeout: float) -> None:
         self._path = os.path.join(folder, LOCK)
+        deadline = time.monotonic() + timeout
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with naming(self._path):
-                self._acquire(time.monotonic() + timeout)
+                while not self._acquired():
+                    if time.monotonic() >= deadline:
+                        holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+                        raise CheckpointError(
+                            f"{folder} is being saved into by {holder or 'somebody else'}: wait "
+                            "for that save, or give each job a folder of its own"
+                        )
+                    time.sleep(_PAUSE)
         except BaseException:
             os.close(self._descriptor)
             raise
 
-    def _acquire(self, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise self._held_error() from None
-                time.sleep(_PAUSE)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                log.warning("%s: no locks here: let only one job save in it", self._path)
-                return
-            else:
-                holder = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, holder, 0)
-                return
-
-    def _held_error(self) -> CheckpointError:
-        holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
-        return CheckpointError(
-            f"{os.path.dirname(self._path)} is being saved into by {holder or 'somebody else'}: "
-            "wait for that save, or give each job a folder of its own"
-        )
+    def _acquired(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s: no locks here: let only one job save in it", self._path)
+            return True
+        holder = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, holder, 0)
+        return True
 
     def release(self) -> None:
         """Release it; an error would not undo the save, and is ignored."""

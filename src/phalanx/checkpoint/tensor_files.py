@@ -200,12 +200,8 @@ def overlaps(
             start = until
 
 
-class _Request(NamedTuple):
-    """Bytes begin:end of a file, and the memory for them."""
-
-    begin: int
-    end: int
-    into: memoryview
+_Request = tuple[int, memoryview]
+"""Where bytes of a file begin, and the memory for them."""
 
 
 class Reader:
@@ -224,7 +220,7 @@ class Reader:
         for shard, first, last in overlaps(record.pieces, part.start, part.stop):
             into = memory[size * (first - part.start) : size * (last - part.start)]
             begin = shard.at + size * (first - shard.start)
-            self._requests[shard.file].append(_Request(begin, begin + len(into), into))
+            self._requests[shard.file].append((begin, into))
         return flat
 
     def whole(self, name: str) -> Tensor:
@@ -276,32 +272,29 @@ def _read_blocks(
         )
     by_block: dict[int, list[_Request]] = defaultdict(list)
     for request in requests:
-        for number in range(request.begin // file.block, -(-request.end // file.block)):
+        first, into = request
+        for number in range(first // file.block, -(-(first + len(into)) // file.block)):
             by_block[number].append(request)
     buffer = memoryview(bytearray(min(file.block, file.bytes)))
     for number, wanted in sorted(by_block.items()):
         begin = number * file.block
         end = min(begin + file.block, file.bytes)
-        direct = next((r for r in wanted if r.begin <= begin and end <= r.end), None)
         block = buffer[: end - begin]
-        if direct is not None:  # read into place
-            block = direct.into[begin - direct.begin : end - direct.begin]
-        _read_exactly(descriptor, path, begin, block)
+        direct = None
+        for first, into in wanted:
+            if first <= begin and end <= first + len(into):  # read into place
+                direct, block = into, into[begin - first : end - first]
+        rest, at = block, begin
+        while rest:
+            count = os.preadv(descriptor, [rest], at)
+            if count == 0:
+                raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
+            rest, at = rest[count:], at + count
         if xxh3_64_hexdigest(block) != file.checksums[16 * number : 16 * (number + 1)]:
             raise CheckpointDamagedError(
                 f"{path} is not as it was written: the checksum of its bytes {begin}:{end} differs"
             )
-        for request in wanted:
-            if request is direct:
-                continue
-            low, high = max(begin, request.begin), min(end, request.end)
-            into = request.into[low - request.begin : high - request.begin]
-            into[:] = block[low - begin : high - begin]
-
-
-def _read_exactly(descriptor: int, path: str, begin: int, into: memoryview) -> None:
-    while into:
-        count = os.preadv(descriptor, [into], begin)
-        if count == 0:
-            raise CheckpointDamagedError(f"{path} ends at byte {begin}: it was truncated")
-        begin, into = begin + count, into[count:]
+        for first, into in wanted:
+            if into is not direct:
+                low, high = max(begin, first), min(end, first + len(into))
+                into[low - first : high - first] = block[low - begin : high - begin]

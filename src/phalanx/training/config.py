@@ -31,6 +31,25 @@ from phalanx.wire.control import parse_address
 T = TypeVar("T", bound="_Config")
 
 
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+_COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
+    {
+        "top_k": TopK,
+        "random_k": RandomK,
+        "power_sgd": PowerSGD,
+        "quantized": Quantized,
+        "half": Half,
+    }
+)
+_AGGREGATORS: Mapping[str, Callable[[Backend], GradientAggregator]] = MappingProxyType(
+    {
+        "local": lambda backend: LocalAggregator(),
+        "all_reduce": AllReduceAggregator,
+        "parameter_server": ParameterServer,
+    }
+)
+
+
 class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
         """As JSON, which `from_json` reads."""
@@ -81,28 +100,39 @@ class DistributedConfig(_Config, frozen=True):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
         """From these variables. Raises ValueError, which names the variable."""
+        numbers = {}
         for name in _VARIABLES:
             if name not in environ:
                 raise ValueError(
                     f"{name} is not in the environment; {', '.join(_VARIABLES)} have to be"
                 )
-        size, rank = _number("WORLD_SIZE", environ), _number("RANK", environ)
-        address = f"{_host(environ)}:{_number('MASTER_PORT', environ)}"
+            if name != "MASTER_ADDR":
+                try:
+                    numbers[name] = int(environ[name])
+                except ValueError:
+                    raise ValueError(
+                        f"{name}={environ[name]!r} in the environment is no number"
+                    ) from None
+        host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
+        if ":" in host:  # an IPv6 address, which is in brackets before a port
+            try:
+                ipaddress.IPv6Address(host)
+            except ValueError:
+                raise ValueError(
+                    f"MASTER_ADDR={environ['MASTER_ADDR']} in the environment is no host; a port "
+                    "goes into MASTER_PORT"
+                ) from None
+            host = f"[{host}]"
         try:
-            return cls(size, rank, address)
+            return cls(numbers["WORLD_SIZE"], numbers["RANK"], f"{host}:{numbers['MASTER_PORT']}")
         except ValueError as error:
             found = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
             raise type(error)(f"the environment has {found}: {error}") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads, and `phalanx.init`."""
-        host, port = parse_address(self.coordinator_addr)
-        return {
-            "WORLD_SIZE": str(self.world_size),
-            "RANK": str(self.rank),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
+        values = (self.world_size, self.rank, *parse_address(self.coordinator_addr))
+        return {name: str(value) for name, value in zip(_VARIABLES, values, strict=True)}
 
     def connect(self, *, timeout: float = 60.0) -> TcpBackend:
         """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
@@ -150,8 +180,13 @@ class CompressionConfig(_Config, frozen=True):
                 f"compression: options={self.options!r} has to be a dict, such as "
                 f'{{"ratio": 0.01}}, and error_feedback={self.error_feedback!r} True or False'
             )
+        options: dict[str, object] = dict(self.options)
+        if isinstance(name := options.get("dtype"), str):
+            options["dtype"] = getattr(torch, name, None)
+            if not isinstance(options["dtype"], torch.dtype):
+                raise ValueError(f"compression: {name!r} is no dtype of torch's")  # noqa: TRY004
         try:
-            compressor = _COMPRESSORS[self.method](**self.options)
+            compressor = _COMPRESSORS[self.method](**options)
         except TypeError as error:
             raise ValueError(
                 f"compression: {self.method} cannot be made with the options {self.options}: "
@@ -232,61 +267,3 @@ class DataParallelConfig(_Config, frozen=True):
         if self.compression is not None:
             return CompressedAggregator(backend, self.compression.build())
         return _AGGREGATORS[self.aggregator](backend)
-
-
-_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _host(environ: Mapping[str, str]) -> str:
-    """MASTER_ADDR in the form that precedes a port: an IPv6 address in brackets."""
-    host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
-    if ":" not in host:
-        return host
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        raise ValueError(
-            f"MASTER_ADDR={environ['MASTER_ADDR']} in the environment is no host; a port goes into "
-            "MASTER_PORT"
-        ) from None
-    return f"[{host}]"
-
-
-def _number(name: str, environ: Mapping[str, str]) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ValueError(f"{name}={environ[name]!r} in the environment is no number") from None
-
-
-def _half(dtype: str = "bfloat16") -> Half:
-    return Half(_dtype(dtype))
-
-
-def _power_sgd(rank: int, dtype: str | None = None, seed: int = 0) -> PowerSGD:
-    return PowerSGD(rank, dtype=None if dtype is None else _dtype(dtype), seed=seed)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"compression: {name!r} is no dtype of torch's")  # noqa: TRY004
-    return dtype
-
-
-_COMPRESSORS: Mapping[str, Callable[..., Compressor]] = MappingProxyType(
-    {
-        "top_k": TopK,
-        "random_k": RandomK,
-        "power_sgd": _power_sgd,
-        "quantized": Quantized,
-        "half": _half,
-    }
-)
-_AGGREGATORS: Mapping[str, Callable[[Backend], GradientAggregator]] = MappingProxyType(
-    {
-        "local": lambda backend: LocalAggregator(),
-        "all_reduce": AllReduceAggregator,
-        "parameter_server": ParameterServer,
-    }
-)
