@@ -135,6 +135,21 @@ def test_the_checksums_are_of_the_blocks_of_the_file(sizes: list[int], block: in
     assert written == file.header + b"".join(contents[shard.name] for shard, _ in file.shards)
 
 
+def test_a_tensor_is_asked_for_when_what_is_before_it_is_written() -> None:
+    """So that copies of tensors on a GPU are in memory one at a time."""
+    shards = [TensorShard("model", f"t{n}", "uint8", (9,), 0, 9, equal=True) for n in range(3)]
+    file = lay_out(0, "model", "file", shards)
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        written = []
+
+        def bytes_of(shard: TensorShard) -> memoryview:
+            written.append(Path(folder, "file").stat().st_size)
+            return memoryview(bytes(shard.nbytes))
+
+        write_tensors(folder, file, bytes_of)
+    assert written == [at for _, at in file.shards]
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,8 +104,7 @@ class _Load:
 
     _manifest: Manifest
     _extra: Any
-    _rng: Tensor
-    _random_states: dict[str, Any]
+    _restore_random_state: Callable[[], None]
 
     def __init__(self, group: CheckpointGroup, folder: str) -> None:
         self._group = group
@@ -114,10 +114,7 @@ class _Load:
     def find_and_read(
         self, step: int | None, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Rank 0 finds the checkpoint; all check that it fits, and read what they need.
-
-        A damaged checkpoint's error names one to load instead.
-        """
+        """Rank 0 finds the checkpoint; all check that it fits, and read what they need."""
         try:
             name, records = self._group.on_rank0(lambda: self._find(step))
             self._path = os.path.normpath(os.path.join(self._folder, name))
@@ -163,29 +160,29 @@ class _Load:
                 unused += next(change)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(f"{self._path} does not fit: {error.message}") from error
-        self._rng = reader.whole(manifest.rng[self._group.rank if self._same_size else 0])
+        rank, size = self._group.rank, self._group.size
+        as_many = len(manifest.rng) == size  # there is a random state for each rank
+        rng = reader.whole(manifest.rng[rank if as_many else 0])
         reader.request(manifest.extra)
         reader.read()
         try:
-            self._random_states = state.check_random_state(self._rng)
+            random_states = state.check_random_state(rng)
             self._extra = from_json(manifest.extra, reader.whole)
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
+        self._restore_random_state = (
+            partial(state.restore_random_state, random_states)
+            if as_many
+            else partial(state.reseed, rng, rank, size)
+        )
         return unused
-
-    @property
-    def _same_size(self) -> bool:
-        """Whether there is a random state for each rank."""
-        return len(self._manifest.rng) == self._group.size
 
     def apply(self, random_state: bool) -> Checkpoint:
         """Change the model, the optimizer and the random states."""
         for change in self._changes:
             next(change, None)
-        if self._changes and random_state and self._same_size:
-            state.restore_random_state(self._random_states)
-        elif self._changes and random_state:
-            state.reseed(self._rng, self._group.rank, self._group.size)
+        if self._changes and random_state:
+            self._restore_random_state()
         manifest = self._manifest
         return Checkpoint(manifest.step, self._extra, Path(self._path), manifest.world_size)
 
@@ -332,7 +329,7 @@ def _request_state(
 ) -> StateToLoad:
     """Request what an optimizer keeps under `key` for a parameter, `stored` in the checkpoint."""
     if record.tensor:
-        of_rank = shard.name_of(state.path_of(stored, key))
+        of_rank = shard.name_of(f"optimizer/{stored}/{key}")
         tensor = reader.record(of_rank if of_rank in reader.manifest.state else record.tensor)
         if tensor.shape != shard.slice.shape:
             raise CheckpointMismatchError(
@@ -390,10 +387,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def find(folder: str, step: int | None) -> str:
-    """The folder of a checkpoint: `folder` itself, or the newest one in it, or that of a step.
-
-    Raises `CheckpointNotFoundError`.
-    """
+    """The folder of a checkpoint: `folder` itself, or the newest one in it, or that of a step."""
     if os.path.lexists(os.path.join(folder, storage.COMMIT)):
         own = storage.parse(folder)
         if step is None or own is None or own.step == step:

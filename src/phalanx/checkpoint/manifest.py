@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import prod
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from phalanx.checkpoint.storage import COMMIT, MANIFEST, TENSOR_FILE
 from phalanx.errors import CheckpointDamagedError, UnsupportedObjectError
-from phalanx.wire.codec import DTYPES
+from phalanx.wire.codec import DEPTH, DTYPES
 
 FORMAT = "phalanx checkpoint"
 VERSION = 1
@@ -42,11 +41,6 @@ class TensorRecord(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     pieces: list[StoredShard]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -152,8 +146,7 @@ def decode(content: bytes, kind: type[_T], path: str) -> _T:
 def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
     """The manifest of a checkpoint, from the bytes of its commit record and of its manifest.
 
-    Raises `CheckpointDamagedError`, naming the file, if one of them is not as it was written, or
-    contradicts itself.
+    `CheckpointDamagedError` for one that is not as it was written, or contradicts itself.
     """
     path = os.path.join(folder, COMMIT)
     record = decode(commit, Commit, path)
@@ -200,16 +193,16 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0:
             yield f"{name} is a {tensor.dtype} of shape {list(tensor.shape)}"
             continue
-        size, reached = DTYPES[tensor.dtype].itemsize, 0
+        size, count, reached = DTYPES[tensor.dtype].itemsize, prod(tensor.shape), 0
         for shard in tensor.pieces:
-            if not 0 <= shard.start <= shard.stop <= tensor.numel or shard.start > reached:
+            if not 0 <= shard.start <= shard.stop <= count or shard.start > reached:
                 yield f"{name} has no elements from {reached} on"
             if not 0 <= shard.file < len(manifest.files) or shard.at < 0:
                 yield f"{name} is in file {shard.file}"
             elif shard.at + size * (shard.stop - shard.start) > manifest.files[shard.file].bytes:
                 yield f"{name} reaches beyond the end of {manifest.files[shard.file].name}"
             reached = max(reached, shard.stop)
-        if reached != tensor.numel:
+        if reached != count:
             yield f"{name} has no elements from {reached} on"
 
 
@@ -229,7 +222,6 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 # float.
 
 Json = Any
-DEPTH = 100  # levels inside each other
 _MOST = 2**63
 
 
@@ -284,27 +276,30 @@ def from_json(encoded: Json, tensor: Callable[[str], Tensor]) -> Any:
 
     Raises ValueError, KeyError or TypeError for what `to_json` does not make.
     """
+
+    def inside(part: Json) -> Any:
+        return from_json(part, tensor)
+
     if isinstance(encoded, list):
-        return [from_json(part, tensor) for part in encoded]
+        return [inside(part) for part in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    if len(encoded) == 1:
-        ((tag, content),) = encoded.items()
-        if tag == "$tensor":
-            return tensor(content)
-        if tag in _FROM_JSON:
-            return _FROM_JSON[tag](content, tensor)
-    return {key: from_json(part, tensor) for key, part in encoded.items()}
-
-
-_FROM_JSON: Mapping[str, Callable[[Any, Callable[[str], Tensor]], object]] = MappingProxyType(
-    {
-        "$int": lambda content, _: int(content, 16),
-        "$float": lambda content, _: float(content),
-        "$bytes": lambda content, _: base64.b64decode(content, validate=True),
-        "$tuple": lambda content, tensor: tuple(from_json(part, tensor) for part in content),
-        "$dict": lambda content, tensor: {
-            from_json(key, tensor): from_json(part, tensor) for key, part in content
-        },
-    }
-)
+    content: Any
+    value: Any
+    tag, content = next(iter(encoded.items())) if len(encoded) == 1 else ("", None)
+    match tag:
+        case "$int":
+            value = int(content, 16)
+        case "$float":
+            value = float(content)
+        case "$bytes":
+            value = base64.b64decode(content, validate=True)
+        case "$tensor":
+            value = tensor(content)
+        case "$tuple":
+            value = tuple(inside(part) for part in content)
+        case "$dict":
+            value = {inside(key): inside(part) for key, part in content}
+        case _:
+            value = {key: inside(part) for key, part in encoded.items()}
+    return value

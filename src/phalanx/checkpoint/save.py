@@ -29,7 +29,7 @@ from phalanx.checkpoint.save_plan import (
     plan_files,
 )
 from phalanx.checkpoint.storage import CheckpointFolder, FolderLock
-from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, write_tensors
+from phalanx.checkpoint.tensor_files import PlannedFile, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
@@ -100,7 +100,7 @@ class _Save:
     step: int
     keep: int | None
     async_save: bool
-    local: LocalTensors = field(default_factory=LocalTensors)
+    tensors: dict[TensorShard, Tensor] = field(default_factory=dict)  # that it could write
     background: Backend | None = None  # the same ranks, for saves in the background
     files: list[PlannedFile] = field(default_factory=list)  # that this rank writes
     path: str = ""
@@ -140,7 +140,7 @@ class _Save:
     ) -> bytes:
         """What this rank holds and asks for. The ranks exchange it; nothing is written yet."""
         self.background = settle(self.group.backend)
-        local, held, rank = self.local, state.model_state(model), self.group.rank
+        local, held, rank = LocalTensors(), state.model_state(model), self.group.rank
         for name, shard in held.parameters.items():
             tensor = means.get(shard.tensor, shard.tensor)
             local.add("model", name, tensor, shard.slice, equal=True)
@@ -161,7 +161,8 @@ class _Save:
                 local.add("state", f"own/{number}/{key}", tensor, equal=False)
         local.add("state", described.rng, state.capture_random_state(), equal=False)
         described.extra = local.json(extra, "extra") if rank == 0 else None
-        described.held = local.held
+        self.tensors = local.tensors
+        described.held = list(local.tensors)
         self.step = operator.index(self.step)
         if self.step < 0:
             raise MisuseError(f"step must be 0 or more, not {self.step}")
@@ -185,12 +186,12 @@ class _Save:
 
     def _copy(self) -> None:
         """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
-        copies = dict[tuple[FileKind, str], Tensor]()
+        copies = {}
         for shard in (shard for file in self.files for shard, _ in file.shards):
-            tensor = self.local.tensors[shard.kind, shard.name]
-            copy = copies[shard.kind, shard.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copy_bits(copy, tensor)
-        self.local.tensors = copies
+            tensor = self.tensors[shard]
+            copies[shard] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copy_bits(copies[shard], tensor)
+        self.tensors = copies
 
     def _write_and_commit(self) -> None:
         """Write this rank's files; when all ranks have written theirs, rank 0 commits."""
@@ -218,7 +219,7 @@ class _Save:
             )
 
         def bytes_of(shard: TensorShard) -> memoryview:
-            return tensor_bytes(plain(self.local.tensors[shard.kind, shard.name].cpu()))
+            return tensor_bytes(plain(self.tensors[shard].cpu()))
 
         written = [write_tensors(self.path, file, bytes_of) for file in self.files]
         storage.sync_folder(self.path)

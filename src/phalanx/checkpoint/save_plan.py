@@ -34,7 +34,7 @@ from phalanx.checkpoint.manifest import (
     TensorRecord,
     to_json,
 )
-from phalanx.checkpoint.state import ParameterShard, check_tensor, named_groups, path_of
+from phalanx.checkpoint.state import ParameterShard, check_tensor, named_groups
 from phalanx.checkpoint.tensor_files import METADATA, FileKind, PlannedFile, TensorShard, lay_out
 from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedObjectError
 from phalanx.parallel.wrapper import Slice
@@ -62,26 +62,24 @@ class RankDescription(msgspec.Struct):
 
 
 class LocalTensors:
-    """The tensors that this rank could write: descriptions, and the tensors by kind and name."""
+    """The tensors that this rank could write, by their descriptions."""
 
     def __init__(self) -> None:
-        self.held: list[TensorShard] = []
-        self.tensors: dict[tuple[FileKind, str], Tensor] = {}
+        self.tensors: dict[TensorShard, Tensor] = {}
+        self._names: set[tuple[FileKind, str]] = set()
 
     def add(
         self, kind: FileKind, name: str, tensor: Tensor, part: Slice | None = None, *, equal: bool
     ) -> None:
-        """Add a tensor, or the `part` of one; see `TensorShard`.
-
-        Raises `MisuseError` for a name that is taken already.
-        """
-        if (kind, name) in self.tensors or name == METADATA:
+        """Add a tensor, or the `part` of one; see `TensorShard`."""
+        if (kind, name) in self._names or name == METADATA:
             raise MisuseError(f"two tensors would be named {name}: give one another name")
         check_tensor(name, tensor)
         part = part or Slice.whole(tuple(tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.held.append(TensorShard(kind, name, dtype, part.shape, part.start, part.stop, equal))
-        self.tensors[kind, name] = tensor.detach()
+        shard = TensorShard(kind, name, dtype, part.shape, part.start, part.stop, equal)
+        self.tensors[shard] = tensor.detach()
+        self._names.add((kind, name))
 
     def json(self, value: object, path: str) -> Json:
         """The value as JSON; its tensors are added, under names that begin with `path`.
@@ -90,7 +88,7 @@ class LocalTensors:
         """
 
         def keep(tensor: Tensor, name: str) -> str:
-            while ("state", name) in self.tensors:
+            while ("state", name) in self._names:
                 name += "'"
             self.add("state", name, tensor, equal=False)
             return name
@@ -125,7 +123,7 @@ def describe_optimizer(
     sharded = _sharded_keys(kept, parameters)
 
     def describe(name: str, key: str, value: object) -> StateRecord:
-        path, parameter = path_of(name, key), parameters[name]
+        path, parameter = f"optimizer/{name}/{key}", parameters[name]
         if key in sharded and isinstance(value, Tensor):
             path = parameter.name_of(path)
             local.add("state", path, value, parameter.slice, equal=True)
@@ -185,44 +183,34 @@ def _has_dimensions(value: object) -> bool:
 
 
 def plan_files(described: Sequence[RankDescription]) -> list[PlannedFile]:
-    """All files of a checkpoint, those of rank 0 first.
+    """All files of a checkpoint, those of rank 0 first; all ranks write about as much.
 
     Raises `CheckpointMismatchError` if ranks hold different tensors under one name, or no rank
-    holds some of the elements.
+    holds some of the elements. An empty shard is not written, unless the whole tensor is empty.
     """
     holders: dict[TensorShard, list[int]] = defaultdict(list)
     for rank, description in enumerate(described):
         for shard in description.held:
             holders[shard].append(rank)
     _check_complete(holders)
+    shards = [shard for shard in holders if shard.stop > shard.start]
+    shards += [shard for shard in holders if prod(shard.shape) == 0]
+    choices = {shard: holders[shard] if shard.equal else holders[shard][:1] for shard in shards}
     size = len(described)
+    writer, load = {}, [0] * size
+    # Those without a choice first; then the largest, each to the rank with the least to write.
+    for shard in sorted(shards, key=lambda shard: (len(choices[shard]) > 1, -shard.nbytes)):
+        writer[shard] = min(choices[shard], key=lambda rank: load[rank])
+        load[writer[shard]] += shard.nbytes
     files: dict[tuple[int, FileKind], list[TensorShard]] = defaultdict(list)
-    for shard, rank in _writers(holders, size).items():
-        files[rank, shard.kind].append(shard)
+    for shard in shards:
+        files[writer[shard], shard.kind].append(shard)
     return [
         lay_out(rank, kind, f"{kind}-{rank:05}-of-{size:05}.safetensors", files[rank, kind])
         for rank in range(size)
         for kind in get_args(FileKind)
         if (rank, kind) in files
     ]
-
-
-def _writers(holders: Mapping[TensorShard, list[int]], size: int) -> dict[TensorShard, int]:
-    """The rank that writes each shard: all ranks write about as much.
-
-    An empty shard is not written, unless the whole tensor is empty.
-    """
-    shards = [shard for shard in holders if shard.stop > shard.start]
-    shards += [shard for shard in holders if prod(shard.shape) == 0]
-    choices = {shard: holders[shard] if shard.equal else holders[shard][:1] for shard in shards}
-    writer = dict.fromkeys(shards, 0)
-    load = [0] * size
-    # Those without a choice first; then the largest, each to the rank with the least to write.
-    for shard in sorted(shards, key=lambda shard: (len(choices[shard]) > 1, -shard.nbytes)):
-        rank = min(choices[shard], key=lambda rank: load[rank])
-        writer[shard] = rank
-        load[rank] += shard.nbytes
-    return writer
 
 
 def _check_complete(holders: Mapping[TensorShard, list[int]]) -> None:
@@ -267,10 +255,7 @@ def tensor_records(planned: Sequence[PlannedFile], kind: FileKind) -> dict[str, 
 
 
 def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | None:
-    """The ranks' optimizers as one.
-
-    Raises `MisuseError` if they are of different kinds, or have different options.
-    """
+    """The ranks' optimizers as one; `MisuseError` for different kinds or different options."""
     optimizers = [each.optimizer for each in described if each.optimizer]
     if not optimizers:
         return None

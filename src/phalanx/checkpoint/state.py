@@ -12,7 +12,7 @@ import random
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,19 +101,15 @@ def _whole(tensor: Tensor) -> ParameterShard:
 
 
 def backend_of(model: nn.Module | None) -> Backend | None:
-    """The backend of the model's wrappers; None without any.
-
-    Raises `MisuseError` if they have different ones.
-    """
-    backends = (
-        list({id(w.backend): w.backend for w in wrappers_of(model)}.values()) if model else []
-    )
+    """The backend of the model's wrappers; None without any, `MisuseError` for several."""
+    wrappers = wrappers_of(model) if model is not None else ()
+    backends = {id(wrapper.backend): wrapper.backend for wrapper in wrappers}
     if len(backends) > 1:
         raise MisuseError(
             "the model has parts on different backends: say with backend= which ranks save or load "
             "it together"
         )
-    return backends[0] if backends else None
+    return next(iter(backends.values()), None)
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
@@ -217,17 +213,10 @@ def _members(backend: Backend) -> set[tuple[int, int]]:
     return {(id(whole), rank) for rank in backend.ranks}
 
 
-# ------------------------------------------------------------------------------
-# Optimizers
-
-
 def named_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard]
 ) -> list[dict[str, Tensor]]:
-    """For each parameter group its parameters, by name.
-
-    Raises `MisuseError` if the optimizer has one that the model does not.
-    """
+    """For each parameter group its parameters, by name; `MisuseError` for one of another model."""
     names = {id(parameter.tensor): name for name, parameter in parameters.items()}
     groups: list[dict[str, Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -241,11 +230,6 @@ def named_groups(
                 )
             groups[-1][names[id(parameter)]] = parameter
     return groups
-
-
-def path_of(name: str, key: str) -> str:
-    """The name in a checkpoint of a tensor that an optimizer keeps for a parameter."""
-    return f"optimizer/{name}/{key}"
 
 
 # ------------------------------------------------------------------------------
@@ -274,12 +258,9 @@ def capture_random_state() -> Tensor:
 
 
 def check_random_state(saved: Tensor) -> dict[str, Any]:
-    """What `capture_random_state` has saved. Raises ValueError if it is something else.
-
-    The global generators are not touched: the states are tried on others.
-    """
+    """What `capture_random_state` has saved, tried on other generators; ValueError if it is not."""
     try:
-        states: Any = decode(memoryview(bytearray(saved.tolist())))
+        states = cast("dict[str, Any]", decode(memoryview(bytearray(saved.tolist()))))
         torch.Generator().set_state(states["torch"])
         version, words, gauss = states["python"]
         states["python"] = (version, tuple(array("I", words)), gauss)
@@ -291,8 +272,7 @@ def check_random_state(saved: Tensor) -> dict[str, Any]:
                 numpy.random.RandomState().set_state(states["numpy"])
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"the random state cannot be read: {error}") from error
-    checked: dict[str, Any] = states
-    return checked
+    return states
 
 
 def restore_random_state(states: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -157,11 +158,10 @@ def write_tensors(
     bytes_of   gives the memory of a shard; called once for each, in their order
     """
     size, checksums, of_block = 0, [], xxh3_64()
-    with opened(
-        os.path.join(folder, file.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    ) as descriptor:
-        contents = (bytes_of(shard) for shard, _ in file.shards)
-        for memory in (memoryview(file.header), *contents):
+    path = os.path.join(folder, file.name)
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        contents = (bytes_of(shard) for shard, _ in file.shards)  # copies are there one at a time
+        for memory in chain([memoryview(file.header)], contents):
             rest = memory
             while rest:
                 room = block - size % block
@@ -246,10 +246,7 @@ class Reader:
         return self.manifest.state[name]
 
     def read(self) -> None:
-        """Read what was requested.
-
-        Raises `CheckpointDamagedError` for a file that is missing or not as it was written.
-        """
+        """Read what was requested; `CheckpointDamagedError` for a file that is not as written."""
         for number, requests in sorted(self._requests.items()):
             file = self.manifest.files[number]
             path = os.path.join(self._path, file.name)
