@@ -268,22 +268,18 @@ def _into_optimizer(
         raise CheckpointMismatchError(
             f"its optimizer has no {_shown(missing)}, which the optimizer here has"
         )
-    options = [
-        _options_of(number, {name: group_of[there[name]] for name in group}, saved)
-        for number, group in enumerate(groups)
-    ]
-    for each in (*options, saved.shared):
-        reader.request(each)
-    states = [
-        {
-            parameter: {
-                key: _request_state(key, record, name, there[name], model.parameters[name], reader)
-                for key, record in saved.state.get(there[name], {}).items()
-            }
-            for name, parameter in group.items()
-        }
-        for group in groups
-    ]
+    options: list[Json] = []
+    states: list[dict[Tensor, dict[str, StateToLoad]]] = []
+    for number, group in enumerate(groups):
+        places = {name: group_of[there[name]] for name in group}
+        options.append(reader.request(_options_of(number, places, saved)))
+        states.append({parameter: {} for parameter in group.values()})
+        for name, parameter in group.items():
+            for key, record in saved.state.get(there[name], {}).items():
+                what, path = f"the optimizer's {key} of {name}", f"optimizer/{there[name]}/{key}"
+                requested = _request_state(what, path, record, model.parameters[name], reader)
+                states[-1][parameter][key] = requested
+    reader.request(saved.shared)
     used = set(there.values())
     yield [f"the optimizer's {name}" for name in group_of if name not in used]
 
@@ -306,35 +302,28 @@ def _into_optimizer(
 
 def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord) -> Json:
     """The options that the parameters of a group had, each in its saved group."""
-    first, at = next(iter(group_of.items()), ("", None))
-    if at is None:
-        return None
-    for name, other in group_of.items():
-        if saved.groups[other].options != saved.groups[at].options:
+    had = [(name, saved.groups[at].options) for name, at in group_of.items()]
+    for name, options in had:
+        if options != had[0][1]:
             raise CheckpointMismatchError(
-                f"group {number} of the optimizer has {first} and {name}, which had other options "
-                f"when they were saved ({saved.groups[at].options} and "
-                f"{saved.groups[other].options}): put them into groups of their own"
+                f"group {number} of the optimizer has {had[0][0]} and {name}, which had other "
+                f"options when they were saved ({had[0][1]} and {options}): put them into groups "
+                "of their own"
             )
-    return saved.groups[at].options
+    return had[0][1] if had else None
 
 
 def _request_state(
-    key: str,
-    record: StateRecord,
-    name: str,
-    stored: str,
-    shard: state.ParameterShard,
-    reader: Reader,
+    what: str, path: str, record: StateRecord, shard: state.ParameterShard, reader: Reader
 ) -> StateToLoad:
-    """Request what an optimizer keeps under `key` for a parameter, `stored` in the checkpoint."""
+    """Request what an optimizer keeps for a parameter under one key, in a tensor named `path`."""
     if record.tensor:
-        of_rank = shard.name_of(f"optimizer/{stored}/{key}")
+        of_rank = shard.name_of(path)
         tensor = reader.record(of_rank if of_rank in reader.manifest.state else record.tensor)
         if tensor.shape != shard.slice.shape:
             raise CheckpointMismatchError(
-                f"the optimizer's {key} of {name} has shape {list(tensor.shape)} there, and "
-                f"the parameter {list(shard.slice.shape)} here"
+                f"{what} has shape {list(tensor.shape)} there, and the parameter "
+                f"{list(shard.slice.shape)} here"
             )
         return reader.part(tensor, shard.slice)
     if not record.own:
@@ -345,9 +334,9 @@ def _request_state(
             return reader.request(own.value)
     parts = _shown([f"{each.start}:{each.stop}" for each in record.own])
     raise CheckpointMismatchError(
-        f"the optimizer's {key} of {name} cannot be cut otherwise than it was: it was saved "
-        f"for elements {parts}, and this rank has {start}:{stop}. Load it with the number "
-        "of ranks and the strategy that it was saved with, or without the optimizer"
+        f"{what} cannot be cut otherwise than it was: it was saved for elements {parts}, and this "
+        f"rank has {start}:{stop}. Load it with the number of ranks and the strategy that it was "
+        "saved with, or without the optimizer"
     )
 
 
