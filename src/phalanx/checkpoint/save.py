@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +106,7 @@ class _Save:
     path: str = ""
     nonce: str = ""
     previous: str = ""
-    new: NewCheckpoint | None = None  # on rank 0
+    new: Generator[tuple[str, str, str], list[FileRecord]] | None = None  # on rank 0
 
     def run(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: object
@@ -181,8 +181,8 @@ class _Save:
         if self.group.rank != 0:
             return "", "", ""
         manifest = make_manifest(described, optimizer, planned, self.step)
-        self.new = NewCheckpoint(self.folder, manifest, self.group.timeout / 2)
-        return os.path.basename(self.new.path), self.new.nonce, self.new.previous
+        self.new = _new_checkpoint(self.folder, manifest, self.group.timeout / 2, self.keep)
+        return next(self.new)
 
     def _copy(self) -> None:
         """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
@@ -200,12 +200,15 @@ class _Save:
                 written = self.group.on_all(self._write)
                 files = [FileRecord(*file) for of_rank in written for file in of_rank]
                 new = self.new
-                self.group.on_rank0(lambda: new.commit(files) if new is not None else None)
+                self.group.on_rank0(lambda: new.send(files) if new is not None else None)
         except CheckpointError as error:
             error.message += f". The last checkpoint is {self.previous or 'none'}, as before"
             raise
         if self.new is not None:
-            self.new.end(self.keep)
+            try:
+                next(self.new, None)
+            except OSError as error:
+                log.warning("%s: cannot look for old checkpoints to remove: %s", self.folder, error)
 
     def _write(self) -> list[tuple[str, int, int, str]]:
         """Write this rank's files; their records as tuples."""
@@ -231,7 +234,7 @@ class _Save:
             yield
         except BaseException:
             if self.new is not None:
-                self.new.abandon()
+                self.new.close()
                 self.new = None
             raise
 
@@ -250,80 +253,69 @@ class _Save:
 # Before the rename every file is durable, and earlier checkpoints have not been touched.
 
 
-class NewCheckpoint:
-    """A checkpoint that rank 0 is making in `folder`, with the lock on that. OSErrors name files.
+def _new_checkpoint(
+    folder: str, manifest: Manifest, timeout: float, keep: int | None
+) -> Generator[tuple[str, str, str], list[FileRecord]]:
+    """Make a checkpoint in `folder`, of which `manifest` says everything but the files.
 
-    manifest   but for its files
+    Yields the name of its folder, a nonce in it (a rank that reads it there sees the same folder),
+    and the newest checkpoint before it, or "". When all files are durable their records are sent,
+    and it commits. Resumed again, it removes all but the last `keep` checkpoints. If an error is
+    raised, or it is closed before that, the new folder is removed, unless it is a checkpoint by
+    now. OSErrors name files.
+
     timeout    seconds to wait for another save there
-    previous   the newest checkpoint before this one, "" if there is none
-    nonce      is in the new folder: a rank that reads it there sees the same folder
     """
+    storage.make_parents(folder)
+    uncommitted: CheckpointFolder | None = None
+    lock = FolderLock(folder, timeout)
+    try:
+        for each in storage.numbered(folder):
+            if not each.is_committed:  # left over: the lock says that no save is under way
+                _try_to_remove(each)
+        before = storage.committed(folder)
+        uncommitted = storage.make_next(folder, manifest.step)
+        path, nonce = uncommitted.path, secrets.token_hex(16)
+        storage.write_file(os.path.join(path, storage.BEGUN), nonce.encode())
+        made = (os.path.basename(path), nonce, before[-1].path if before else "")
+        files = yield made
 
-    def __init__(self, folder: str, manifest: Manifest, timeout: float) -> None:
-        storage.make_parents(folder)
-        self._folder = folder
-        self._manifest = manifest
-        self._lock = FolderLock(folder, timeout)
-        self._uncommitted: CheckpointFolder | None = None
-        self.nonce = secrets.token_hex(16)
-        try:
-            for each in storage.numbered(folder):
-                if not each.is_committed:  # left over: the lock says that no save is under way
-                    _try_to_remove(each)
-            before = storage.committed(folder)
-            self.previous = before[-1].path if before else ""
-            self._uncommitted = storage.make_next(folder, manifest.step)
-            self.path = self._uncommitted.path
-            storage.write_file(os.path.join(self.path, storage.BEGUN), self.nonce.encode())
-        except BaseException:
-            self.abandon()
-            raise
-
-    def commit(self, files: list[FileRecord]) -> None:
-        """Make it a checkpoint of these files, which have to be durable."""
         for file in files:
-            self._check_seen(file)
-        content = encode(msgspec.structs.replace(self._manifest, files=files))
-        commit = Commit(VERSION, self._manifest.step, len(content), xxh3_64_hexdigest(content))
-        unfinished = os.path.join(self.path, storage.UNFINISHED)
-        storage.write_file(os.path.join(self.path, storage.MANIFEST), content)
+            _check_seen(path, file)
+        content = encode(msgspec.structs.replace(manifest, files=files))
+        commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
+        unfinished = os.path.join(path, storage.UNFINISHED)
+        storage.write_file(os.path.join(path, storage.MANIFEST), content)
         storage.write_file(unfinished, encode(commit))
-        storage.sync_folder(self.path)
-        os.rename(unfinished, os.path.join(self.path, storage.COMMIT))
-        storage.sync_folder(self.path)
-        self._uncommitted = None
+        storage.sync_folder(path)
+        os.rename(unfinished, os.path.join(path, storage.COMMIT))
+        storage.sync_folder(path)
+        uncommitted = None
+        yield made
 
-    def _check_seen(self, file: FileRecord) -> None:
-        """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
-        path = os.path.join(self.path, file.name)
+        for old in storage.committed(folder)[: -keep if keep is not None else 0]:
+            _try_to_remove(old)
+    finally:
         try:
-            size = storage.size_of(path)
-        except FileNotFoundError:
-            size = -1
-        if size != file.bytes:
-            what = "cannot be seen" if size < 0 else f"has {size} bytes"
-            raise CheckpointIOError(
-                f"{path}, {file.bytes} bytes that rank {int(file.name.split('-')[1])} has written, "
-                f"{what} from rank 0: is the folder on a file system that all ranks share?"
-            )
-
-    def end(self, keep: int | None) -> None:
-        """Remove all but the last `keep` checkpoints, and unlock. Errors are logged."""
-        try:
-            for old in storage.committed(self._folder)[: -keep if keep is not None else 0]:
-                _try_to_remove(old)
-        except OSError as error:
-            log.warning("%s: cannot look for old checkpoints to remove: %s", self._folder, error)
+            if uncommitted is not None:
+                _try_to_remove(uncommitted)
         finally:
-            self._lock.release()
+            lock.release()
 
-    def abandon(self) -> None:
-        """Remove the folder, unless it is a checkpoint by now, and unlock."""
-        try:
-            if self._uncommitted is not None:
-                _try_to_remove(self._uncommitted)
-        finally:
-            self._lock.release()
+
+def _check_seen(folder: str, file: FileRecord) -> None:
+    """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
+    path = os.path.join(folder, file.name)
+    try:
+        size = storage.size_of(path)
+    except FileNotFoundError:
+        size = -1
+    if size != file.bytes:
+        what = "cannot be seen" if size < 0 else f"has {size} bytes"
+        raise CheckpointIOError(
+            f"{path}, {file.bytes} bytes that rank {int(file.name.split('-')[1])} has written, "
+            f"{what} from rank 0: is the folder on a file system that all ranks share?"
+        )
 
 
 def _try_to_remove(folder: CheckpointFolder) -> None:
