@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -428,22 +428,13 @@ def instead_of(path: str) -> str:
     if not os.path.lexists(os.path.join(path, storage.COMMIT)):
         return ". It was removed while it was being read: load the one that is the newest now"
     for other in sorted(others, key=lambda each: (each.number > number, abs(each.number - number))):
-        if _looks_whole(other):
-            which = "previous" if other.number < number else "next"
-            return (
-                f". The {which} checkpoint, of step {other.step}, is all there: load it with "
-                f'load_checkpoint("{other.path}", ...)'
-            )
+        with suppress(OSError, CheckpointError):
+            manifest = decode_manifest(other.path, *_read_records(other.path))
+            files = {os.path.join(other.path, file.name): file.bytes for file in manifest.files}
+            if all(storage.size_of(file) == size for file, size in files.items()):
+                which = "previous" if other.number < number else "next"
+                return (
+                    f". The {which} checkpoint, of step {other.step}, is all there: load it with "
+                    f'load_checkpoint("{other.path}", ...)'
+                )
     return f". No other checkpoint in {folder} is all there"
-
-
-def _looks_whole(folder: storage.CheckpointFolder) -> bool:
-    """Whether its manifest is as it was written, and its files have their sizes."""
-    try:
-        manifest = decode_manifest(folder.path, *_read_records(folder.path))
-        return all(
-            storage.size_of(os.path.join(folder.path, file.name)) == file.bytes
-            for file in manifest.files
-        )
-    except (OSError, CheckpointError):
-        return False
