@@ -16,7 +16,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from phalanx import (
     SubBackend,
     TcpBackend,
 )
+from phalanx.core.engine import ASK_EVERY
 from phalanx.transport.backends import MeshBackend
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class Cluster(ABC):
     """One way to connect ranks."""
 
     name: str
+    ask_every: ClassVar[float] = ASK_EVERY  # of the engines; see there
     keeps_time = True  # False: nothing takes time, so no timeout passes and a deadlock is an error
     speaks_tcp = False
     lacks: Mapping[str, str] = MappingProxyType({})  # what it does not promise, and why
@@ -122,6 +124,7 @@ class Threads(Cluster):
             world: Backend | None = None
             try:
                 world = make()
+                world.engine.ask_every = Cluster.ask_every
                 backend, under_test = self.place(world, size)
                 if under_test:
                     results[backend.rank] = fn(backend)

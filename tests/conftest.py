@@ -11,11 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from checkered import split
-from clusters import CLUSTERS
+from clusters import CLUSTERS, Cluster
 from forms import LONG, examples
 from together import Together
-
-from phalanx.core import checker
 
 hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
@@ -74,4 +72,4 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     Where most of a file's tests would only wait for that. The half second of every day passes in
     test_conformance_agreement.py, and wherever ranks are processes.
     """
-    monkeypatch.setattr(checker, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(Cluster, "ask_every", 0.1)

@@ -8,11 +8,10 @@ from time import monotonic, sleep
 
 import pytest
 import torch
-from clusters import SharedMemory
+from clusters import Cluster, SharedMemory
 
 import phalanx
 from phalanx import Backend
-from phalanx.core import checker
 from phalanx.transport.tcp import transport as transport_module
 from phalanx.transport.tcp.transport import TcpTransport
 
@@ -24,7 +23,7 @@ ROUNDS = 3
 def who_sleeps_is_not_woken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "EXPIRY_CHECK", SELDOM)
     monkeypatch.setattr(transport_module, "FIRST_LOOK", SELDOM)
-    monkeypatch.setattr(checker, "ASK_EVERY", SELDOM)
+    monkeypatch.setattr(Cluster, "ask_every", SELDOM)
     monkeypatch.setenv("PHALANX_HEARTBEAT", "60")
 
 

@@ -31,7 +31,6 @@ from phalanx.core.failure import Failure
 from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
-ASK_EVERY = 0.5  # seconds that a collective waits before it asks whether the others are in it, too
 KEPT = 64  # calls of a group that are remembered when they are over
 ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
 
@@ -65,7 +64,6 @@ class Checker:
         *,
         strict: bool = False,
     ) -> None:
-        self.ask_every = ASK_EVERY
         self.issued = 0
         self.rolling_hash = EMPTY_HASH
         self.calls: deque[Call] = deque()

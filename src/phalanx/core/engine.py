@@ -37,6 +37,7 @@ from phalanx.wire.frame import Channel, Kind
 
 log = logging.getLogger("phalanx")
 
+ASK_EVERY = 0.5
 LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 MOST_GROUPS = 4096  # of which early control messages are kept
 
@@ -49,6 +50,7 @@ class Engine(Poster):
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
     native     for each group, what another library carries out whole
+    ask_every  seconds that a collective waits before it asks whether the others are in it, too
     strict     whether ranks compare call sites, too, and before a library's collectives begin
     """
 
@@ -62,10 +64,12 @@ class Engine(Poster):
         lock: threading.RLock | None = None,
         ready: deque[WorkBase] | None = None,
         now: Callable[[], float] = monotonic,
+        ask_every: float = ASK_EVERY,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.now = now
+        self.ask_every = ask_every
         self.lock = lock if lock is not None else threading.RLock()
         self.ready: deque[WorkBase] = deque() if ready is None else ready
         self.polled: dict[WorkBase, Step] = {}  # works whose step has to be polled

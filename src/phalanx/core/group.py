@@ -233,7 +233,7 @@ class Group(GroupBase):
         due = min(due, self.engine.watchdog.check_deadline(first, now))
         if head.is_collective and not head.over:
             if now >= head.ask_at:
-                head.ask_at = now + self.checker.ask_every
+                head.ask_at = now + self.engine.ask_every
                 self.checker.ask(head.call, head.waits_for())
             due = min(due, head.ask_at)
         return 0.0 if work.over else due - now

@@ -65,7 +65,7 @@ class Work(WorkBase, Generic[T]):
         self.combine = combine
         self.timeout = call.timeout
         self.deadline = call.started + call.timeout
-        self.ask_at = call.started + group.checker.ask_every
+        self.ask_at = call.started + group.engine.ask_every
         self.sender = -1
         self.waited = 0.0
         self.sent = self.received = 0
