@@ -13,8 +13,8 @@ from phalanx.collectives.layout import STAGE
 from phalanx.collectives.plan import (
     LARGEST_KEPT,
     STAGE_LIMIT,
-    Fold,
     Key,
+    ReduceStaged,
     borrow_stage,
     make_plan,
     return_stage,
@@ -73,7 +73,7 @@ def test_one_call_after_another_has_the_same_stage() -> None:
 
 @pytest.mark.parametrize("algorithm", ["direct", "star"])
 @pytest.mark.parametrize("size", [3, 4, 7])
-def test_a_large_tensor_is_folded_piece_by_piece_and_every_byte_once(
+def test_a_large_tensor_is_reduced_piece_by_piece_and_every_byte_once(
     algorithm: str, size: int
 ) -> None:
     count = 100_000_003
@@ -81,9 +81,11 @@ def test_a_large_tensor_is_folded_piece_by_piece_and_every_byte_once(
     plans = [make_plan(key, rank, size) for rank in range(size)]
     assert max(p.stage_size for p in plans) > STAGE_LIMIT // 2
     assert max(p.stage_size for p in plans) <= STAGE_LIMIT < LARGEST_KEPT
-    folded = sorted((s.start, s.stop) for p in plans for s in p.program if isinstance(s, Fold))
-    assert [start for start, _ in folded] == [0, *(stop for _, stop in folded[:-1])]
-    assert folded[-1][1] == count
+    staged = sorted(
+        (s.start, s.stop) for p in plans for s in p.program if isinstance(s, ReduceStaged)
+    )
+    assert [start for start, _ in staged] == [0, *(stop for _, stop in staged[:-1])]
+    assert staged[-1][1] == count
     rounds = [[step for step in p.program if isinstance(step, Round)] for p in plans]
     for sender in range(size):
         for receiver in range(size):

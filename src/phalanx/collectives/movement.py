@@ -342,7 +342,7 @@ def all_to_all_uneven(
             yield _exchange_of_sizes(rank, size)
         _check_sizes(sends, recvs, theirs.tolist(), backend)
         for step in moves:
-            assert isinstance(step, Round)  # there is nothing to fold
+            assert isinstance(step, Round)  # there is nothing to reduce
             yield step
 
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -51,10 +51,10 @@ from phalanx.core.steps import ReceiveBytes, Round, SendBytes
 #
 # Messages of no bytes are left out: both sides know that there is nothing to wait for. If several
 # contributions to one chunk arrive in the same round, each is kept in a slot of the staging buffer,
-# and all are reduced ("folded") in rank order when the round is complete.
+# and all are reduced in rank order when the round is complete.
 
 
-class Fold(NamedTuple):
+class ReduceStaged(NamedTuple):
     """Reduce elements [start, stop) of the work buffer with what is staged for them.
 
     `slots` has one entry for each contribution, in rank order: the byte in the stage where it
@@ -68,7 +68,7 @@ class Fold(NamedTuple):
     mean: bool = False
 
 
-class Finish(NamedTuple):
+class Divide(NamedTuple):
     """Elements [start, stop) of the work buffer are reduced completely: divide them for a mean."""
 
     start: int
@@ -94,13 +94,13 @@ class _Move(NamedTuple):
 class Binder:
     """Binds the schedules of one rank to a layout.
 
-    fold_means              folds divide what they have reduced
+    divide_staged              staged reductions divide, too, for a mean
     work_size, stage_size   bytes of these buffers that the rounds so far touch
     overwrites              whether they change the work buffer
     """
 
     def __init__(
-        self, rank: int, layout: Layout, itemsize: int, *, fold_means: bool = False
+        self, rank: int, layout: Layout, itemsize: int, *, divide_staged: bool = False
     ) -> None:
         self.rank = rank
         self.work_size = 0
@@ -108,13 +108,13 @@ class Binder:
         self.overwrites = False
         self._layout = layout
         self._itemsize = itemsize
-        self._fold_means = fold_means
+        self._divide_staged = divide_staged
 
-    def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | Fold]:
-        """The rounds of a schedule, each followed by its folds.
+    def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | ReduceStaged]:
+        """The rounds of a schedule, each followed by its local reductions.
 
         piece   bytes: longer messages are cut, and a round is several, so that the stage stays
-                small and is folded while it is in a cache. The same on every rank
+                small and is reduced while it is in a cache. The same on every rank
         """
         for chunk_round in schedule:
             staged = _combined_more_than_once(chunk_round)
@@ -135,8 +135,8 @@ class Binder:
             self.overwrites = True
         return _Move(type(step), step.peer, start, stop, buffer, step.chunk in staged)
 
-    def _round(self, moves: list[_Move]) -> Iterator[Round | Fold]:
-        """One round, and the folds after it."""
+    def _round(self, moves: list[_Move]) -> Iterator[Round | ReduceStaged]:
+        """One round, and the local reductions after it."""
         sends: list[SendBytes] = []
         receives: list[ReceiveBytes] = []
         slots: dict[tuple[int, int], dict[int, int]] = {}
@@ -159,15 +159,15 @@ class Binder:
             everyone: dict[int, int | None] = {**by_peer, self.rank: None}
             in_order = tuple(everyone[rank] for rank in sorted(everyone))
             first, last = start // self._itemsize, stop // self._itemsize
-            yield Fold(first, last, in_order, self._fold_means)
+            yield ReduceStaged(first, last, in_order, self._divide_staged)
 
-    def finish(self, chunks: range) -> Iterator[Finish]:
+    def finish(self, chunks: range) -> Iterator[Divide]:
         """The division of these chunks, if they are a mean."""
         if len(chunks):
             _, start, stop = self._layout.place(chunks[0], len(chunks))
             if start < stop:
                 self.overwrites = True
-                yield Finish(start, stop)
+                yield Divide(start, stop)
 
 
 def _combined_more_than_once(chunk_round: ChunkRound) -> set[int]:
@@ -186,7 +186,7 @@ class Mean(enum.Enum):
 
     SUMMED = "owners divide the sums that they have"
     SCALED = "every contribution is scaled down first, so that sums of a narrow dtype are finite"
-    FOLDED = "all contributions are folded at once, in a wider dtype, and divided there"
+    AT_ONCE = "all contributions are reduced at once, in a wider dtype, and divided there"
     PAIRED = "there are two contributions: combining them is taking their mean"
 
 
@@ -199,7 +199,7 @@ class Scale(NamedTuple):
     divisor: int
 
 
-PlanStep = Round | Scale | Fold | Finish
+PlanStep = Round | Scale | ReduceStaged | Divide
 
 LISTED = 16  # ranks whose hosts a signature lists
 
@@ -227,7 +227,7 @@ class Plan:
     stage_size: int  # bytes
     overwrites: bool  # whether the work buffer is written; else it may be the caller's
     reduction: Reduction | None  # how contributions are combined, if they are
-    divisor: float  # of what `Finish` divides
+    divisor: float  # of what `Divide` divides
     signature: str  # what it is besides the collective's name, for messages
     fingerprint: int  # the hash of both
 
@@ -245,8 +245,10 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
     """Bind the algorithm's schedule to byte ranges, for one rank."""
     row = row_for(key.collective, key.algorithm, key.hosts, key.root)
     mean = _way_to_a_mean(key, row, size)
-    fold_means = mean is Mean.FOLDED
-    binder = Binder(rank, _layout(key, row, rank, size), key.dtype.itemsize, fold_means=fold_means)
+    divide_staged = mean is Mean.AT_ONCE
+    binder = Binder(
+        rank, _layout(key, row, rank, size), key.dtype.itemsize, divide_staged=divide_staged
+    )
     program: list[PlanStep] = []
     divisor: float = size
     if prod(key.shape) and size > 1:
@@ -288,7 +290,7 @@ def _way_to_a_mean(key: Key, row: Algorithm, size: int) -> Mean | None:
     if size == 2:  # where half of a sum is as exact as the sum, if that is finite
         return Mean.PAIRED if key.dtype in NARROW else Mean.SUMMED
     if key.dtype in WIDER and row.at_once(size):
-        return Mean.FOLDED
+        return Mean.AT_ONCE
     return Mean.SCALED if key.dtype in NARROW else Mean.SUMMED
 
 
@@ -330,7 +332,7 @@ def _where(hosts: tuple[int, ...] | None) -> str:
 # ------------------------------------------------------------------------------
 # A plan's reductions on the tensors of one call.
 
-BLOCK = 1 << 16  # elements folded at a time in a wider dtype; they fit the second-level cache
+BLOCK = 1 << 16  # elements reduced at a time in a wider dtype; they fit the second-level cache
 
 
 class Arithmetic:
@@ -357,20 +359,20 @@ class Arithmetic:
         for step in program:
             if isinstance(step, Round):
                 yield step
-            elif isinstance(step, Fold):
-                self._fold(step)
-            elif isinstance(step, Finish):
+            elif isinstance(step, ReduceStaged):
+                self._reduce_staged(step)
+            elif isinstance(step, Divide):
                 divide_(self._flat[step.start : step.stop], self._divisor)
             else:
                 self._flat.mul_(1 / step.divisor)
 
-    def _fold(self, step: Fold) -> None:
+    def _reduce_staged(self, step: ReduceStaged) -> None:
         own = self._flat[step.start : step.stop]
         parts = [own if slot is None else self._staged(slot, own) for slot in step.slots]
         if self._wider is not None:
             for start in range(0, own.numel(), BLOCK):
                 block = slice(start, start + BLOCK)
-                self._fold_wider(own[block], [p[block] for p in parts], self._wider, step.mean)
+                self._reduce_wider(own[block], [p[block] for p in parts], self._wider, step.mean)
             return
         total = parts[0]
         for part in parts[1:]:
@@ -378,7 +380,9 @@ class Arithmetic:
         if total is not own:
             own.copy_(total)
 
-    def _fold_wider(self, own: Tensor, parts: list[Tensor], wider: torch.dtype, mean: bool) -> None:
+    def _reduce_wider(
+        self, own: Tensor, parts: list[Tensor], wider: torch.dtype, mean: bool
+    ) -> None:
         """Reduce `parts`, of which `own` is one, into it, and round once."""
         total = parts[0].to(wider)
         for part in parts[1:]:

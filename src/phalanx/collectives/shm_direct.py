@@ -53,7 +53,7 @@ BLOCK = 256 << 10  # bytes reduced at a time in a wider dtype, or beside the res
 LARGEST = 1 << 20  # bytes reduced at a time in the result itself
 
 
-class Folding:
+class RankOrderReduction:
     """A plan's reduction of `size` contributions, rounded once and divided for a mean.
 
     The order is that of the ranks, so that the bits are the same on every rank and backend as with
@@ -69,7 +69,7 @@ class Folding:
         self._block = BLOCK // dtype.itemsize
         self._scratch: Tensor | None = None
 
-    def fold(self, parts: list[Tensor], out: Tensor) -> None:
+    def reduce(self, parts: list[Tensor], out: Tensor) -> None:
         """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
         if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
             self._combine(parts[0], parts[1], out)
@@ -80,7 +80,7 @@ class Folding:
             return
         for start in range(0, out.numel(), self._block):
             block = slice(start, start + self._block)
-            total = self._folded([part[block] for part in parts])
+            total = self._total_of([part[block] for part in parts])
             out[block].copy_(total)
 
     def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
@@ -90,7 +90,7 @@ class Folding:
         address = out.data_ptr()
         return all(part.data_ptr() != address for part in parts[2:])
 
-    def _folded(self, parts: list[Tensor]) -> Tensor:
+    def _total_of(self, parts: list[Tensor]) -> Tensor:
         if self._wider is not None:
             parts = [part.to(self._wider) for part in parts]
         total = self._room(parts[0])
@@ -112,13 +112,13 @@ class Folding:
 # How each collective is done in shared memory: a table.
 #
 # Every member gives a tensor, or only the root does. Where it is *sliced*, slice j is for member j;
-# else it is for all. What a member takes is *folded* (reduced) to one, or *joined*, or it is the
+# else it is for all. What a member takes is *reduced* to one, or *joined*, or it is the
 # root's. In some, each member reduces a slice, which is then *passed on* to all, or to the root.
 #
 #     collective       given by   sliced   taken by    then
-#     all_reduce       all        yes      all: fold   passed on to all
-#     reduce           all        yes      all: fold   passed on to the root
-#     reduce_scatter   all        yes      all: fold
+#     all_reduce       all        yes      all: reduce passed on to all
+#     reduce           all        yes      all: reduce passed on to the root
+#     reduce_scatter   all        yes      all: reduce
 #     all_gather       all        no       all: join
 #     gather           all        no       root: join
 #     broadcast        root       no       all
@@ -143,7 +143,7 @@ class Form(NamedTuple):
     givers: Who
     takers: Who
     sliced: bool
-    folded: bool = False
+    reduced: bool = False
     joined: bool = False
     passed_on: Who | None = None
 
@@ -151,9 +151,9 @@ class Form(NamedTuple):
 # fmt: off
 FORMS: Mapping[str, Form] = MappingProxyType({
     #                      givers    takers    sliced
-    "all_reduce":     Form(Who.ALL,  Who.ALL,  True,  folded=True, passed_on=Who.ALL),
-    "reduce":         Form(Who.ALL,  Who.ALL,  True,  folded=True, passed_on=Who.ROOT),
-    "reduce_scatter": Form(Who.ALL,  Who.ALL,  True,  folded=True),
+    "all_reduce":     Form(Who.ALL,  Who.ALL,  True,  reduced=True, passed_on=Who.ALL),
+    "reduce":         Form(Who.ALL,  Who.ALL,  True,  reduced=True, passed_on=Who.ROOT),
+    "reduce_scatter": Form(Who.ALL,  Who.ALL,  True,  reduced=True),
     "all_gather":     Form(Who.ALL,  Who.ALL,  False, joined=True),
     "gather":         Form(Who.ALL,  Who.ROOT, False, joined=True),
     "broadcast":      Form(Who.ROOT, Who.ALL,  False),
@@ -172,7 +172,7 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // 4  # bytes staged at a time
-STEP = 1 << 20  # bytes of a slice folded at a time where nothing is staged
+STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
 LINE = 64
 KEPT = 256  # views of memory that are remembered
 
@@ -192,7 +192,7 @@ class ShmDirect:
         self.root = key.root
         self.form = FORMS[key.collective]
         self.dtype = key.dtype
-        self._folding = Folding(plan, self.size) if self.form.folded else None
+        self._reduction = RankOrderReduction(plan, self.size) if self.form.reduced else None
         elements = prod(key.shape)
         # Where each slice begins and ends in what is sliced or joined, in bytes.
         self._slices = [
@@ -232,7 +232,7 @@ class ShmDirect:
         return self._large(source, out, own)
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
-        """Put what is elsewhere in its place: not only this rank's fold goes by it."""
+        """Put what is elsewhere in its place: not only this rank's reduction goes by it."""
         if own:
             assert source is not None
             start = source.data_ptr() + self._slices[self.me][0]
@@ -242,7 +242,7 @@ class ShmDirect:
     # Small ----------------------------------------------------------------------------------
 
     def _small_reduce(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
-        """Everyone who gets the result folds all of it."""
+        """Everyone who gets the result reduces all of it."""
         assert source is not None
         control, turn = self.control, 1 - self.control.turn
         copy(self._own_slots[turn], source.data_ptr(), self._given)
@@ -254,8 +254,8 @@ class ShmDirect:
                 slots = (control.slot(place) for place in range(self.size))
                 views = [slot.slot(turn, count, self.dtype) for slot in slots]
                 self._turn_views[turn] = views
-            assert self._folding is not None
-            self._folding.fold(views, out if out.dim() == 1 else out.view(-1))
+            assert self._reduction is not None
+            self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
     def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
         control, turn = self.control, 1 - self.control.turn
@@ -320,10 +320,10 @@ class ShmDirect:
     def _direct_pieces(
         self, given: list[int], slots: list[PeerSlot], out: int, turn: int
     ) -> Iterator[Program]:
-        """Fold a piece of this rank's slice, and take what the others have folded of theirs.
+        """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
 
         In pieces, so that these are taken while they are still in a cache. A piece that this rank
-        writes has been read by the one that has folded it, before they met.
+        writes has been read by the one that has reduced it, before they met.
         """
         start, stop = self._slices[self.me]
         results = [slot.result_address(turn) for slot in slots]
@@ -331,7 +331,7 @@ class ShmDirect:
             length = min(STEP, stop - start - first)
             if length > 0:
                 at = [address + start + first for address in given]
-                self._fold(at, out + start + first, length)
+                self._reduce(at, out + start + first, length)
             yield ShmEpoch(self.control)
             for place, (begin, end) in enumerate(self._slices):
                 length = min(STEP, end - begin - first)
@@ -343,21 +343,21 @@ class ShmDirect:
         if not self._takes:
             return
         start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
-        if self._folding is not None:
-            self._fold_whole([address + start for address in given], out, stop - start, own)
+        if self._reduction is not None:
+            self._reduce_slice([address + start for address in given], out, stop - start, own)
             return
         for giver in self._givers:
             into = out + self._slices[giver][0] if self.form.joined else out
             if into != given[giver] + start:
                 copy(into, given[giver] + start, stop - start)
 
-    def _fold_whole(self, at: list[int], out: int, length: int, own: OwnParts) -> None:
-        """Fold a slice, this rank's own part from where it is. In steps, for the cache."""
+    def _reduce_slice(self, at: list[int], out: int, length: int, own: OwnParts) -> None:
+        """Reduce a slice, this rank's own part from where it is. In steps, for the cache."""
         for first, last, address in self._stretches(at[self.me], length, own):
             for begin in range(first, last, STEP):
                 here = [other + begin for other in at]
                 here[self.me] = address + begin - first
-                self._fold(here, out + begin, min(STEP, last - begin))
+                self._reduce(here, out + begin, min(STEP, last - begin))
 
     def _stretches(self, mine: int, length: int, own: OwnParts) -> Iterator[tuple[int, int, int]]:
         """Where this rank's slice lies: (first byte of the slice, last one, address)."""
@@ -422,21 +422,21 @@ class ShmDirect:
             (source + start + first if g == me else self.control.slot(g).stage_address + inside)
             for g in self._givers
         ]
-        if self._folding is None:
+        if self._reduction is None:
             for giver, address in zip(self._givers, at, strict=True):
                 into = out + first + (self._slices[giver][0] if self.form.joined else 0)
                 if into != address:
                     copy(into, address, length)
         elif self.form.passed_on is None:
-            self._fold(at, out + first, length)
+            self._reduce(at, out + first, length)
         else:
-            self._fold(at, self.control.mine.stage_address + _results(phase), length)
+            self._reduce(at, self.control.mine.stage_address + _results(phase), length)
             if self._gets_on:
                 into = out + start + first
                 copy(into, self.control.mine.stage_address + _results(phase), length)
 
     def _take_results(self, out: int, number: int, phase: int) -> None:
-        """What the others have folded of a piece."""
+        """What the others have reduced of a piece."""
         first = number * self._piece
         for place, (start, stop) in enumerate(self._slices):
             length = min(self._piece, stop - start - first)
@@ -446,11 +446,11 @@ class ShmDirect:
 
     # ----------------------------------------------------------------------------------------
 
-    def _fold(self, addresses: list[int], out: int, length: int) -> None:
+    def _reduce(self, addresses: list[int], out: int, length: int) -> None:
         if length:
-            assert self._folding is not None
+            assert self._reduction is not None
             views = [self._view(address, length) for address in addresses]
-            self._folding.fold(views, self._view(out, length))
+            self._reduction.reduce(views, self._view(out, length))
 
     def _view(self, address: int, length: int) -> Tensor:
         """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""

@@ -85,7 +85,7 @@ class Engine(Poster):
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
         self.native: Callable[[GroupBase], Native | None] = _no_library
-        self._early = EarlyControls()
+        self._early: dict[int, EarlyControl] = {}  # by the group's identity
         self._advancing = False
 
     # Works ----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Engine(Poster):
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
-            early = self._early.take(group.id)
+            early = self._early.pop(group.id, None) or EarlyControl()
             group.left |= early.leavers
             lost = (self.lost[rank] for rank in group.ranks if rank in self.lost)
             failure = early.failure or next(lost, None)
@@ -249,6 +249,14 @@ class Engine(Poster):
                 group.fail(failure, tell=False)
             for peer, ask in early.asks.items():
                 group.checker.asked(peer, ask)
+
+    def _early_of(self, group: int) -> EarlyControl:
+        """What came about a group that this rank has not made yet, to be added to."""
+        if group not in self._early:
+            if len(self._early) >= MOST_GROUPS:
+                del self._early[next(iter(self._early))]  # the oldest
+            self._early[group] = EarlyControl()
+        return self._early[group]
 
     def _tell(self, peer: int, group: int, message: Control) -> None:
         self.transport.control(peer, group, message)
@@ -280,7 +288,7 @@ class Engine(Poster):
         self.run_ready()  # what is complete has not failed
         group = self.groups.get(group_id)
         if group is None:
-            early = self._early.of(group_id)
+            early = self._early_of(group_id)
             early.failure = early.failure or failure
         else:
             # Passed on: a member without a connection to the reporter may have one to this rank.
@@ -295,7 +303,7 @@ class Engine(Poster):
         elif ask.sequence >= 0 and group is not None and peer in group.to_local:
             group.checker.asked(peer, ask)
         elif ask.sequence >= 0 and group is None and not self.matching.is_over(group_id):
-            self._early.of(group_id).asks[peer] = ask
+            self._early_of(group_id).asks[peer] = ask
 
     def _member_left(self, group_id: int, peer: int) -> None:
         """A peer has closed a group, of which this rank may not have heard yet."""
@@ -303,7 +311,7 @@ class Engine(Poster):
         if group is not None:
             group.member_left(peer)
         elif not self.matching.is_over(group_id):
-            self._early.of(group_id).leavers.add(peer)
+            self._early_of(group_id).leavers.add(peer)
 
     def peer_left(self, peer: int) -> None:
         """A peer has closed everything, in good order. Lock held."""
@@ -334,33 +342,13 @@ def _no_library(group: GroupBase) -> None:
     return None
 
 
-# ------------------------------------------------------------------------------
-# Early control messages: about groups that this rank has not made yet.
-
-
 @dataclass
 class EarlyControl:
-    """About one group: its failure, if it has failed; who has left it; and what peers asked."""
+    """Control messages about one group that came before this rank made it.
+
+    That it has failed, who has left it, and what peers asked.
+    """
 
     failure: Failure | None = None
     leavers: set[int] = field(default_factory=set)
     asks: dict[int, Ask] = field(default_factory=dict)
-
-
-class EarlyControls:
-    """By the group's identity. Beyond `MOST_GROUPS` the oldest are dropped."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, EarlyControl] = {}
-
-    def of(self, group: int) -> EarlyControl:
-        """What is kept about a group, to be added to."""
-        if group not in self._known:
-            if len(self._known) >= MOST_GROUPS:
-                del self._known[next(iter(self._known))]
-            self._known[group] = EarlyControl()
-        return self._known[group]
-
-    def take(self, group: int) -> EarlyControl:
-        """Remove and return what was kept about a group, which is made now."""
-        return self._known.pop(group, None) or EarlyControl()

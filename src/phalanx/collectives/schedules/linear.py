@@ -82,7 +82,7 @@ def star_gather(rank: int, size: int) -> Schedule:
 #
 # The bytes of the ring, 2(p-1)/p * n for an all-reduce, in two rounds instead of 2(p-1): for ranks
 # with a fast path between any two of them, as in shared memory. It is the pairwise exchange of
-# Thakur, Rabenseifner & Gropp (2005) with all its steps in one round. Chunks are folded in rank
+# Thakur, Rabenseifner & Gropp (2005) with all its steps in one round. Chunks are reduced in rank
 # order, whatever the order in which they come: the same contributions give the same bits.
 #
 #     R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in
@@ -90,7 +90,7 @@ def star_gather(rank: int, size: int) -> Schedule:
 
 
 def direct_reduce_scatter(rank: int, size: int) -> Schedule:
-    """Everybody sends rank c its chunk c; rank c folds them in rank order (pairwise exchange).
+    """Everybody sends rank c its chunk c; rank c reduces them in rank order (pairwise exchange).
 
     One round; each rank sends p-1 messages of n/p bytes, to its right-hand neighbour first, so that
     no rank is everybody's first. With 3 ranks:

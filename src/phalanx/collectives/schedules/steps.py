@@ -12,7 +12,7 @@ Every executor keeps these rules, and every schedule may count on them:
    chunks: the same `chunk`, the same `count`.
 3. Rounds are not barriers. A rank goes on to its next round when its own sends and receives are
    done, however far the others are. A round may be empty.
-4. If one round has several Combines into the same chunk, what comes is held aside and then folded
+4. If one round has several Combines into the same chunk, what comes is held aside and then reduced
    together with the rank's own values in rank order: x0 + x1 + x2 + ...
 
 The schedules of this package promise executors three things more, and the tests hold them to it:

@@ -82,7 +82,7 @@ class Algorithm:
     """hosts of the ranks -> the same algorithm there. None: it is the same on all hosts."""
 
     def at_once(self, size: int) -> bool:
-        """Whether all contributions to a chunk meet in one round, to be folded in rank order."""
+        """Whether all contributions to a chunk meet in one round, to be reduced in rank order."""
         return self.reduce is not None and (size == 2 or self.name in ("direct", "star"))
 
     def schedule(self, rank: int, size: int) -> Schedule:
