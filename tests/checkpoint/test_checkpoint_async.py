@@ -20,11 +20,13 @@ from phalanx import (
     Backend,
     CheckpointIOError,
     CollectiveTimeoutError,
+    SimulatedBackend,
     all_reduce,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+from phalanx.checkpoint.async_saves import wait_for_latest
 
 
 def held_until(event: threading.Event) -> Hook:
@@ -158,6 +160,16 @@ def test_a_load_waits_for_what_is_being_written(folder: Path) -> None:
         return load_checkpoint(folder, model=model).step
 
     assert Simulated().run(run, 2) == [7, 7]
+
+
+def test_a_save_is_waited_for_however_many_collectives_there_were_meanwhile(folder: Path) -> None:
+    """Plans are dropped when there are more than a backend remembers; a save is not."""
+    with SimulatedBackend.create_group(1)[0] as backend:
+        model = FlatShards(Mixed(), backend)
+        pending = save_checkpoint(folder, model=model, step=7, async_save=True)
+        for count in range(2000):
+            all_reduce(torch.empty(count), backend)
+        assert wait_for_latest(backend) is pending
 
 
 def test_a_backend_that_is_closed_meanwhile_is_an_error_and_not_a_checkpoint(folder: Path) -> None:

@@ -89,15 +89,14 @@ class PendingSave:
 
         self._group = group
         if backend is not None:
-            backend.cache.pop(_KEY, None)  # of what a backend keeps, the oldest may be dropped
-            backend.cache[_KEY] = self
+            backend.kept[_KEY] = self
         self._thread = threading.Thread(target=run, name=f"checkpoint of step {self.step}")
         self._thread.start()
 
 
 def wait_for_latest(backend: Backend | None) -> PendingSave | None:
     """The latest save in the background on a backend, when it is over, whether it failed or not."""
-    latest = backend.cache.get(_KEY) if backend is not None else None
+    latest = backend.kept.get(_KEY) if backend is not None else None
     if not isinstance(latest, PendingSave):
         return None
     if latest._thread is not None:
@@ -114,7 +113,7 @@ def settle(backend: Backend | None) -> Backend | None:
     latest = wait_for_latest(backend)
     if backend is None or latest is None or not latest.failed:
         return latest._group if latest is not None else None
-    backend.cache.pop(_KEY, None)  # its group may be broken
+    backend.kept.pop(_KEY, None)  # its group may be broken
     if not latest._raised:
         try:
             latest.wait()

@@ -409,7 +409,7 @@ _KEY = "the stage that is kept"
 
 def borrow_stage(backend: Backend, size: int) -> Tensor:
     """At least `size` bytes, uninitialized, which no other call uses."""
-    kept = backend.cache.pop(_KEY, None)
+    kept = backend.kept.pop(_KEY, None)
     if isinstance(kept, Tensor) and kept.nbytes >= size:
         return kept
     return torch.empty(size, dtype=torch.uint8)
@@ -418,7 +418,7 @@ def borrow_stage(backend: Backend, size: int) -> Tensor:
 def return_stage(backend: Backend, stage: Tensor) -> None:
     """Keep it for the next collective, unless it is too large."""
     if stage.nbytes <= LARGEST_KEPT:
-        backend.cache[_KEY] = stage
+        backend.kept[_KEY] = stage
 
 
 def then_return(steps: Iterable[Round], backend: Backend, stage: Tensor) -> Iterator[Round]:

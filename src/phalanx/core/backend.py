@@ -116,7 +116,9 @@ class Backend:
         # A collective that a library does whole cannot be compared before it runs.
         self.native = None if engine.strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
-        self.cache: dict[Hashable, object] = {}  # what upper layers have worked out once
+        # Of upper layers: what they have worked out, which may be dropped; and what they keep.
+        self.cache: dict[Hashable, object] = {}
+        self.kept: dict[Hashable, object] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
