@@ -79,7 +79,7 @@ def held() -> Iterator[set[tuple[str, int]]]:
     """What a launcher's store on this host listens at."""
     before = listening()
     store, port = hold_store("127.0.0.1", 0, timeout=10.0)
-    client = connect_store("127.0.0.1", port, rank=1, deadline=time.monotonic() + 10.0)
+    client = connect_store("127.0.0.1", port, time.monotonic() + 10.0)
     client.set("key", "value")
     assert store.get("key") == b"value"
     yield listening() - before

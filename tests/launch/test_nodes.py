@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.nodes import NodeExit, Nodes, OneNode
+from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.store import connect_store
 
@@ -33,7 +33,7 @@ def join(stack: ExitStack, master: str, *ranks: int, **options: int) -> list[Nod
     """One node for each number of ranks."""
     common = {"nodes": len(ranks), "max_restarts": 0, **options}
     started = [
-        Nodes(node_rank=node, ranks=number, master=master, **common)
+        Nodes(stack.enter_context(Reaper()), node_rank=node, ranks=number, master=master, **common)
         for node, number in enumerate(ranks)
     ]
     for node in started:
@@ -56,12 +56,7 @@ def until(*nodes: Nodes, generation: int | None = None) -> None:
 def test_every_node_knows_its_ranks_and_those_of_all(stack: ExitStack, master: str) -> None:
     nodes = join(stack, master, 2, 1, 4)
     until(*nodes)
-    places = [node.placement for node in nodes]
-    assert [place and (place.first_rank, place.world_size) for place in places] == [
-        (0, 7),
-        (2, 7),
-        (3, 7),
-    ]
+    assert [node.placement for node in nodes] == [(0, 7), (2, 7), (3, 7)]
 
 
 def test_every_node_reads_the_same_of_every_generation(stack: ExitStack, master: str) -> None:
@@ -91,9 +86,10 @@ def test_a_node_that_ends_the_job_is_not_waited_for(stack: ExitStack, master: st
 
 
 def test_two_launchers_of_one_node_are_told(stack: ExitStack, master: str) -> None:
-    first = Nodes(nodes=2, node_rank=0, ranks=1, max_restarts=0, master=master)
+    reaper = stack.enter_context(Reaper())
+    first = Nodes(reaper, nodes=2, ranks=1, master=master)
     stack.callback(first.close, PATIENCE)
-    twins = [Nodes(nodes=2, node_rank=1, ranks=1, max_restarts=0, master=master) for _ in "ab"]
+    twins = [Nodes(reaper, nodes=2, node_rank=1, ranks=1, master=master) for _ in "ab"]
     for twin in twins:
         stack.callback(twin.close, PATIENCE)
     until(first)
@@ -102,8 +98,10 @@ def test_two_launchers_of_one_node_are_told(stack: ExitStack, master: str) -> No
 
 
 def test_nodes_that_were_started_in_different_ways_are_told(stack: ExitStack, master: str) -> None:
+    reaper = stack.enter_context(Reaper())
     nodes = [
-        Nodes(nodes=2, node_rank=node, ranks=1, max_restarts=node, master=master) for node in (0, 1)
+        Nodes(reaper, nodes=2, node_rank=node, ranks=1, max_restarts=node, master=master)
+        for node in (0, 1)
     ]
     for node in nodes:
         stack.callback(node.close, PATIENCE)
@@ -123,14 +121,15 @@ def test_a_node_without_the_store_is_told(stack: ExitStack, master: str) -> None
 
 
 def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:
-    node = OneNode(3, stack.enter_context(Reaper()))
+    node = Nodes(stack.enter_context(Reaper()), ranks=3)
     stack.callback(node.close, PATIENCE)
     assert node.placement == (0, 3)
     deadline = time.monotonic() + PATIENCE
-    assert connect_store(*node.endpoint, rank=0, deadline=deadline).add("key", 2) == 2
+    assert connect_store(*node.endpoint, deadline).add("key", 2) == 2
     node.check()
     node.write(NodeExit(0, failed=True))
     assert node.outcome(0) == [NodeExit(0, failed=True)]
+    assert node._process is not None
     node._process.kill()
     node._process.wait()
     with pytest.raises(BackendUnavailableError, match=r"store has ended \(killed by signal 9"):

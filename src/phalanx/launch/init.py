@@ -1,15 +1,36 @@
-"""`init`: this process's place in its job, as a backend."""
+"""`init`: this process's place in its job, as a backend.
+
+How the ranks of a job learn where rank 0 listens:
+
+    the launcher holds a store            no store
+    ------------------------------        -----------------------------------------
+    rank 0 listens on a free port,        rank 0 listens at MASTER_ADDR:MASTER_PORT,
+    publishes address and token;          where the others know to find it; under
+    the others wait for them              mpirun, without a port, MPI broadcasts them
+
+Keys of the store carry the job and its restart, so that nobody finds a rank of a dead generation,
+and how many rendezvous this rank has been at, so that a script may leave a world and enter another.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from phalanx.errors import BackendUnavailableError
-from phalanx.launch.environment import read_environment
-from phalanx.launch.rendezvous import RendezvousInfo, rendezvous
+from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
+from phalanx.launch.environment import ELSEWHERE, World, address_toward, read_environment
+from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, connect_store
+from phalanx.native.mpi.library import duplicate, wait_until
+from phalanx.native.mpi.steps import import_mpi
+from phalanx.transport.tcp.admission import listen_at
+from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -29,36 +50,173 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     shared. Another name raises `BackendUnavailableError`, as does a store of the launcher that
     cannot be reached. An environment that makes no sense raises what `read_environment` says.
     """
-    factory = factory_named(backend)
+    check_name(backend)
     world = read_environment(os.environ)
     if world is None:
-        return factory(RendezvousInfo(rank=0, world_size=1), timeout)
-    if backend == "mpi":  # whose ranks find each other by themselves
-        return factory(RendezvousInfo(world.rank, world.world_size), timeout)
-    return factory(rendezvous(world, timeout=timeout), timeout)
+        info = RendezvousInfo(rank=0, world_size=1)
+    elif backend == "mpi":  # whose ranks find each other by themselves
+        info = RendezvousInfo(world.rank, world.world_size)
+    else:
+        info = rendezvous(world, timeout=timeout)
+    return make_backend(backend, info, timeout)
+
+
+# ------------------------------------------------------------------------------
+# The rendezvous.
+
+
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """Where rank 0 of a job listens, and what shows that a rank belongs to the job."""
+
+    rank: int
+    world_size: int
+    master_addr: str = ""
+    token: str | None = field(default=None, repr=False)
+    """None: the backend looks for one in the environment."""
+    job: str = ""
+    generation: int = 0
+    one_host: bool = False
+    """Whether the launcher says that all ranks are on this host."""
+    listener: socket.socket | None = None
+    """Rank 0's, already listening at `master_addr`; None: the backend listens there itself."""
+
+
+def rendezvous(world: World, *, timeout: float) -> RendezvousInfo:
+    """Return where rank 0 of `world` listens; blocks until rank 0 has published it, if it must.
+
+    `CollectiveTimeoutError` when rank 0 says nothing in `timeout` seconds, and
+    `BackendUnavailableError` when the launcher's store cannot be reached.
+    """
+    info = RendezvousInfo(
+        world.rank,
+        world.world_size,
+        job=world.run_id,
+        generation=world.restart_count,
+        one_host=world.one_host,
+    )
+    if world.world_size == 1:
+        return info
+    listener: socket.socket | None = None
+    if world.agent_store:
+        message, listener = _rendezvous_at_store(world, timeout)
+    elif world.master_port:
+        message = str(Endpoint(world.master_addr, world.master_port))
+    else:
+        message, listener = _rendezvous_over_mpi(world, timeout)
+    address, _, token = message.partition(" ")
+    return replace(info, master_addr=address, token=token or None, listener=listener)
+
+
+def _rendezvous_at_store(world: World, timeout: float) -> tuple[str, socket.socket | None]:
+    deadline = time.monotonic() + timeout
+    host, port = world.master_addr, world.master_port
+    try:
+        store = connect_store(host, port, deadline)
+    except (OSError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"rank {world.rank} cannot reach the launcher's store at {Endpoint(host, port)} "
+            f"({error}): is the launcher running, and may this host connect to it?",
+            rank=world.rank,
+        ) from error
+    prefix = f"phalanx/{world.run_id}/{world.restart_count}"
+    count = store.add(f"{prefix}/count/{world.rank}", 1)
+    key = f"{prefix}/rendezvous/{count}"
+    if world.rank == 0:
+        message, listener = _listen(world, host, port)
+        store.set(key, message)
+        return message, listener
+    pause = FIRST_PAUSE
+    # Asking again and again, because a wait inside the store hears no signal.
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
+                f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
+                f"this rank, and is every host at restart {world.restart_count}?",
+                rank=world.rank,
+                peer=0,
+                op="init",
+                seconds=timeout,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return store.get(key).decode(), None
+
+
+def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
+    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
+    message = ""
+    listener: socket.socket | None = None
+    if world.rank == 0:
+        toward = (world.master_addr, 0) if world.master_addr else ELSEWHERE
+        message, listener = _listen(world, *toward)
+    try:
+        mpi = import_mpi()
+        comm = duplicate(mpi.COMM_WORLD, timeout)
+        block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
+        if not wait_until(comm.Ibcast([block, _LONGEST, mpi.BYTE], 0).Test, timeout):
+            rank = comm.Get_rank()
+            raise CollectiveTimeoutError(
+                f"rank {rank} waited {timeout:g} s for MPI to bring the word of rank 0",
+                rank=rank,
+                peer=0,
+                op="init",
+                seconds=timeout,
+            )
+        comm.Free()
+    except BaseException as error:
+        if listener is not None:
+            listener.close()
+        if isinstance(error, BackendUnavailableError):
+            raise BackendUnavailableError(
+                f"MASTER_PORT is not set, and the {world.world_size} ranks of mpirun cannot meet "
+                f"through MPI instead: {error}; or set MASTER_ADDR to the host of rank 0 and "
+                "MASTER_PORT to a free port of it, the same for every rank",
+                rank=world.rank,
+            ) from error
+        raise
+    return block.rstrip(b"\0").decode(), listener
+
+
+_LONGEST = 512
+"""Bytes of what MPI broadcasts."""
+
+
+def _listen(world: World, toward: str, port: int) -> tuple[str, socket.socket]:
+    """For rank 0: where it listens, with a token for those who were given none; the listener."""
+    try:
+        host = address_toward(toward, port, one_host=world.one_host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = listen_at(family, (host, 0))
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"rank 0 found no address at which other ranks reach it by way of "
+            f"{toward!r} ({error}): is the name right, and the network up?",
+            rank=0,
+        ) from error
+    address = Endpoint(host, listener.getsockname()[1])
+    # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
+    given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
+    return f"{address} {'' if given else secrets.token_hex(32)}", listener
 
 
 # ------------------------------------------------------------------------------
 # The backends that can be asked for by name, and how each is made from the outcome of a rendezvous.
 
 
-Factory = Callable[[RendezvousInfo, float], "Backend"]
-
-
-def factory_named(name: str) -> Factory:
-    """Return what makes the backend `name`; `BackendUnavailableError` for a name without one.
-
-    A world of one is the same for every name, and needs no network.
-    """
+def check_name(name: str) -> None:
+    """Raise `BackendUnavailableError` unless `name` is one of the `BACKENDS`."""
     if name not in BACKENDS:
         raise BackendUnavailableError(
             f"there is no backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"
         )
-    factory = BACKENDS[name]
-    return lambda info, timeout: (_alone if info.world_size == 1 else factory)(info, timeout)
 
 
-def _alone(info: RendezvousInfo, timeout: float) -> Backend:
+def make_backend(name: str, info: RendezvousInfo, timeout: float) -> Backend:
+    """Return the backend `name`; a world of one is the same for all, and needs no network."""
+    if info.world_size > 1:
+        return BACKENDS[name](info, timeout)
     from phalanx.transport.simulated import SimulatedBackend  # noqa: PLC0415
 
     if info.listener is not None:
@@ -66,37 +224,29 @@ def _alone(info: RendezvousInfo, timeout: float) -> Backend:
     return SimulatedBackend.create_group(1, timeout=timeout)[0]
 
 
-def _mesh(name: str) -> Factory:
+def _mesh(name: str, info: RendezvousInfo, timeout: float) -> Backend:
     """Shared memory, TCP, or both; "auto" is the best of them that can run here."""
+    from phalanx.transport import backends  # noqa: PLC0415
 
-    def make(info: RendezvousInfo, timeout: float) -> Backend:
-        from phalanx.transport.backends import (  # noqa: PLC0415
-            HybridBackend,
-            SharedMemoryBackend,
-            TcpBackend,
-        )
-
-        kinds: dict[str, type[MeshBackend]] = {
-            "tcp": TcpBackend,
-            "shm": SharedMemoryBackend,
-            "hybrid": HybridBackend,
-            "auto": SharedMemoryBackend if info.one_host else HybridBackend,
-        }
-        if info.listener is not None:
-            info.listener.setblocking(False)  # the copy that another process inherits is blocking
-        return kinds[name](
-            info.rank,
-            info.world_size,
-            info.master_addr,
-            token=info.token,
-            timeout=timeout,
-            job=info.job,
-            generation=info.generation,
-            listener=info.listener,
-            fall_back=name == "auto",
-        )
-
-    return make
+    kinds: dict[str, type[MeshBackend]] = {
+        "tcp": backends.TcpBackend,
+        "shm": backends.SharedMemoryBackend,
+        "hybrid": backends.HybridBackend,
+        "auto": backends.SharedMemoryBackend if info.one_host else backends.HybridBackend,
+    }
+    if info.listener is not None:
+        info.listener.setblocking(False)  # the copy that another process inherits is blocking
+    return kinds[name](
+        info.rank,
+        info.world_size,
+        info.master_addr,
+        token=info.token,
+        timeout=timeout,
+        job=info.job,
+        generation=info.generation,
+        listener=info.listener,
+        fall_back=name == "auto",
+    )
 
 
 def _mpi(info: RendezvousInfo, timeout: float) -> Backend:
@@ -114,35 +264,31 @@ def _mpi(info: RendezvousInfo, timeout: float) -> Backend:
     return backend
 
 
-def _process_group(name: str) -> Factory:
+def _process_group(name: str, info: RendezvousInfo, timeout: float) -> Backend:
     """A process group of torch's that the backend makes itself."""
+    from phalanx.native import torch_group  # noqa: PLC0415
 
-    def make(info: RendezvousInfo, timeout: float) -> Backend:
-        from phalanx.native import torch_group  # noqa: PLC0415
-
-        backends = {
-            "gloo": torch_group.GlooBackend,
-            "nccl": torch_group.NcclBackend,
-            "ucc": torch_group.UccBackend,
-        }
-        return backends[name](
-            info.rank,
-            info.world_size,
-            info.master_addr,
-            timeout=timeout,
-            job=info.job,
-            generation=info.generation,
-            listener=info.listener,
-        )
-
-    return make
+    kinds = {
+        "gloo": torch_group.GlooBackend,
+        "nccl": torch_group.NcclBackend,
+        "ucc": torch_group.UccBackend,
+    }
+    return kinds[name](
+        info.rank,
+        info.world_size,
+        info.master_addr,
+        timeout=timeout,
+        job=info.job,
+        generation=info.generation,
+        listener=info.listener,
+    )
 
 
-BACKENDS: Mapping[str, Factory] = MappingProxyType(
+BACKENDS: Mapping[str, Callable[[RendezvousInfo, float], Backend]] = MappingProxyType(
     {
-        **{name: _mesh(name) for name in ("auto", "tcp", "shm", "hybrid")},
+        **{name: partial(_mesh, name) for name in ("auto", "tcp", "shm", "hybrid")},
         "mpi": _mpi,
-        **{name: _process_group(name) for name in ("gloo", "nccl", "ucc")},
+        **{name: partial(_process_group, name) for name in ("gloo", "nccl", "ucc")},
     }
 )
-"""Name -> factory."""
+"""Name -> what makes the backend."""

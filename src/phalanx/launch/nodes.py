@@ -14,7 +14,7 @@
 Every node writes one entry a generation: how it ended there.
 
 Calls of torch's store wait without hearing signals. So a thread makes them, while the launcher
-watches its ranks. A job of one node needs the store for its ranks alone (`OneNode`).
+watches its ranks. A job of one node needs the store for its ranks alone, and agrees with itself.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ import threading
 import time
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import describe_exit_code
-from phalanx.launch.store import SERVE_STORE, Store, listen_for_store, serve_store, try_to_connect
+from phalanx.launch.report import RankExit, describe_exit_code, root_cause, summarise_failure
+from phalanx.launch.store import SERVE_STORE, connect_store, hold_store, listen_for_store
 from phalanx.wire.control import Endpoint, parse_address
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 PATIENCE = 300
 """Seconds that the nodes of a job wait for one that does not join, or does not answer any more."""
@@ -61,16 +64,6 @@ _WHY_NOT = MappingProxyType(
 )
 
 
-def _listen(endpoint: Endpoint) -> socket.socket:
-    try:
-        return listen_for_store(*endpoint)
-    except OSError as error:
-        why = f"{error}: give --master a name and a port of node 0"
-        raise BackendUnavailableError(
-            f"node 0 cannot listen at {endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
-        ) from error
-
-
 class NodeExit(msgspec.Struct, frozen=True):
     """How one generation of ranks ended on one node."""
 
@@ -85,108 +78,80 @@ class NodeExit(msgspec.Struct, frozen=True):
     final: bool = False
     """Whether the job ends with it, whatever restarts are left."""
 
+    @classmethod
+    def of_ranks(cls, node: int, failures: list[RankExit]) -> NodeExit:
+        """Return how the generation of these failures ended on `node`."""
+        if not failures:
+            return cls(node, failed=False)
+        root = root_cause(failures)
+        return cls(node, True, summarise_failure(root), root.follows, root.shell_code)
 
-class Placement(NamedTuple):
-    """Which ranks of the job run on this node."""
 
-    first_rank: int
-    world_size: int
+class Nodes:
+    """This node's part in a job; `close()` it at the end.
 
+    With several nodes a thread sets the attributes, and makes `descriptors` readable when there is
+    news. `error` says why this node cannot go on; `placement` is the first rank of this node and
+    the world size, or None until all nodes have joined.
 
-class OneNode:
-    """A job of one node, which holds the store and agrees with itself; `close()` it at the end.
-
-    The store is a process of its own: the launcher does not import torch, which takes seconds and
-    holds up every thread meanwhile.
+    The store of a job of one node is a process of its own, not a thread: the launcher does not
+    import torch, which takes seconds and holds up every thread meanwhile.
     """
 
-    descriptors: tuple[int, ...] = ()
-
-    def __init__(self, ranks: int, reaper: Reaper) -> None:
-        self.placement = Placement(0, ranks)
+    def __init__(
+        self,
+        reaper: Reaper,
+        *,
+        ranks: int,
+        nodes: int = 1,
+        node_rank: int = 0,
+        max_restarts: int = 0,
+        master: str = "",
+    ) -> None:
+        self._nodes, self._node_rank = nodes, node_rank
+        self._ranks, self._options = ranks, [nodes, max_restarts]
+        self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
+        self.placement: tuple[int, int] | None = None
+        self.error: Exception | None = None
+        self.descriptors: tuple[int, ...] = ()
+        self._log: list[NodeExit] = []  # so many of each generation as there are nodes
+        self._unwritten: list[NodeExit] = []
+        self._written = math.inf
+        self._closing = threading.Event()
         self._reaper = reaper
-        self._log: list[NodeExit] = []
-        with _listen(Endpoint("127.0.0.1", 0)) as listener:
-            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
-        reaper.hold(self._process.pid)
+        self._process: subprocess.Popen[bytes] | None = None
+        if nodes == 1:
+            self._start_store()
+            self.placement = 0, ranks
+            return
+        reader, self._writer = os.pipe()
+        self.descriptors = (reader,)
+        for end in (reader, self._writer):
+            os.set_blocking(end, False)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
-        """Raise `BackendUnavailableError` if the store is gone."""
-        code = self._process.poll()
-        if code is not None:
+        """Raise the `error`, if there is one, or `BackendUnavailableError` if the store is gone."""
+        for descriptor in self.descriptors:
+            with suppress(BlockingIOError):
+                os.read(descriptor, 1 << 10)
+        if self.error is not None:
+            raise self.error
+        if self._process is not None and (code := self._process.poll()) is not None:
             raise BackendUnavailableError(
                 f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
                 "torch here, and is there memory left?"
             )
 
     def write(self, ended: NodeExit) -> None:
-        """Note how the next generation has ended."""
-        self._log.append(ended)
-
-    def failed(self, generation: int) -> bool:
-        """Return False: there is no other node that fails."""
-        return False
-
-    def outcome(self, generation: int) -> list[NodeExit]:
-        """Return how a generation has ended."""
-        return [self._log[generation]]
-
-    def close(self, seconds: float) -> bool:
-        """End the store."""
-        self._process.kill()
-        self._process.wait()
-        self._reaper.release(self._process.pid)
-        return True
-
-
-class Nodes:
-    """This node's part in a job of several nodes; `close()` it at the end.
-
-    Its thread sets the attributes, and makes `descriptors` readable when there is news. `error`
-    says why this node cannot go on; `placement` is None until all nodes have joined.
-    """
-
-    def __init__(
-        self, *, nodes: int, node_rank: int, ranks: int, max_restarts: int, master: str
-    ) -> None:
-        self._nodes, self._node_rank = nodes, node_rank
-        self._ranks, self._options = ranks, [nodes, max_restarts]
-        self.endpoint = parse_address(master)
-        self.placement: Placement | None = None
-        self.error: Exception | None = None
-        self._log: dict[int, list[NodeExit]] = {0: []}
-        self._unwritten: list[NodeExit] = []
-        self._written = math.inf
-        self._closing = threading.Event()
-        self._reader, self._writer = os.pipe()
-        self.descriptors = (self._reader,)
-        for end in (self._reader, self._writer):
-            os.set_blocking(end, False)
-        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise the `error`, if there is one."""
-        with suppress(BlockingIOError):
-            os.read(self._reader, 1 << 10)
-        if self.error is not None:
-            raise self.error
-
-    def write(self, ended: NodeExit) -> None:
-        """Tell the other nodes how the next generation has ended on this one."""
+        """Tell all nodes how the next generation has ended on this one."""
         self._written = time.monotonic()
-        self._unwritten.append(ended)
+        (self._log if self._nodes == 1 else self._unwritten).append(ended)
 
     def failed(self, generation: int) -> bool:
         """Return whether a node has written that the generation has failed."""
-        return any(one.failed for one in self._log.get(generation, ()))
+        return any(one.failed for one in self._written_of(generation))
 
     def outcome(self, generation: int) -> list[NodeExit] | None:
         """Return how a generation ended on each node, in the order of writing; None: not yet.
@@ -194,7 +159,7 @@ class Nodes:
         The others have some time from when this node has written: `_SETTLE` seconds after a
         failure, after which the job ends, and else `PATIENCE`.
         """
-        log = list(self._log.get(generation, ()))
+        log = self._written_of(generation)
         missing = sorted(set(range(self._nodes)) - {one.node for one in log})
         waited = time.monotonic() - self._written
         if not missing or any(one.final for one in log):
@@ -208,18 +173,50 @@ class Nodes:
 
     def close(self, seconds: float) -> bool:
         """Leave the job; return whether the thread has ended, for which this waits so long."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reaper.release(self._process.pid)
+            return True
         self._closing.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    def _written_of(self, generation: int) -> list[NodeExit]:
+        return self._log[generation * self._nodes : (generation + 1) * self._nodes]
+
+    def _listen(self) -> socket.socket:
+        try:
+            return listen_for_store(*self.endpoint)
+        except OSError as error:
+            why = f"{error}: give --master a name and a port of node 0"
+            raise BackendUnavailableError(
+                f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
+            ) from error
+
+    def _start_store(self) -> None:
+        with self._listen() as listener:
+            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        self._reaper.hold(self._process.pid)
+
+    # What follows runs in the thread.
 
     def _run(self) -> None:
         try:
             deadline = time.monotonic() + PATIENCE
             if self._node_rank == 0:
-                store = serve_store(_listen(self.endpoint), self.endpoint.host, timeout=PATIENCE)
+                listener = self._listen()
+                store, _ = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
             else:
                 try:
-                    store = try_to_connect(*self.endpoint, deadline)
+                    store = connect_store(*self.endpoint, deadline)
                 except (OSError, RuntimeError) as error:
                     raise self._alone(str(error)) from error
             self.placement = self._join(store, deadline)
@@ -246,23 +243,21 @@ class Nodes:
             f"({why})"
         )
 
-    def _join(self, store: Store, deadline: float) -> Placement:
-        """Wait for all nodes; return which ranks are this node's."""
+    def _join(self, store: Store, deadline: float) -> tuple[int, int]:
+        """Wait for all nodes; return the `placement`."""
         node, nodes = self._node_rank, self._nodes
         if store.add(f"phalanx/launchers/{node}", 1) > 1:
             raise MisuseError(
                 f"another launcher of this job has --node-rank {node}, too: give each node a "
                 "number of its own"
             )
-        store.set(
-            f"phalanx/node/{node}", msgspec.json.encode([self._ranks, *self._options]).decode()
-        )
+        own = msgspec.json.encode([self._ranks, *self._options])
+        store.set(f"phalanx/node/{node}", own.decode())
         ranks: dict[int, int] = {}
         while missing := set(range(nodes)) - ranks.keys():
             for other in missing:
-                if store.check([f"phalanx/node/{other}"]):
-                    value = store.get(f"phalanx/node/{other}")
-                    ranks[other], *theirs = msgspec.json.decode(value, type=list[int])
+                if store.check([key := f"phalanx/node/{other}"]):
+                    ranks[other], *theirs = msgspec.json.decode(store.get(key), type=list[int])
                     if theirs != self._options:
                         raise MisuseError(
                             f"node {other} was started with --nnodes, --max-restarts {theirs}, "
@@ -271,25 +266,23 @@ class Nodes:
             if time.monotonic() > deadline or self._closing.wait(_POLL):
                 names = ", ".join(map(str, sorted(missing)))
                 raise self._alone(f"missing after {PATIENCE} s: node {names}")
-        in_order = [ranks[other] for other in range(nodes)]
-        return Placement(sum(in_order[:node]), sum(in_order))
+        return sum(ranks[other] for other in range(node)), sum(ranks.values())
 
     def _exchange(self, store: Store) -> None:
         """Write what there is to write, and read the log, until `close()`."""
-        generation = written = 0
+        written = 0
         while not self._closing.wait(_POLL) or self._unwritten:
             while self._unwritten:
                 value = msgspec.json.encode(self._unwritten.pop(0)).decode()
                 number = store.add(f"phalanx/log/{written}", 1)
                 store.set(f"phalanx/log/{written}/{number}", value)
                 written += 1
-            log = self._log[generation]
-            while store.check([key := f"phalanx/log/{generation}/{len(log) + 1}"]):
-                log.append(msgspec.json.decode(store.get(key), type=NodeExit))
+            while True:
+                generation, number = divmod(len(self._log), self._nodes)
+                if not store.check([key := f"phalanx/log/{generation}/{number + 1}"]):
+                    break
+                self._log.append(msgspec.json.decode(store.get(key), type=NodeExit))
                 self._wake()
-            if len(log) == self._nodes:
-                generation += 1
-                self._log[generation] = []
         ended_nodes = store.add("phalanx/ended", 1)
         deadline = time.monotonic() + _LAST_WORDS
         while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ and fail too; all exits of a run are put in this order, and the first is the roo
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import sys
@@ -34,7 +35,6 @@ _HINTS = {
     STOPPED: " is what it ends with after a SIGTERM, sent from outside",
     INTERRUPTED: " is what it ends with after a SIGINT, sent from outside",
 }
-
 
 _HEADER = 8
 """Bytes of the length that goes before a report."""
@@ -140,22 +140,17 @@ class RankReport:
                 "the function return",
                 peer=rank,
             )
-        return cls(rank, True, _portable(rank, error), summary, text, follows)
-
-
-def _portable(rank: int, error: BaseException) -> bytes:
-    """Return `error` pickled, or what stands for it if it does not survive that."""
-    try:
-        payload = pickle.dumps(error)
-        pickle.loads(payload)
-    except Exception as failure:
-        stand_in = DistributedError(
-            f"rank {rank} raised {error_line(error)} (which cannot be pickled: "
-            f"{error_line(failure)})",
-            rank=rank,
-        )
-        return pickle.dumps(stand_in)
-    return payload
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)  # some errors go only one way
+        except Exception as failure:
+            stand_in = DistributedError(
+                f"rank {rank} raised {error_line(error)} (which cannot be pickled: "
+                f"{error_line(failure)})",
+                rank=rank,
+            )
+            payload = pickle.dumps(stand_in)
+        return cls(rank, True, payload, summary, text, follows)
 
 
 def follows_from_another(error: BaseException) -> bool:
@@ -170,19 +165,29 @@ def follows_from_another(error: BaseException) -> bool:
     return False
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankExit:
-    """How one rank ended, as its supervisor knows it."""
+    """How one rank has ended or will, as far as its supervisor knows."""
 
     rank: int
-    code: int | None
-    """Of its process, negative for a signal; None while it has reported and still runs."""
-    report: RankReport | None
-    time: float
+    code: int | None = None
+    """Of its process, negative for a signal; None while that runs."""
+    report: RankReport | None = None
+    time: float = math.inf
+    """When it reported, or else ended, by the monotonic clock; infinite before that."""
     told_to_stop: bool = False
-    """Whether the supervisor had sent it a signal."""
+    """Whether the supervisor has sent it a signal."""
     killed: bool = False
     """Whether the supervisor has killed it."""
+    owes_result: bool = False
+    """Whether it fails if it ends without a report."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank has failed; also true of one that was stopped before its end."""
+        if self.report is not None:
+            return self.report.failed
+        return self.code != 0 or self.owes_result
 
     @property
     def follows(self) -> bool:
@@ -199,11 +204,6 @@ class RankExit:
         )
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """The smallest is the root cause."""
-        return self.follows, self.time
-
-    @property
     def shell_code(self) -> int:
         """The exit code as a shell counts it: 128 more than a signal's number, and never 0."""
         code = self.code or 0
@@ -215,21 +215,22 @@ class RankExit:
         """Return the error of a rank that has failed, or the `PeerLostError` of one that died."""
         if self.report is not None:
             return self.report.error()
-        hint = _HINTS.get(self.code or 0, "")
-        if self.code == 1:
+        code = self.code or 0
+        hint = _HINTS.get(code, "")
+        if code == 1:
             hint = (
                 "; what it wrote to stderr says why (a module that calls spawn when it is "
                 'imported needs `if __name__ == "__main__":` around the call)'
             )
-        how = describe_exit_code(self.code or 0)
         return PeerLostError(
-            f"rank {self.rank} ended without a result: {how}{hint}", peer=self.rank
+            f"rank {self.rank} ended without a result: {describe_exit_code(code)}{hint}",
+            peer=self.rank,
         )
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit:
     """Return the exit that the others follow from."""
-    return min(exits, key=lambda one: one.order)
+    return min(exits, key=lambda one: (one.follows, one.time))
 
 
 def describe_exit_code(code: int) -> str:
@@ -270,10 +271,10 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     lost a peer or waited in vain. `elsewhere` says in one line what has failed on another node;
     failures here follow from that.
     """
-    failures = _failures(exits)
-    lines = [elsewhere] if elsewhere else []
-    if elsewhere and failures:
-        lines = [f"{elsewhere}; here, because of it:"]
+    failures = [one for one in exits if one.failed and not one.stopped]
+    lines: list[str] = []
+    if elsewhere:
+        lines.append(f"{elsewhere}; here, because of it:" if failures else elsewhere)
     if failures:
         lines.append(describe_failure(root_cause(failures)))
     left = sorted(one.rank for one in exits if one.code == 0 and one.report is None)
@@ -281,24 +282,17 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
         lines.append(f"{who} ended with exit code 0")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
-    sys.stderr.flush()
 
 
 def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> None:
     """Write to stderr why all ranks are started again."""
     why = elsewhere
     if not elsewhere:
-        root = root_cause(_failures(exits))
+        root = root_cause(one for one in exits if one.failed and not one.stopped)
         why = summarise_failure(root)
         if root.report is not None and root.report.traceback:
-            sys.stderr.write(f"{describe_failure(root)}\n")
+            why = f"{describe_failure(root)}\n{why}"
     sys.stderr.write(f"{why}; {restart}\n")
-    sys.stderr.flush()
-
-
-def _failures(exits: Iterable[RankExit]) -> list[RankExit]:
-    """Return the failures, without ranks that were only stopped."""
-    return [one for one in exits if (one.code != 0 or one.report is not None) and not one.stopped]
 
 
 # ------------------------------------------------------------------------------
@@ -319,7 +313,5 @@ def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
 def error_line(error: BaseException) -> str:
     """Return `error` in one line, `ValueError: a bug`, without the notes that it carries."""
     told = traceback.TracebackException(type(error), error, None)
-    notes = "__notes__"
-    if hasattr(told, notes):
-        setattr(told, notes, None)
+    vars(told)["__notes__"] = None  # which Python 3.10 has not
     return list(told.format_exception_only())[-1].strip().partition("\n")[0]

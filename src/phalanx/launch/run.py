@@ -17,6 +17,7 @@ out of the network.
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import secrets
 import signal
@@ -29,16 +30,10 @@ from pathlib import Path
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
-from phalanx.launch.nodes import NodeExit, Nodes, OneNode, Placement
+from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import (
-    RankExit,
-    print_failure,
-    print_restart,
-    root_cause,
-    summarise_failure,
-)
+from phalanx.launch.report import RankExit, print_failure, print_restart
 from phalanx.launch.signals import Interrupted, Signals, announce_end
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.worker import RUN_SCRIPT
@@ -148,26 +143,24 @@ class _Launch:
         self._fresh_token = "" if find_token() or job.nodes > 1 else secrets.token_hex(32)
         self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
         self._generation = 0
-        self._last_call: float | None = None
+        self._last_call = math.inf
         self._shown = True
-        self._nodes: OneNode | Nodes
-        if job.nodes == 1:
-            self._nodes = OneNode(job.ranks, reaper)
-        else:
-            self._nodes = Nodes(
-                nodes=job.nodes,
-                node_rank=job.node_rank,
-                ranks=job.ranks,
-                max_restarts=job.max_restarts,
-                master=job.master,
-            )
+        self._nodes = Nodes(
+            reaper,
+            ranks=job.ranks,
+            nodes=job.nodes,
+            node_rank=job.node_rank,
+            max_restarts=job.max_restarts,
+            master=job.master,
+        )
 
     def run(self) -> int:
         """Run generations until one ends well, or none is left; return the exit code."""
+        job = self._job
         while self._nodes.placement is None:
             self._wait()
         while True:
-            exits = self._run_generation(self._nodes.placement)
+            exits = self._run_generation(*self._nodes.placement)
             while (outcome := self._nodes.outcome(self._generation)) is None:
                 self._wait()
             failed = [node for node in outcome if node.failed]
@@ -175,13 +168,13 @@ class _Launch:
                 return 0
             root = min(failed, key=lambda node: node.follows)  # of equal ones the first written
             elsewhere = ""
-            if root.node != self._job.node_rank:
+            if root.node != job.node_rank:
                 elsewhere = f"the first failure was on another node, {root.node}: {root.summary}"
-            if any(node.final for node in failed) or self._generation == self._job.max_restarts:
+            if any(node.final for node in failed) or self._generation == job.max_restarts:
                 print_failure(exits, elsewhere)
                 return root.code
             self._generation += 1
-            restart = f"restarting all ranks ({self._generation} of {self._job.max_restarts})"
+            restart = f"restarting all ranks ({self._generation} of {job.max_restarts})"
             print_restart(exits, elsewhere, restart)
 
     def close(self, seconds: float) -> bool:
@@ -193,31 +186,29 @@ class _Launch:
             self._nodes.write(stopped)
         return self._nodes.close(seconds) and self._shown
 
-    def _run_generation(self, placement: Placement) -> list[RankExit]:
+    def _run_generation(self, first_rank: int, world_size: int) -> list[RankExit]:
         """Run all ranks of this host once; return how they ended, when their output is shown."""
+        job, environ = self._job, self._environment(world_size)
+        words = ["module" if job.module else "script", job.target, *job.args]
         pipes = RankPipes(sys.stdout, sys.stderr)
         try:
             with Supervisor(self._reaper, pipes.open) as ranks:
                 try:
-                    self._start(ranks, placement)
+                    for local_rank in range(job.ranks):
+                        rank = str(first_rank + local_rank)
+                        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
+                        ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
                     while ranks.state() == "running" and not self._nodes.failed(self._generation):
                         self._wait(ranks)
                 except Interrupted as interrupted:
                     ranks.stop(interrupted.signum, self._signals.again)
                     raise
                 ranks.stop(hurry=self._signals.again)
-                self._nodes.write(self._node_exit(ranks.failures()))
+                self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.failures()))
         finally:
             self._shown &= pipes.close(self._give_up)
         self._signals.check()
         return ranks.exits()
-
-    def _node_exit(self, failures: list[RankExit]) -> NodeExit:
-        node = self._job.node_rank
-        if not failures:
-            return NodeExit(node, failed=False)
-        root = root_cause(failures)
-        return NodeExit(node, True, summarise_failure(root), root.follows, root.shell_code)
 
     def _wait(self, ranks: Supervisor | None = None) -> None:
         """Wait a moment for news; raise `Interrupted` after a signal, or the error of the nodes."""
@@ -231,32 +222,23 @@ class _Launch:
 
     def _give_up(self) -> bool:
         """Return whether the time is over in which the reader of the output may take the rest."""
-        if not self._signals.received:
-            return False
-        if self._last_call is None:
-            self._last_call = time.monotonic() + _LAST_CALL
+        if self._signals.received:
+            self._last_call = min(self._last_call, time.monotonic() + _LAST_CALL)
         return time.monotonic() > self._last_call
 
-    def _start(self, ranks: Supervisor, placement: Placement) -> None:
-        job = self._job
-        words = ["module" if job.module else "script", job.target, *job.args]
-        shared = self._shared_environment(placement)
-        for local_rank in range(job.ranks):
-            rank = str(placement.first_rank + local_rank)
-            own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
-            ranks.start(int(rank), RUN_SCRIPT, words, environ=shared | own)
-
-    def _shared_environment(self, placement: Placement) -> dict[str, str]:
+    def _environment(self, world_size: int) -> dict[str, str]:
         """Return what all ranks of this host find in their environment: as under `torchrun`."""
         job, one_host, endpoint = self._job, self._job.nodes == 1, self._nodes.endpoint
-        size, port = str(placement.world_size), endpoint.port
+        port = endpoint.port
         if one_host:  # a free one, for groups that torch forms
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
         environ = {
+            "OMP_NUM_THREADS": str(threads_per_rank(job.ranks)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **os.environ,
-            "WORLD_SIZE": size,
-            "ROLE_WORLD_SIZE": size,
+            "WORLD_SIZE": str(world_size),
+            "ROLE_WORLD_SIZE": str(world_size),
             "ROLE_NAME": "rank",
             "LOCAL_WORLD_SIZE": str(job.ranks),
             "GROUP_RANK": str(job.node_rank),
@@ -270,8 +252,6 @@ class _Launch:
             "TORCHELASTIC_USE_AGENT_STORE": str(not one_host),
             "PYTHONUNBUFFERED": "1",
         }
-        environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(job.ranks)))
-        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         for name in (STORE_VARIABLE, "TORCHELASTIC_ERROR_FILE"):  # of a launcher above this one
             environ.pop(name, None)
         if one_host:

@@ -20,13 +20,12 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.spawn import get_preparation_data
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.init import factory_named
+from phalanx.launch.init import RendezvousInfo, check_name
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.rendezvous import RendezvousInfo
 from phalanx.launch.report import root_cause
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.worker import RUN_FUNCTION
@@ -56,7 +55,7 @@ def spawn(
     """
     if world_size < 1:
         raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
-    factory_named(backend)
+    check_name(backend)
     try:
         call = pickle.dumps(fn)
     except Exception as error:
@@ -78,26 +77,24 @@ def _start(ranks: Supervisor, call: bytes, world_size: int, backend: str, timeou
     token, job = secrets.token_hex(32), secrets.token_hex(8)
     preparation = get_preparation_data("")  # raises where spawn is called by an import
     preparation["authkey"] = bytes(preparation["authkey"])
-    environ = {**os.environ}
-    environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(world_size)))
+    environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **os.environ}
+    inputs: list[IO[bytes] | None] = []
     with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        started: list[tuple[subprocess.Popen[bytes], Any]] = []
+        address, held = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
         for rank in range(world_size):
-            info = RendezvousInfo(rank, world_size, address, token, job, one_host=True)
-            held = listener.fileno() if rank == 0 else None
             process = ranks.start(
                 rank,
                 RUN_FUNCTION,
                 [str(rank)],
                 environ=environ,
                 options=subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                inherit=[held] if held is not None else [],
+                inherit=[held] if rank == 0 else [],
                 stdin=subprocess.PIPE,
             )
-            started.append((process, (call, info, held, backend, timeout)))
-    for rank, (process, arguments) in enumerate(started):
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as stdin:  # if it has died, that is seen
+            inputs.append(process.stdin)
+    for rank, stdin in enumerate(inputs):
+        info = RendezvousInfo(rank, world_size, address, token, job, one_host=True)
+        assert stdin is not None
+        with suppress(BrokenPipeError), stdin:  # if it has died, that is seen
             pickle.dump(preparation | {"name": f"rank {rank}"}, stdin)
-            pickle.dump(arguments, stdin)
+            pickle.dump((call, info, held if rank == 0 else None, backend, timeout), stdin)

@@ -7,32 +7,18 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from phalanx.errors import BackendUnavailableError
 from phalanx.launch.reaper import die_with_parent
-from phalanx.wire.control import Endpoint, is_loopback
+from phalanx.wire.control import is_loopback
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("phalanx")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 """Seconds between two looks at something that another process has to do first."""
-
-
-class Store(Protocol):
-    """What is used of torch's store. Values are bytes; a count is one too."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set `key` for every process."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of `key`."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to the count `key`, from 0; return what it is now."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all `keys` are there."""
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
@@ -59,22 +45,20 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     return socket.create_server((own, port), family=family, backlog=1024)
 
 
-def hold_store(host: str, port: int, *, timeout: float) -> tuple[Store, int]:
+def hold_store(
+    host: str, port: int, *, timeout: float, listener: socket.socket | None = None
+) -> tuple[Store, int]:
     """Return a store that this process holds at `host:port`, and its port.
 
-    See `listen_for_store` for the arguments and errors.
+    `timeout` is in seconds. A `listener` that is given is the store's from now on; see
+    `listen_for_store` for the one that is made else, and for the errors.
     """
-    listener = listen_for_store(host, port)
-    port = listener.getsockname()[1]
-    return serve_store(listener, host, timeout=timeout), port
-
-
-def serve_store(listener: socket.socket, host: str, *, timeout: float) -> Store:
-    """Return a store that this process holds at `listener`, which is its from now on."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 
+    if listener is None:
+        listener = listen_for_store(host, port)
     port = listener.getsockname()[1]
-    store: Store = TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -82,7 +66,7 @@ def serve_store(listener: socket.socket, host: str, *, timeout: float) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store
+    return store, port
 
 
 SERVE_STORE = (
@@ -95,29 +79,15 @@ SERVE_STORE = (
 def serve_alone(parent: int, listener: int) -> None:
     """Hold a store in this process, at the socket of this descriptor, as long as `parent` lives."""
     die_with_parent(parent)
-    _store = serve_store(socket.socket(fileno=listener), "127.0.0.1", timeout=60.0)
+    _store = hold_store("127.0.0.1", 0, timeout=60.0, listener=socket.socket(fileno=listener))
     threading.Event().wait()
 
 
-def connect_store(host: str, port: int, *, rank: int, deadline: float) -> Store:
-    """Return the launcher's store at `host:port`, for `rank`; tries again until `deadline`.
+def connect_store(host: str, port: int, deadline: float) -> Store:
+    """Return the launcher's store at `host:port`; tries again until `deadline`.
 
-    `deadline` is a time of the monotonic clock. `BackendUnavailableError` when it has passed.
-    """
-    try:
-        return try_to_connect(host, port, deadline)
-    except (OSError, RuntimeError) as error:
-        raise BackendUnavailableError(
-            f"rank {rank} cannot reach the launcher's store at {Endpoint(host, port)} "
-            f"({error}): is the launcher running, and may this host connect to it?",
-            rank=rank,
-        ) from error
-
-
-def try_to_connect(host: str, port: int, deadline: float) -> Store:
-    """Return the store at `host:port`; raises why the last try failed when `deadline` has passed.
-
-    That is an `OSError`, or torch's `RuntimeError`.
+    `deadline` is a time of the monotonic clock. When it has passed this raises why the last try
+    failed: an `OSError`, or torch's `RuntimeError`.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 

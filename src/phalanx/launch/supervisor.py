@@ -21,14 +21,16 @@ failure, which it may follow from.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Literal
 
@@ -48,22 +50,14 @@ _KILL_TIME = 1.0
 _PIECE = 1 << 20
 
 
-class RankProcess:
+@dataclass(kw_only=True)
+class RankProcess(RankExit):
     """One rank's process, the channel for its report, and what is known of its end."""
 
-    def __init__(
-        self, rank: int, process: subprocess.Popen[bytes], channel: socket.socket, reaper: Reaper
-    ) -> None:
-        self.rank = rank
-        self.process = process
-        self.channel: socket.socket | None = channel
-        self.report: RankReport | None = None
-        self.code: int | None = None
-        self.ended: float | None = None
-        self.told_to_stop = False
-        self.killed = False
-        self._reaper = reaper
-        self._received = bytearray()
+    process: subprocess.Popen[bytes]
+    channel: socket.socket | None
+    reaper: Reaper
+    received: bytearray = field(default_factory=bytearray)
 
     def read(self) -> None:
         """Take what has come of the report."""
@@ -74,11 +68,13 @@ class RankProcess:
                 return
             except ConnectionError:  # it died before it had begun
                 data = b""
-            self._received += data
+            self.received += data
             try:
-                self.report = RankReport.decode(self._received)
+                self.report = RankReport.decode(self.received)
             except Exception:  # the script has written something else there
                 data = b""
+            if self.report is not None:
+                self.time = self.report.time
             if self.report is not None or not data:  # or it died in the middle of its report
                 self.close()
 
@@ -87,11 +83,11 @@ class RankProcess:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
-            self._received = bytearray()
+            self.received = bytearray()
 
     def has_ended(self) -> bool:
         """Return whether the process has ended; if so, see to what it leaves behind."""
-        if self.ended is not None:
+        if self.code is not None:
             return True
         if hasattr(os, "waitid"):  # the process keeps its number until its session has ended
             with suppress(ChildProcessError):  # this program has waited for it elsewhere
@@ -104,21 +100,12 @@ class RankProcess:
         elif self.process.poll() is None:
             return False
         self.code = self.process.wait()
-        self.ended = time.monotonic()
-        self._reaper.release(self.process.pid)
+        self.reaper.release(self.process.pid)
+        now = time.monotonic()
         self.read()
         self.close()
+        self.time = min(self.time, now)
         return True
-
-    def exit(self) -> RankExit | None:
-        """Return how the rank has ended or will, once that is known."""
-        if self.report is not None:
-            when = self.report.time
-        elif self.ended is not None:
-            when = self.ended
-        else:
-            return None
-        return RankExit(self.rank, self.code, self.report, when, self.told_to_stop, self.killed)
 
 
 class Supervisor:
@@ -140,7 +127,7 @@ class Supervisor:
         self._open_output = open_output
         self._results = results
         self._ranks: list[RankProcess] = []
-        self._suspected: float | None = None
+        self._suspected = math.inf
 
     def start(
         self,
@@ -161,6 +148,7 @@ class Supervisor:
         `inherit` stay open. `BackendUnavailableError` when the system starts no more processes.
         """
         theirs: list[int] = []
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             outputs = self._open_output(rank) if self._open_output is not None else (None, None)
             theirs += [output for output in outputs if output is not None]
@@ -168,21 +156,27 @@ class Supervisor:
             theirs.append(channel.detach())
             ours.setblocking(False)
             place = str(os.getpid()), str(theirs[-1])
-            with _sigint_blocked():
-                try:
-                    process = subprocess.Popen(
-                        [sys.executable, *options, "-c", program, *place, *words],
-                        env=environ,
-                        stdin=stdin,
-                        stdout=outputs[0],
-                        stderr=outputs[1],
-                        pass_fds=(theirs[-1], *inherit),
-                        start_new_session=True,
-                    )
-                except BaseException:
-                    ours.close()
-                    raise
-                self._ranks.append(RankProcess(rank, process, ours, self._reaper))
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *options, "-c", program, *place, *words],
+                    env=environ,
+                    stdin=stdin,
+                    stdout=outputs[0],
+                    stderr=outputs[1],
+                    pass_fds=(theirs[-1], *inherit),
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+            started = RankProcess(
+                rank,
+                owes_result=self._results,
+                process=process,
+                channel=ours,
+                reaper=self._reaper,
+            )
+            self._ranks.append(started)
         except OSError as error:
             if error.errno is None:  # not the system's: a signal handler of the program's own
                 raise
@@ -194,6 +188,7 @@ class Supervisor:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._reaper.hold(process.pid)
         with suppress(ConnectionError):  # it has ended already
             ours.send(b"!")
@@ -202,7 +197,7 @@ class Supervisor:
     def wait(self, timeout: float = _POLL, also: Sequence[int] = ()) -> None:
         """Wait a moment, until a rank has news or one of the descriptors `also` is readable."""
         channels = [rank.channel for rank in self._ranks if rank.channel is not None]
-        if any(rank.channel is None and rank.ended is None for rank in self._ranks):
+        if any(rank.channel is None and rank.code is None for rank in self._ranks):
             timeout = min(timeout, _END_POLL)
         connection.wait([*channels, *also], timeout)
         for rank in self._ranks:
@@ -212,27 +207,21 @@ class Supervisor:
     def state(self) -> Literal["running", "done", "failed"]:
         """Return "failed" when the failure that others follow from is known, "done" at the end."""
         failures = self.failures()
-        if any(not failure.follows for failure in failures):
-            return "failed"
-        if failures and self._suspected is None:
-            self._suspected = time.monotonic()
         all_known = len(self.exits()) == len(self._ranks)
-        if failures and (all_known or time.monotonic() > (self._suspected or 0.0) + GRACE):
-            return "failed"
+        if failures:
+            self._suspected = min(self._suspected, time.monotonic())
+            own = not all(failure.follows for failure in failures)
+            if own or all_known or time.monotonic() > self._suspected + GRACE:
+                return "failed"
         return "done" if all_known else "running"
 
     def exits(self) -> list[RankExit]:
         """Return how the ranks have ended, or will, of which that is known; in rank order."""
-        known = [rank.exit() for rank in self._ranks]
-        return [one for one in known if one is not None]
+        return [rank for rank in self._ranks if rank.time < math.inf]
 
     def failures(self) -> list[RankExit]:
         """Return those of the `exits` that are failures."""
-        return [
-            one
-            for one in self.exits()
-            if (one.report.failed if one.report is not None else one.code != 0 or self._results)
-        ]
+        return [one for one in self.exits() if one.failed]
 
     def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every rank; return when all have ended.
@@ -249,18 +238,14 @@ class Supervisor:
             while self._alive() and time.monotonic() < deadline and not hurry():
                 self.wait()
         finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the ranks that still run, with what they have started."""
-        for rank in self._alive():
-            rank.killed = True
-            end_session(rank.process.pid)
-        deadline = time.monotonic() + _KILL_TIME
-        while self._alive() and time.monotonic() < deadline:
-            self.wait(_END_POLL)
-        for rank in self._ranks:
-            rank.close()
+            for rank in self._alive():
+                rank.killed = True
+                end_session(rank.process.pid)
+            deadline = time.monotonic() + _KILL_TIME
+            while self._alive() and time.monotonic() < deadline:
+                self.wait(_END_POLL)
+            for rank in self._ranks:
+                rank.close()
 
     def _alive(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if not rank.has_ended()]
@@ -270,13 +255,3 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Let SIGINT wait, in this thread and the processes that it starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

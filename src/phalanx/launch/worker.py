@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +34,7 @@ from phalanx.launch.report import (
 )
 
 if TYPE_CHECKING:
-    from phalanx.launch.rendezvous import RendezvousInfo
+    from phalanx.launch.init import RendezvousInfo
 
 RUN_SCRIPT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
@@ -70,22 +69,52 @@ def run_script() -> None:
     """
     parent, descriptor, kind, name = sys.argv[1:5]
     del sys.argv[:4]
-    channel = _begin(int(parent), int(descriptor))
+    send = _begin(parent, descriptor)
     code = 0
     try:
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        safe_path = getattr(sys.flags, "safe_path", False)
         if kind == "module":
-            _search_first(Path.cwd())
+            if not safe_path:
+                sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            if not Path(name).is_dir():
-                _search_first(Path(name).resolve().parent)
+            if not safe_path and not Path(name).is_dir():
+                sys.path.insert(0, str(Path(name).resolve().parent))
             runpy.run_path(name, run_name="__main__")
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code = _report_failure(error, channel)
+        code = _report_failure(error, send)
     _leave(code)
+
+
+def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) -> int:
+    """Report how the script has failed, if it has; return what Python would end it with."""
+    if isinstance(error, RankStopped):
+        return STOPPED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    code, text = 1, ""
+    if isinstance(error, SystemExit):
+        if error.code is None or error.code == 0:
+            return 0
+        if isinstance(error.code, int):
+            code = error.code
+        else:
+            sys.stderr.write(f"{error.code}\n")
+        summary = f"sys.exit({error.code!r})"
+        frames = traceback.extract_tb(error.__traceback__)
+        shown = [frame for frame in frames if frame.filename not in _HIDDEN]
+        places = [frame for frame in shown if frame.filename == shown[0].filename]
+        if places:  # the last one in the script itself, rather than in argparse, say
+            summary += f" from {places[-1].filename}, line {places[-1].lineno}"
+    else:
+        summary, text = error_line(error), format_traceback(error, hide=_HIDDEN)
+    rank, follows = int(os.environ["RANK"]), follows_from_another(error)
+    if not send(RankReport(rank, True, b"", summary, text, follows)):
+        sys.stderr.write(text)
+    return code
 
 
 def run_function(parent: str, descriptor: str, rank: str) -> None:
@@ -93,7 +122,7 @@ def run_function(parent: str, descriptor: str, rank: str) -> None:
 
     Stdin holds the pickled arguments of `_call`.
     """
-    channel = _begin(int(parent), int(descriptor))
+    send = _begin(parent, descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
@@ -110,108 +139,15 @@ def run_function(parent: str, descriptor: str, rank: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a report is worse than a late end
     except RankStopped:
         _leave(STOPPED)
-    channel.send(report)
+    send(report)
     _leave(int(report.failed))
-
-
-class _Channel:
-    """This rank's end of the channel to its supervisor."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        self._descriptor = descriptor
-        self._file = os.fstat(descriptor)
-
-    def wait(self) -> None:
-        """Wait until the supervisor lets this rank begin; end it if the supervisor has ended."""
-        with suppress(OSError):
-            if os.read(self._descriptor, 1):
-                return
-        os._exit(1)
-
-    def send(self, report: RankReport) -> bool:
-        """Send the report, and close the channel; return whether that could be done."""
-        try:
-            # A script that closes all descriptors may have given this number to another file.
-            if not os.path.samestat(os.fstat(self._descriptor), self._file):
-                return False
-            with open(self._descriptor, "wb") as stream:
-                stream.write(report.encode())
-        except OSError:
-            return False
-        return True
-
-
-def _begin(parent: int, descriptor: int) -> _Channel:
-    faulthandler.enable()
-    die_with_parent(parent)
-    channel = _Channel(descriptor)
-    channel.wait()
-    return channel
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up goes on
-    raise RankStopped("another rank failed, and this one was told to stop")
-
-
-def _search_first(folder: Path) -> None:
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, str(folder))
-
-
-def _report_failure(error: BaseException, channel: _Channel) -> int:
-    """Report how the script has failed, if it has; return what Python would end it with."""
-    if isinstance(error, RankStopped):
-        return STOPPED
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    code, text = 1, ""
-    if isinstance(error, SystemExit):
-        if error.code is None or error.code == 0:
-            return 0
-        if isinstance(error.code, int):
-            code = error.code
-        else:
-            sys.stderr.write(f"{error.code}\n")
-        summary = f"sys.exit({error.code!r}){_place(error)}"
-    else:
-        summary, text = error_line(error), format_traceback(error, hide=_HIDDEN)
-    rank, follows = int(os.environ["RANK"]), follows_from_another(error)
-    if not channel.send(RankReport(rank, True, b"", summary, text, follows)):
-        sys.stderr.write(text)
-    return code
-
-
-def _place(error: SystemExit) -> str:
-    """Return the last place in the script itself, rather than in argparse, say."""
-    shown = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in _HIDDEN
-    ]
-    places = [frame for frame in shown if frame.filename == shown[0].filename]
-    return f" from {places[-1].filename}, line {places[-1].lineno}" if places else ""
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process; a failed one soon, even if a thread that was left behind would keep it."""
-
-    def leave() -> None:
-        time.sleep(GRACE)
-        os._exit(code)
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
-    if code != 0:
-        threading.Thread(target=leave, name="exit", daemon=True).start()
-    sys.exit(code)
 
 
 def _call(
     call: bytes, info: RendezvousInfo, listener: int | None, backend: str, timeout: float
 ) -> Any:
     """Return what the pickled function `call` returns for a new backend."""
-    from phalanx.launch.init import factory_named  # noqa: PLC0415 -- torch comes with it
+    from phalanx.launch.init import make_backend  # noqa: PLC0415 -- torch comes with it
 
     try:
         function: Callable[[Any], Any] = pickle.loads(call)
@@ -223,7 +159,7 @@ def _call(
     if listener is not None:
         os.set_inheritable(listener, False)
         info = replace(info, listener=socket.socket(fileno=listener))
-    made = factory_named(backend)(info, timeout)
+    made = make_backend(backend, info, timeout)
     try:
         result = function(made)
     except BaseException:
@@ -231,3 +167,46 @@ def _call(
         raise
     made.close()
     return result
+
+
+def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
+    """Wait until the supervisor lets this rank begin, and end with it; return `send`."""
+    faulthandler.enable()
+    die_with_parent(int(parent))
+    channel = int(descriptor)
+    os.set_inheritable(channel, False)
+    file = os.fstat(channel)
+    begun = b""
+    with suppress(OSError):
+        begun = os.read(channel, 1)
+    if not begun:
+        os._exit(1)
+
+    def send(report: RankReport) -> bool:
+        """Send the report, and close the channel; return whether that could be done."""
+        try:
+            # A script that closes all descriptors may have given this number to another file.
+            if not os.path.samestat(os.fstat(channel), file):
+                return False
+            with open(channel, "wb") as stream:
+                stream.write(report.encode())
+        except OSError:
+            return False
+        return True
+
+    return send
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up goes on
+    raise RankStopped("another rank failed, and this one was told to stop")
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process; a failed one soon, even if a thread that was left behind would keep it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
+    if code != 0:
+        end = threading.Timer(GRACE, os._exit, [code])
+        end.daemon = True
+        end.start()
+    sys.exit(code)
