@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.cli.commands as command
+import phalanx.cli.app as command
 from phalanx.cli.app import app
 from phalanx.launch.run import Job
 

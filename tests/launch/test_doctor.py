@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from phalanx.cli.app import app
-from phalanx.cli.commands import run_checks
+from phalanx.cli.app import app, run_checks
 from phalanx.launch.init import BACKENDS
 from phalanx.tools.doctor import CHECKS, Check, as_markdown, share_memory
 from phalanx.tools.machine import (

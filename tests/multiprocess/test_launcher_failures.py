@@ -157,7 +157,7 @@ def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
 # that tells why it does not work here. That every backend has its row is seen in tests/launch.
 DOCTOR = """
 import sys
-from phalanx.cli.commands import run_checks
+from phalanx.cli.app import run_checks
 from phalanx.tools.doctor import CHECKS
 
 names = ("tcp", "nccl", "process groups")

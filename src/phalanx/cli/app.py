@@ -5,15 +5,24 @@ Nothing here imports torch: a command does, when it runs.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli.bench import BENCH_HELP, bench_command
-from phalanx.cli.commands import doctor_command, run_command, trace_command
+from phalanx.launch.run import Job, run
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from phalanx.tools.doctor import Check
+    from phalanx.tools.machine import Finding
 
 app = typer.Typer(
     name="phalanx",
@@ -50,7 +59,177 @@ def _options(
 
 
 # Everything after the script is the script's, whatever it looks like.
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
-app.command("trace")(trace_command)
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_command(
+    *,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="For the script, untouched."),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks on this host.")
+    ] = 1,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    nodes: Annotated[
+        int, typer.Option("--nnodes", metavar="N", help="How many hosts, each with N ranks.")
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="K", help="Which of them this is, from 0.")
+    ] = 0,
+    master: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="A name of node 0 and a free port on it, for several hosts."
+        ),
+    ] = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
+    ] = 0,
+) -> None:
+    """Run a Python script on several ranks, on one host or on many.
+
+    Each rank calls `phalanx.init()` and finds its place. Every line of output is shown behind its
+    rank. When a rank fails the others are stopped, and its traceback comes last. Ctrl-C ends them
+    all, which may take two seconds; a second Ctrl-C does not wait.
+
+    One host, four ranks:
+
+        phalanx run -n 4 train.py --lr 0.1
+
+    Two hosts, the same on both but for the node rank:
+
+        phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
+    """
+    job = Job(
+        ranks=ranks,
+        target=script,
+        args=tuple(args or ()),
+        module=module,
+        nodes=nodes,
+        node_rank=node_rank,
+        master=master,
+        max_restarts=max_restarts,
+    )
+    raise typer.Exit(run(job))
+
+
+@app.command("trace")
+def trace_command(
+    *,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="What PHALANX_TRACE named when the job ran.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Instead of FOLDER/merged.json."),
+    ] = None,
+) -> None:
+    """Merge the traces of a job's ranks into one, and sum them up.
+
+    A job that runs with `PHALANX_TRACE=FOLDER` in its environment leaves there what each rank did
+    when. The merged trace opens in https://ui.perfetto.dev and in chrome://tracing.
+
+        PHALANX_TRACE=traces phalanx run -n 4 train.py
+
+        phalanx trace traces
+    """
+    from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
+    from rich.table import Table  # noqa: PLC0415
+
+    from phalanx.tools.trace import merge  # noqa: PLC0415
+
+    merged = merge(folder, output)
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "operations", "MiB", "waiting s", "moving s", "errors", "last", "by s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in merged.ranks:
+        moved = f"{rank.bytes / (1 << 20):.1f}", f"{rank.waiting:.3f}", f"{rank.moving:.3f}"
+        late = str(rank.errors), str(rank.last), f"{rank.late:.3f}"
+        table.add_row(str(rank.rank), str(rank.operations), *moved, *late)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    straggler = merged.straggler
+    if straggler is not None:
+        console.print(
+            f"The others waited most for rank {straggler.rank}: it was last at {straggler.last} of "
+            f"{merged.collectives} collectives, by {straggler.late:.3f} s in all."
+        )
+    for note in merged.notes:
+        console.print(f"Note: {note}", markup=False)
+    console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)
+
+
 app.command("bench", help=BENCH_HELP)(bench_command)
-app.command("doctor")(doctor_command)
+
+_COLOURS: Mapping[str, str] = MappingProxyType(
+    {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+)
+
+
+@app.command("doctor")
+def doctor_command(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object.")] = False,
+) -> None:
+    """Look at this machine: what is installed, what its limits are, and what works.
+
+    Two ranks are started for each backend, and what they compute is checked. Takes some seconds.
+    The output can be pasted into a bug report: of a token it says only that it is set. The exit
+    code is 1 if anything failed.
+
+        phalanx doctor > report.md
+    """
+    from phalanx.tools.doctor import CHECKS  # noqa: PLC0415
+
+    raise typer.Exit(run_checks(CHECKS, as_json=as_json))
+
+
+def run_checks(checks: Sequence[Check], *, as_json: bool) -> int:
+    """Run the checks, showing each as it ends, or all as JSON; return the exit code.
+
+    On a terminal stderr shows which check is under way.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    console, progress = Console(highlight=False, soft_wrap=True), Console(stderr=True)
+    findings: list[dict[str, str]] = []
+    section = ""
+    for check in checks:
+        with progress.status(f"{check.section}: {check.looks_at}"):
+            finding = check.run()
+        findings.append({"subject": check.section, "check": check.name, **asdict(finding)})
+        if not as_json:
+            _show_finding(console, check, finding, new_section=check.section != section)
+        section = check.section
+    failed = sum(finding["status"] == "fail" for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "findings": findings}, indent=2))
+    else:
+        typer.echo(f"\n{len(findings)} checks, {failed or 'none'} failed")
+    return 1 if failed else 0
+
+
+def _show_finding(console: Console, check: Check, finding: Finding, *, new_section: bool) -> None:
+    """Show one line: in colours on a terminal, as Markdown elsewhere."""
+    from rich.markup import escape  # noqa: PLC0415
+
+    from phalanx.tools.doctor import as_markdown  # noqa: PLC0415
+
+    if not console.is_terminal:
+        if new_section:
+            typer.echo(f"\n### {check.section}\n")
+        typer.echo(as_markdown(check, finding))
+        return
+    if new_section:
+        console.print(f"\n[bold]{escape(check.section)}[/bold]")
+    colour = _COLOURS[finding.status]
+    mark = f"[{colour}]{finding.status:>4}[/{colour}]"
+    console.print(f"{mark}  {escape(check.name):16} {escape(finding.what)}")
+    if finding.hint:
+        console.print(f"{'':22} {escape(finding.hint)}", style="dim")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line of this process; ends it with the command's exit code.

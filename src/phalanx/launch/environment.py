@@ -18,7 +18,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.wire.control import is_loopback, parse_address
@@ -52,8 +52,7 @@ class World:
         return self.local_world_size == self.world_size
 
 
-@dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The names under which one launcher leaves its numbers."""
 
     source: Source
@@ -110,8 +109,13 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
     if _BY_HAND.rank in environ or _BY_HAND.world_size in environ:
         return _BY_HAND
-    if _is_step(environ):
-        return _SLURM
+    if _SLURM.rank in environ and _SLURM.world_size in environ:
+        # The shell of an interactive allocation may have these, too; its job is named after the
+        # shell, and its step has no number of its own.
+        step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+        numbered = step.isdecimal() and int(step) < 0xFFFFFFFA
+        if numbered or environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+            return _SLURM
     return next((known for known in (_OPEN_MPI, _PMI) if known.rank in environ), None)
 
 
@@ -183,8 +187,7 @@ def _local(
             f"{launcher.local_world_size or 'the number of tasks on this node'}={size} is more "
             f"than {launcher.world_size}={world_size}"
         )
-    default = rank % size
-    local_rank = _number(environ, launcher.local_rank, InvalidRankError, default=default)
+    local_rank = _number(environ, launcher.local_rank, InvalidRankError, default=rank % size)
     if launcher.local_world_size not in environ:
         size = max(size, local_rank + 1)
     if local_rank >= min(size, world_size):
@@ -197,29 +200,12 @@ def _local(
 # ------------------------------------------------------------------------------
 # What Slurm says that is not one number in one variable.
 
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_INTERACTIVE_NAMES = ("bash", "interactive")
-_INTERACTIVE_STEP = 0xFFFFFFFA
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-
-def _is_step(environ: Mapping[str, str]) -> bool:
-    """Return whether `srun` started this process, rather than a person in an allocation.
-
-    The shell of an interactive allocation may carry SLURM_PROCID too; its job is named after
-    the shell, and its step has no number of its own.
-    """
-    if "SLURM_PROCID" not in environ or "SLURM_NTASKS" not in environ:
-        return False
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    numbered = step.isdigit() and int(step) < _INTERACTIVE_STEP
-    return numbered or environ.get("SLURM_JOB_NAME") not in _INTERACTIVE_NAMES
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
     """Return the host of rank 0: the first of the step's nodes, or "" where none are named."""
-    for name in _NODE_LISTS:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             try:
                 return expand_hosts(environ[name])[0]
@@ -232,7 +218,7 @@ def _first_node(environ: Mapping[str, str]) -> str:
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
     """Return how many ranks run on this host, from a list such as `4(x2),3`; None if unsaid."""
-    text = next((environ[name] for name in _TASKS if environ.get(name)), "")
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
@@ -240,12 +226,10 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
     node = environ.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
-# ------------------------------------------------------------------------------
 # Slurm's short form of many host names: `node[003-005,9]`.
-
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -263,10 +247,9 @@ def expand_hosts(text: str) -> list[str]:
     hosts: list[str] = []
     for name in names:
         choices = [
-            _expand_numbers(numbers) if plain == "" else [plain]
-            for numbers, plain in _PART.findall(name)
+            [plain] if plain else _expand_numbers(numbers) for numbers, plain in _PART.findall(name)
         ]
-        hosts += ["".join(parts) for parts in product(*choices)]
+        hosts += map("".join, product(*choices))
     return hosts
 
 
@@ -284,7 +267,7 @@ def _expand_numbers(numbers: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------
-# Which address of this host the others can reach.
+# This host: which of its addresses the others can reach, and the cores for each rank.
 
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that belongs to nobody (RFC 5737): the route to it is the default route."""
@@ -308,10 +291,6 @@ def _source_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # datagrams: this looks up the route and sends nothing
         return str(probe.getsockname()[0])
-
-
-# ------------------------------------------------------------------------------
-# How many threads a rank may use, when ranks share a host.
 
 
 def threads_per_rank(ranks: int) -> int:

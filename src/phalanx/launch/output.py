@@ -21,6 +21,12 @@ LONGEST_LINE = 1 << 20
 """Bytes of a line that are kept until its end comes; a longer one is shown in pieces."""
 
 
+_PIECE, _MOST = 1 << 16, 1 << 20
+"""Bytes that are read at once, and at the end of what a rank has left in its pipe."""
+
+_LOOK = 0.05
+
+
 class RankLines:
     r"""Joins the pieces of each rank's lines, and passes on whole lines.
 
@@ -41,23 +47,14 @@ class RankLines:
         lines, newline, rest = (self._begun.pop(rank, b"") + data).rpartition(b"\n")
         if len(rest) >= LONGEST_LINE:
             lines, newline, rest = lines + newline + rest, b"\n", b""
-        if newline:
-            prefix = b"[rank %d] " % rank
-            self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
         if rest:
             self._begun[rank] = rest
-
-    def finish(self) -> None:
-        """Pass on the lines that have begun, as whole ones."""
-        for rank in list(self._begun):
-            self.write(rank, b"\n")
-
-    def _pass_on(self, data: bytes) -> None:
-        if self._gone:
+        if not newline or self._gone:
             return
+        prefix = b"[rank %d] " % rank
         try:
             self._stream.flush()  # what others have written to it
-            self._write(data)
+            self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
         except (OSError, ValueError):
             self._gone = True
             with suppress(OSError, ValueError):  # at its end Python would flush the stream again
@@ -65,7 +62,12 @@ class RankLines:
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
 
-    def _write(self, data: bytes) -> None:
+    def finish(self) -> None:
+        """Pass on the lines that have begun, as whole ones."""
+        for rank in list(self._begun):
+            self.write(rank, b"\n")
+
+    def _pass_on(self, data: bytes) -> None:
         try:
             descriptor = self._stream.fileno()
         except OSError:  # in memory, say
@@ -84,18 +86,14 @@ class RankLines:
                 select.select([], [descriptor], [])
 
 
-_PIECE, _MOST = 1 << 16, 1 << 20
-_LOOK = 0.05
-
-
 class RankPipes:
     """Shows what ranks write to their standard output and errors, until `close()`; in a thread."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._lines = RankLines(out), RankLines(err)
         self._selector = selectors.DefaultSelector()
-        self._reader, self._writer = os.pipe()
-        self._selector.register(self._reader, selectors.EVENT_READ)
+        reader, self._writer = os.pipe()
+        self._selector.register(reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._read, name="rank output", daemon=True)
         self._thread.start()
 
@@ -130,11 +128,23 @@ class RankPipes:
         return not self._thread.is_alive()
 
     def _read(self) -> None:
-        while True:
+        closing = False
+        while not closing:
             for key, _ in self._selector.select():
                 if key.data is None:
-                    return self._take_the_rest()
-                self._take(key)
+                    closing = True
+                else:
+                    self._take(key)
+        for key in list(self._selector.get_map().values()):
+            # No more than a pipe holds: something that a rank has left behind may write on.
+            for _ in range(_MOST // _PIECE):
+                if key.data is None or not self._take(key):
+                    break
+        for lines in self._lines:
+            lines.finish()
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
 
     def _take(self, key: selectors.SelectorKey) -> bool:
         """Pass on one piece of what is in a pipe; return whether there was one."""
@@ -149,16 +159,3 @@ class RankPipes:
             self._selector.unregister(key.fd)
             os.close(key.fd)
         return bool(data)
-
-    def _take_the_rest(self) -> None:
-        pipes = [key for key in self._selector.get_map().values() if key.data is not None]
-        for key in pipes:
-            # No more than a pipe holds: something that a rank has left behind may write on.
-            for _ in range(_MOST // _PIECE):
-                if not self._take(key):
-                    break
-        for lines in self._lines:
-            lines.finish()
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
-        self._selector.close()

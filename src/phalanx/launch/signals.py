@@ -13,10 +13,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
-from types import FrameType
-
-_HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+from contextlib import ExitStack, suppress
+from typing import Any
 
 
 class Interrupted(Exception):  # noqa: N818 -- it is no error
@@ -39,8 +37,7 @@ class Signals:
         """The signals that came, in order."""
         self.descriptors: list[int] = []
         """Readable when a signal has come; none in a thread that is not the main one."""
-        self._before: dict[int, object] = {}
-        self._pipe: tuple[int, int] | None = None
+        self._undo = ExitStack()
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal has come."""
@@ -57,35 +54,30 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
             return self
-        reader, writer = self._pipe = os.pipe()
-        for descriptor in self._pipe:
+        reader, writer = os.pipe()
+        for descriptor in (reader, writer):
             os.set_blocking(descriptor, False)
+            self._undo.callback(os.close, descriptor)
         self.descriptors.append(reader)
-        for name in _HEARD:
-            signum = getattr(signal, name)
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._before[signum] = signal.signal(signum, self._note)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            before = signal.getsignal(signum)
+            if before is not signal.SIG_IGN:
+                signal.signal(signum, lambda signum, _: self.received.append(signum))
+                self._undo.callback(self._restore, signum, before)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._undo.callback(signal.set_wakeup_fd, -1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pipe is None:
-            return
-        signal.set_wakeup_fd(-1)
-        for signum, before in self._before.items():
-            # The interpreter's own end takes a moment, too.
-            after = signal.SIG_IGN if self.received else before
-            signal.signal(signum, after)  # type: ignore[arg-type]
-        for descriptor in self._pipe:
-            os.close(descriptor)
+        self._undo.close()
         self.descriptors.clear()
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
+    def _restore(self, signum: int, before: Any) -> None:
+        # The interpreter's own end takes a moment, too.
+        signal.signal(signum, signal.SIG_IGN if self.received else before)
 
 
 def announce_end(signum: int) -> int:
     """Tell the user why it all ended; return the exit code, as a shell counts it."""
     sys.stderr.write(f"stopped by {signal.Signals(signum).name}\n")
-    sys.stderr.flush()
     return 128 + signum

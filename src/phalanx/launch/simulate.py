@@ -10,8 +10,6 @@ from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.errors import RankStopped
 from phalanx.transport.simulated import CooperativeScheduler, SimulatedBackend
 
-__all__ = ["Simulation", "simulate"]
-
 T = TypeVar("T")
 
 
