@@ -9,7 +9,6 @@ from phalanx.launch.report import (
     print_failure,
     print_restart,
     root_cause,
-    summarise_failure,
 )
 
 
@@ -83,7 +82,7 @@ def test_the_exit_code_is_the_ranks_as_a_shell_counts_it(
     ],
 )
 def test_the_report_in_one_line(failed: RankExit, line: str) -> None:
-    assert summarise_failure(failed) == line
+    assert describe_failure(failed, brief=True) == line
 
 
 def test_ranks_that_ended_in_good_order_are_named_beside_those_that_lost_them(

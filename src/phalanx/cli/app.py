@@ -66,8 +66,7 @@ def run_command(
         str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
     ],
     args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="For the script, untouched."),
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
     ] = None,
     ranks: Annotated[
         int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks on this host.")
@@ -106,16 +105,8 @@ def run_command(
 
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
     """
-    job = Job(
-        ranks=ranks,
-        target=script,
-        args=tuple(args or ()),
-        module=module,
-        nodes=nodes,
-        node_rank=node_rank,
-        master=master,
-        max_restarts=max_restarts,
-    )
+    words = tuple(args or ())
+    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts)
     raise typer.Exit(run(job))
 
 
@@ -174,8 +165,7 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
 
 @app.command("doctor")
 def doctor_command(
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object.")] = False,
+    *, as_json: Annotated[bool, typer.Option("--json", help="For programs: one object.")] = False
 ) -> None:
     """Look at this machine: what is installed, what its limits are, and what works.
 

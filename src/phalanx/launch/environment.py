@@ -25,8 +25,8 @@ from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
+# Where `phalanx run` holds its store, as host:port; it comes before MASTER_ADDR.
 STORE_VARIABLE = "PHALANX_STORE"
-"""Where `phalanx run` holds its store, as host:port; it comes before MASTER_ADDR."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,10 @@ class World:
     local_rank: int
     local_world_size: int
     master_addr: str
-    master_port: int
-    """0: not said. Under mpirun the ranks can meet through MPI then."""
+    master_port: int  # 0: not said. Under mpirun the ranks can meet through MPI then
     restart_count: int
+    # The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there.
     agent_store: bool
-    """The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there."""
     source: Source
     run_id: str = ""
 
@@ -65,8 +64,7 @@ class _Launcher(NamedTuple):
 _BY_HAND = _Launcher("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SLURM = _Launcher("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 _OPEN_MPI = _Launcher(
-    "mpirun",
-    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 )
 _PMI = _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
@@ -269,8 +267,8 @@ def _expand_numbers(numbers: str) -> list[str]:
 # ------------------------------------------------------------------------------
 # This host: which of its addresses the others can reach, and the cores for each rank.
 
+# An address that belongs to nobody (RFC 5737): the route to it is the default route.
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that belongs to nobody (RFC 5737): the route to it is the default route."""
 
 
 def address_toward(host: str, port: int, *, one_host: bool) -> str:

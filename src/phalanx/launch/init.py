@@ -72,14 +72,12 @@ class RendezvousInfo:
     rank: int
     world_size: int
     master_addr: str = ""
-    token: str | None = field(default=None, repr=False)
-    """None: the backend looks for one in the environment."""
+    token: str | None = field(default=None, repr=False)  # None: the environment's
     job: str = ""
     generation: int = 0
-    one_host: bool = False
-    """Whether the launcher says that all ranks are on this host."""
+    one_host: bool = False  # whether the launcher says that all ranks are on this host
+    # Rank 0's, already listening at `master_addr`; None: the backend listens there itself.
     listener: socket.socket | None = None
-    """Rank 0's, already listening at `master_addr`; None: the backend listens there itself."""
 
 
 def rendezvous(world: World, *, timeout: float) -> RendezvousInfo:
@@ -179,8 +177,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     return block.rstrip(b"\0").decode(), listener
 
 
-_LONGEST = 512
-"""Bytes of what MPI broadcasts."""
+_LONGEST = 512  # bytes of what MPI broadcasts
 
 
 def _listen(world: World, toward: str, port: int) -> tuple[str, socket.socket]:

@@ -27,41 +27,32 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import RankExit, describe_exit_code, root_cause, summarise_failure
+from phalanx.launch.report import RankExit, describe_exit_code, describe_failure, root_cause
 from phalanx.launch.store import SERVE_STORE, connect_store, hold_store, listen_for_store
 from phalanx.wire.control import Endpoint, parse_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-PATIENCE = 300
-"""Seconds that the nodes of a job wait for one that does not join, or does not answer any more."""
-
+PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
 _POLL = 0.1
-_SETTLE = 10.0
-"""Seconds that nodes have to stop their ranks, and to write that they have."""
+_SETTLE = 10.0  # seconds that nodes have to stop their ranks, and to write that they have
+_LAST_WORDS = 5.0  # seconds that node 0 keeps the store for nodes that have not read its end
 
-_LAST_WORDS = 5.0
-"""Seconds that node 0 keeps the store at the end, for nodes that have not read it to its end."""
-
-_WHY_NOT = MappingProxyType(
-    {
-        errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
-        "end it, or give --master another port, on every node",
-        errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
-        "that --master names",
-        errno.EACCES: "ports below 1024 are the system's: give --master another port, on every "
-        "node",
-    }
-)
+_WHY_NOT: Mapping[int, str] = {
+    errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
+    "end it, or give --master another port, on every node",
+    errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
+    "that --master names",
+    errno.EACCES: "ports below 1024 are the system's: give --master another port, on every node",
+}
 
 
 class NodeExit(msgspec.Struct, frozen=True):
@@ -69,14 +60,10 @@ class NodeExit(msgspec.Struct, frozen=True):
 
     node: int
     failed: bool
-    summary: str = ""
-    """The first failure of a rank, in one line; "" where ranks were only stopped."""
-    follows: bool = False
-    """Whether the failure of another rank led to it."""
-    code: int = 0
-    """The exit code of the launcher for this failure."""
-    final: bool = False
-    """Whether the job ends with it, whatever restarts are left."""
+    summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
+    follows: bool = False  # whether the failure of another rank led to it
+    code: int = 0  # the exit code of the launcher for this failure
+    final: bool = False  # whether the job ends with it, whatever restarts are left
 
     @classmethod
     def of_ranks(cls, node: int, failures: list[RankExit]) -> NodeExit:
@@ -84,18 +71,15 @@ class NodeExit(msgspec.Struct, frozen=True):
         if not failures:
             return cls(node, failed=False)
         root = root_cause(failures)
-        return cls(node, True, summarise_failure(root), root.follows, root.shell_code)
+        return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
 
 
 class Nodes:
     """This node's part in a job; `close()` it at the end.
 
-    With several nodes a thread sets the attributes, and makes `descriptors` readable when there is
-    news. `error` says why this node cannot go on; `placement` is the first rank of this node and
-    the world size, or None until all nodes have joined.
-
-    The store of a job of one node is a process of its own, not a thread: the launcher does not
-    import torch, which takes seconds and holds up every thread meanwhile.
+    `placement` is the first rank of this node and the world size; None until all nodes have joined.
+    With several nodes a thread sets the attributes. With one the store is a process of its own:
+    the launcher does not import torch, which takes seconds and holds up every thread meanwhile.
     """
 
     def __init__(
@@ -112,8 +96,7 @@ class Nodes:
         self._ranks, self._options = ranks, [nodes, max_restarts]
         self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
         self.placement: tuple[int, int] | None = None
-        self.error: Exception | None = None
-        self.descriptors: tuple[int, ...] = ()
+        self._error: Exception | None = None
         self._log: list[NodeExit] = []  # so many of each generation as there are nodes
         self._unwritten: list[NodeExit] = []
         self._written = math.inf
@@ -124,20 +107,13 @@ class Nodes:
             self._start_store()
             self.placement = 0, ranks
             return
-        reader, self._writer = os.pipe()
-        self.descriptors = (reader,)
-        for end in (reader, self._writer):
-            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the `error`, if there is one, or `BackendUnavailableError` if the store is gone."""
-        for descriptor in self.descriptors:
-            with suppress(BlockingIOError):
-                os.read(descriptor, 1 << 10)
-        if self.error is not None:
-            raise self.error
+        """Raise why this node cannot go on, if it cannot."""
+        if self._error is not None:
+            raise self._error
         if self._process is not None and (code := self._process.poll()) is not None:
             raise BackendUnavailableError(
                 f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
@@ -220,21 +196,15 @@ class Nodes:
                 except (OSError, RuntimeError) as error:
                     raise self._alone(str(error)) from error
             self.placement = self._join(store, deadline)
-            self._wake()
             self._exchange(store)
         except DistributedError as error:
-            self.error = error
+            self._error = error
         except Exception as error:
-            self.error = BackendUnavailableError(
+            self._error = BackendUnavailableError(
                 f"the launcher of node 0 at {self.endpoint} does not answer any more ({error}): "
                 "has it been ended, or is the network between down?"
             )
-            self.error.__cause__ = error
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._writer, b"!")
+            self._error.__cause__ = error
 
     def _alone(self, why: str) -> BackendUnavailableError:
         return BackendUnavailableError(
@@ -282,7 +252,6 @@ class Nodes:
                 if not store.check([key := f"phalanx/log/{generation}/{number + 1}"]):
                     break
                 self._log.append(msgspec.json.decode(store.get(key), type=NodeExit))
-                self._wake()
         ended_nodes = store.add("phalanx/ended", 1)
         deadline = time.monotonic() + _LAST_WORDS
         while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:

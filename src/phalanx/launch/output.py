@@ -17,13 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-LONGEST_LINE = 1 << 20
-"""Bytes of a line that are kept until its end comes; a longer one is shown in pieces."""
-
-
-_PIECE, _MOST = 1 << 16, 1 << 20
-"""Bytes that are read at once, and at the end of what a rank has left in its pipe."""
-
+LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
+_PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
 _LOOK = 0.05
 
 

@@ -20,11 +20,8 @@ import signal
 import sys
 from contextlib import suppress
 
-GRACE = 2.0
-"""Seconds that a process told to stop has, before it is killed."""
-
-_POLL = 0.5
-"""Seconds between looks at the parent: a fork of it may hold the pipe open, too."""
+GRACE = 2.0  # seconds that a process told to stop has, before it is killed
+_POLL = 0.5  # seconds between looks at the parent: a fork of it may hold the pipe open, too
 
 
 class Reaper:

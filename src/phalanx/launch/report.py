@@ -22,11 +22,10 @@ from typing import Any
 
 from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped
 
+# Exit codes of a rank that SIGINT or SIGTERM has stopped, as a shell counts: 128 more.
 INTERRUPTED, STOPPED = 130, 143
-"""Exit codes of a rank that SIGINT or SIGTERM has stopped, as a shell counts: 128 more."""
-
+# Exit codes of a rank that did as it was told.
 _ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
-"""Exit codes of a rank that did as it was told."""
 
 _HINTS = {
     -signal.SIGKILL: "; nobody here sent it: the kernel does when memory runs out",
@@ -36,8 +35,7 @@ _HINTS = {
     INTERRUPTED: " is what it ends with after a SIGINT, sent from outside",
 }
 
-_HEADER = 8
-"""Bytes of the length that goes before a report."""
+_HEADER = 8  # bytes of the length that goes before a report
 
 
 class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
@@ -62,16 +60,12 @@ class RankReport:
 
     rank: int
     failed: bool
+    # The pickled result, or the pickled error where somebody will raise it.
     payload: bytes = field(default=b"", repr=False)
-    """The pickled result, or the pickled error where somebody will raise it."""
-    summary: str = ""
-    """One line: the error, or the call that ended the rank."""
-    traceback: str = field(default="", repr=False)
-    """The whole traceback; "" where it says no more than the summary."""
-    follows: bool = False
-    """Whether another rank's failure led to this one."""
-    time: float = field(default_factory=time.monotonic)
-    """By the monotonic clock, which the processes of a host share."""
+    summary: str = ""  # one line: the error, or the call that ended the rank
+    traceback: str = field(default="", repr=False)  # "" where it says no more than the summary
+    follows: bool = False  # whether another rank's failure led to this one
+    time: float = field(default_factory=time.monotonic)  # the processes of a host share this clock
 
     def encode(self) -> bytes:
         """Return the report as it goes over a stream: its length in bytes goes before it."""
@@ -170,17 +164,12 @@ class RankExit:
     """How one rank has ended or will, as far as its supervisor knows."""
 
     rank: int
-    code: int | None = None
-    """Of its process, negative for a signal; None while that runs."""
+    code: int | None = None  # of its process, negative for a signal; None while that runs
     report: RankReport | None = None
-    time: float = math.inf
-    """When it reported, or else ended, by the monotonic clock; infinite before that."""
-    told_to_stop: bool = False
-    """Whether the supervisor has sent it a signal."""
-    killed: bool = False
-    """Whether the supervisor has killed it."""
-    owes_result: bool = False
-    """Whether it fails if it ends without a report."""
+    time: float = math.inf  # when it reported or else ended, by the monotonic clock
+    told_to_stop: bool = False  # whether the supervisor has sent it a signal
+    killed: bool = False  # whether the supervisor has killed it
+    owes_result: bool = False  # whether it fails if it ends without a report
 
     @property
     def failed(self) -> bool:
@@ -243,25 +232,19 @@ def describe_exit_code(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def describe_failure(failed: RankExit) -> str:
-    """Return the failure report of one rank: a line, and its traceback if it left one."""
-    if failed.report is None:
-        hint = _HINTS.get(failed.code or 0, "; it left no traceback")
-        return f"{summarise_failure(failed)}{hint}"
-    how = describe_exit_code(max(failed.code or 0, 1))
-    if not failed.report.traceback:
-        return f"rank {failed.rank} failed ({how}): {failed.report.summary}"
-    text = failed.report.traceback.rstrip()
-    return f"rank {failed.rank} failed ({how}); its traceback:\n{text}"
-
-
-def summarise_failure(failed: RankExit) -> str:
-    """Return how one rank failed in one line."""
-    code = failed.code or 0
-    if failed.report is not None:
-        how = describe_exit_code(max(code, 1))
-        return f"rank {failed.rank} failed ({how}: {failed.report.summary})"
-    return f"rank {failed.rank} {'was' if code < 0 else 'failed:'} {describe_exit_code(code)}"
+def describe_failure(failed: RankExit, *, brief: bool = False) -> str:
+    """Return how one rank failed: a line, and its traceback if it left one; `brief`: the line."""
+    code, report = failed.code or 0, failed.report
+    if report is None:
+        how = "was" if code < 0 else "failed:"
+        hint = "" if brief else _HINTS.get(code, "; it left no traceback")
+        return f"rank {failed.rank} {how} {describe_exit_code(code)}{hint}"
+    how = f"rank {failed.rank} failed ({describe_exit_code(max(code, 1))}"
+    if brief:
+        return f"{how}: {report.summary})"
+    if not report.traceback:
+        return f"{how}): {report.summary}"
+    return f"{how}); its traceback:\n{report.traceback.rstrip()}"
 
 
 def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
@@ -289,7 +272,7 @@ def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> 
     why = elsewhere
     if not elsewhere:
         root = root_cause(one for one in exits if one.failed and not one.stopped)
-        why = summarise_failure(root)
+        why = describe_failure(root, brief=True)
         if root.report is not None and root.report.traceback:
             why = f"{describe_failure(root)}\n{why}"
     sys.stderr.write(f"{why}; {restart}\n")

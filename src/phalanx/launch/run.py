@@ -41,8 +41,8 @@ from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import parse_address
 
 _POLL = 0.1
+# Seconds to leave in, when all ranks have ended: after a signal, and otherwise.
 _LAST_CALL, _LAST_WORDS = 1.0, 6.0
-"""Seconds to leave in, when all ranks have ended: after a signal, and otherwise."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,13 @@ class Job:
     """One script on `ranks` ranks of this host, and as many of each of `nodes` hosts."""
 
     ranks: int
-    target: str
-    """A script's path, or with `module` the name of a module."""
+    target: str  # a script's path, or with `module` the name of a module
     args: tuple[str, ...] = ()
     module: bool = False
     nodes: int = 1
     node_rank: int = 0
-    master: str = ""
-    """host:port of node 0, the same for all; needed with several nodes."""
-    max_restarts: int = 0
-    """How often all ranks of all hosts are started again when one has failed."""
+    master: str = ""  # host:port of node 0, the same for all; needed with several nodes
+    max_restarts: int = 0  # how often all ranks of all hosts are started again when one has failed
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
@@ -212,11 +209,10 @@ class _Launch:
 
     def _wait(self, ranks: Supervisor | None = None) -> None:
         """Wait a moment for news; raise `Interrupted` after a signal, or the error of the nodes."""
-        news = [*self._signals.descriptors, *self._nodes.descriptors]
         if ranks is not None:
-            ranks.wait(also=news)
+            ranks.wait(also=self._signals.descriptors)
         else:
-            connection.wait(news, _POLL)
+            connection.wait(self._signals.descriptors, _POLL)
         self._signals.check()
         self._nodes.check()
 

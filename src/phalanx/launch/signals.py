@@ -33,10 +33,9 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.received: list[int] = []
-        """The signals that came, in order."""
+        self.received: list[int] = []  # the signals that came, in order
+        # Readable when a signal has come; none in a thread that is not the main one.
         self.descriptors: list[int] = []
-        """Readable when a signal has come; none in a thread that is not the main one."""
         self._undo = ExitStack()
 
     def check(self) -> None:

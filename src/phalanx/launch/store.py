@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
+# Seconds between two looks at something that another process has to do first.
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
-"""Seconds between two looks at something that another process has to do first."""
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:

@@ -38,15 +38,9 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.report import RankExit, RankReport
 
-_POLL = 0.1
-"""Seconds between looks at exit codes: what a rank has started may hold its channel open."""
-
-_END_POLL = 0.01
-"""The same when a rank has closed its channel, and ends."""
-
-_KILL_TIME = 1.0
-"""Seconds that the system has to end a process that was killed."""
-
+_POLL = 0.1  # seconds between looks at exit codes: what a rank started may hold its channel open
+_END_POLL = 0.01  # the same when a rank has closed its channel, and ends
+_KILL_TIME = 1.0  # seconds that the system has to end a process that was killed
 _PIECE = 1 << 20
 
 
@@ -170,11 +164,7 @@ class Supervisor:
                 ours.close()
                 raise
             started = RankProcess(
-                rank,
-                owes_result=self._results,
-                process=process,
-                channel=ours,
-                reaper=self._reaper,
+                rank, owes_result=self._results, process=process, channel=ours, reaper=self._reaper
             )
             self._ranks.append(started)
         except OSError as error:
