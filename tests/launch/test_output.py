@@ -4,10 +4,11 @@ import io
 import os
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.output import LONGEST_LINE, RankLines
+from phalanx.launch.output import LONGEST_LINE, RankLines, RankPipes
 
 
 class Shown(io.TextIOWrapper):
@@ -46,7 +47,7 @@ def test_bytes_that_are_no_text_go_through_as_they_are() -> None:
     assert shown.bytes == b"[rank 0] \xff\xfe \x00 caf\xe9\n"
 
 
-def test_a_line_without_end_is_shown_before_it_fills_the_memory() -> None:
+def test_a_line_without_end_is_shown_before_it_fills_the_Shown() -> None:
     shown = Shown()
     lines = RankLines(shown)
     for _ in range(2):
@@ -105,3 +106,57 @@ def test_every_rank_keeps_its_bytes_and_lines_stay_whole(pieces: list[tuple[int,
         written = b"".join(piece for r, piece in pieces if r == rank)
         begun = written and not written.endswith(b"\n")
         assert seen[rank] == written + (b"\n" if begun else b"")
+
+
+def test_what_is_written_before_the_end_is_shown() -> None:
+    out, err = Shown(), Shown()
+    pipes = RankPipes(out, err)
+    for rank in range(3):
+        for writer, text in zip(pipes.open(rank), (b"one\ntwo", b"a warning\n"), strict=True):
+            os.write(writer, text)
+            os.close(writer)
+    assert pipes.close()
+    assert sorted(out.bytes.splitlines()) == sorted(
+        f"[rank {rank}] {word}".encode() for rank in range(3) for word in ("one", "two")
+    )
+    assert sorted(err.bytes.splitlines()) == [b"[rank %d] a warning" % n for n in range(3)]
+
+
+def test_megabytes_go_through_a_pipe_that_holds_little() -> None:
+    out = Shown()
+    pipes = RankPipes(out, Shown())
+    line = b"x" * 999 + b"\n"
+    writer, errors = pipes.open(0)
+    os.close(errors)
+    with open(writer, "wb") as stream:
+        for _ in range(5000):
+            stream.write(line)
+    pipes.close()
+    assert out.bytes == (b"[rank 0] " + line) * 5000
+
+
+def test_a_process_that_was_left_behind_and_writes_on_holds_up_nobody() -> None:
+    out = Shown()
+    pipes = RankPipes(out, Shown())
+    writer, errors = pipes.open(0)
+    os.write(writer, b"early\n")
+    pipes.close()
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"late\n")
+    os.close(writer)
+    os.close(errors)
+    assert out.bytes == b"[rank 0] early\n"
+
+
+def test_a_reader_that_takes_nothing_is_given_up() -> None:
+    reader, full = os.pipe()
+    with open(full, "w") as stream:
+        pipes = RankPipes(stream, Shown())
+        writer, errors = pipes.open(0)
+        for _ in range(2):  # more than the reader's pipe holds
+            os.write(writer, b"x" * 65_000 + b"\n")
+        assert not pipes.close(give_up=lambda: True)
+        os.close(reader)
+        assert pipes.close()
+    os.close(writer)
+    os.close(errors)

@@ -103,12 +103,21 @@ class Nodes:
         self._closing = threading.Event()
         self._reaper = reaper
         self._process: subprocess.Popen[bytes] | None = None
-        if nodes == 1:
-            self._start_store()
-            self.placement = 0, ranks
+        if nodes > 1:
+            self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+            self._thread.start()
             return
-        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
-        self._thread.start()
+        self.placement = 0, ranks
+        with self._listen() as listener:
+            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        reaper.hold(self._process.pid)
 
     def check(self) -> None:
         """Raise why this node cannot go on, if it cannot."""
@@ -169,20 +178,6 @@ class Nodes:
             raise BackendUnavailableError(
                 f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
             ) from error
-
-    def _start_store(self) -> None:
-        with self._listen() as listener:
-            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
-        self._reaper.hold(self._process.pid)
-
-    # What follows runs in the thread.
 
     def _run(self) -> None:
         try:

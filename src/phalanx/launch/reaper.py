@@ -59,10 +59,8 @@ class Reaper:
         """End the reaper, and wait until it has ended."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            with process:  # which waits for it, and closes the pipe
+                process.kill()
 
     def __enter__(self) -> Reaper:
         return self

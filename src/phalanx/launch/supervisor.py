@@ -136,10 +136,10 @@ class Supervisor:
     ) -> subprocess.Popen[bytes]:
         """Start a rank: `python options -c program PARENT CHANNEL words`.
 
-        PARENT is this process's id, and CHANNEL the descriptor by which the rank reports. The rank
-        begins when it has read a byte from there: the reaper knows it then. It starts with SIGINT
-        blocked, so that Ctrl-C says nothing while the interpreter starts. The descriptors in
-        `inherit` stay open. `BackendUnavailableError` when the system starts no more processes.
+        PARENT is this process's id, and CHANNEL the descriptor by which the rank reports; it begins
+        when it has read a byte from there, and the reaper knows it. It starts with SIGINT blocked:
+        Ctrl-C says nothing while the interpreter starts. The descriptors in `inherit` stay open.
+        `BackendUnavailableError` when the system starts no more processes.
         """
         theirs: list[int] = []
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
