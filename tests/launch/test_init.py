@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidWorldSizeError
 from phalanx.launch.environment import World
-from phalanx.launch.init import RendezvousInfo, init, rendezvous
+from phalanx.launch.init import init, rendezvous
 from phalanx.launch.spawn import spawn
 from phalanx.launch.store import hold_store
 
@@ -29,7 +29,7 @@ def world(no_launcher: None) -> Iterator[World]:
     del store
 
 
-def gather(world: World) -> list[RendezvousInfo]:
+def gather(world: World) -> list[World]:
     worlds = [replace(world, rank=rank) for rank in range(world.world_size)]
     with ThreadPoolExecutor(len(worlds)) as threads:
         infos = list(threads.map(lambda each: rendezvous(each, timeout=10.0), worlds))
@@ -60,11 +60,11 @@ def test_spawn_refuses_what_cannot_be_before_it_starts_anything() -> None:
 
 def test_all_ranks_get_the_address_and_token_of_rank_0(world: World) -> None:
     first, second = gather(world)
-    assert first.master_addr == second.master_addr
+    assert first.address == second.address
     assert first.token == second.token
     assert len(first.token or "") == 64
     assert second.listener is None
-    assert (second.job, second.generation) == ("job", 0)
+    assert (second.run_id, second.restart_count) == ("job", 0)
 
 
 def test_a_token_of_the_job_does_not_pass_through_the_store(
@@ -94,5 +94,5 @@ def test_a_store_that_is_gone_is_named(no_launcher: None) -> None:
 
 def test_without_a_store_rank_0_is_at_the_master(no_launcher: None) -> None:
     info = rendezvous(World(1, 2, 1, 2, "::1", 29500, 0, False, "mpirun"), timeout=1.0)
-    assert info.master_addr == "[::1]:29500"
+    assert info.address == "[::1]:29500"
     assert info.token is None

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -31,19 +31,26 @@ STORE_VARIABLE = "PHALANX_STORE"
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher says about this process and the others of its job."""
+    """What a launcher says about this process and the others of its job.
+
+    The rendezvous adds where rank 0 listens, and what shows that a rank belongs to the job.
+    """
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int  # 0: not said. Under mpirun the ranks can meet through MPI then
-    restart_count: int
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0  # 0: not said. Under mpirun the ranks can meet through MPI then
+    restart_count: int = 0
     # The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there.
-    agent_store: bool
-    source: Source
+    agent_store: bool = False
+    source: Source = "environment"
     run_id: str = ""
+    address: str = ""  # host:port of rank 0
+    token: str | None = field(default=None, repr=False)  # None: the environment's, if there is one
+    # Rank 0's, already listening at `address`; None: the backend listens there itself.
+    listener: socket.socket | None = None
 
     @property
     def one_host(self) -> bool:

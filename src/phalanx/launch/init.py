@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -51,50 +51,24 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     cannot be reached. An environment that makes no sense raises what `read_environment` says.
     """
     check_name(backend)
-    world = read_environment(os.environ)
-    if world is None:
-        info = RendezvousInfo(rank=0, world_size=1)
-    elif backend == "mpi":  # whose ranks find each other by themselves
-        info = RendezvousInfo(world.rank, world.world_size)
-    else:
-        info = rendezvous(world, timeout=timeout)
-    return make_backend(backend, info, timeout)
+    world = read_environment(os.environ) or World(rank=0, world_size=1)
+    if backend != "mpi":  # whose ranks find each other by themselves
+        world = rendezvous(world, timeout=timeout)
+    return make_backend(backend, world, timeout)
 
 
 # ------------------------------------------------------------------------------
 # The rendezvous.
 
 
-@dataclass(frozen=True)
-class RendezvousInfo:
-    """Where rank 0 of a job listens, and what shows that a rank belongs to the job."""
-
-    rank: int
-    world_size: int
-    master_addr: str = ""
-    token: str | None = field(default=None, repr=False)  # None: the environment's
-    job: str = ""
-    generation: int = 0
-    one_host: bool = False  # whether the launcher says that all ranks are on this host
-    # Rank 0's, already listening at `master_addr`; None: the backend listens there itself.
-    listener: socket.socket | None = None
-
-
-def rendezvous(world: World, *, timeout: float) -> RendezvousInfo:
-    """Return where rank 0 of `world` listens; blocks until rank 0 has published it, if it must.
+def rendezvous(world: World, *, timeout: float) -> World:
+    """Return `world` with where rank 0 listens; blocks until rank 0 has published it, if it must.
 
     `CollectiveTimeoutError` when rank 0 says nothing in `timeout` seconds, and
     `BackendUnavailableError` when the launcher's store cannot be reached.
     """
-    info = RendezvousInfo(
-        world.rank,
-        world.world_size,
-        job=world.run_id,
-        generation=world.restart_count,
-        one_host=world.one_host,
-    )
     if world.world_size == 1:
-        return info
+        return world
     listener: socket.socket | None = None
     if world.agent_store:
         message, listener = _rendezvous_at_store(world, timeout)
@@ -103,7 +77,7 @@ def rendezvous(world: World, *, timeout: float) -> RendezvousInfo:
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
-    return replace(info, master_addr=address, token=token or None, listener=listener)
+    return replace(world, address=address, token=token or None, listener=listener)
 
 
 def _rendezvous_at_store(world: World, timeout: float) -> tuple[str, socket.socket | None]:
@@ -210,18 +184,18 @@ def check_name(name: str) -> None:
         )
 
 
-def make_backend(name: str, info: RendezvousInfo, timeout: float) -> Backend:
+def make_backend(name: str, world: World, timeout: float) -> Backend:
     """Return the backend `name`; a world of one is the same for all, and needs no network."""
-    if info.world_size > 1:
-        return BACKENDS[name](info, timeout)
+    if world.world_size > 1:
+        return BACKENDS[name](world, timeout)
     from phalanx.transport.simulated import SimulatedBackend  # noqa: PLC0415
 
-    if info.listener is not None:
-        info.listener.close()
+    if world.listener is not None:
+        world.listener.close()
     return SimulatedBackend.create_group(1, timeout=timeout)[0]
 
 
-def _mesh(name: str, info: RendezvousInfo, timeout: float) -> Backend:
+def _mesh(name: str, world: World, timeout: float) -> Backend:
     """Shared memory, TCP, or both; "auto" is the best of them that can run here."""
     from phalanx.transport import backends  # noqa: PLC0415
 
@@ -229,39 +203,39 @@ def _mesh(name: str, info: RendezvousInfo, timeout: float) -> Backend:
         "tcp": backends.TcpBackend,
         "shm": backends.SharedMemoryBackend,
         "hybrid": backends.HybridBackend,
-        "auto": backends.SharedMemoryBackend if info.one_host else backends.HybridBackend,
+        "auto": backends.SharedMemoryBackend if world.one_host else backends.HybridBackend,
     }
-    if info.listener is not None:
-        info.listener.setblocking(False)  # the copy that another process inherits is blocking
+    if world.listener is not None:
+        world.listener.setblocking(False)  # the copy that another process inherits is blocking
     return kinds[name](
-        info.rank,
-        info.world_size,
-        info.master_addr,
-        token=info.token,
+        world.rank,
+        world.world_size,
+        world.address,
+        token=world.token,
         timeout=timeout,
-        job=info.job,
-        generation=info.generation,
-        listener=info.listener,
+        job=world.run_id,
+        generation=world.restart_count,
+        listener=world.listener,
         fall_back=name == "auto",
     )
 
 
-def _mpi(info: RendezvousInfo, timeout: float) -> Backend:
+def _mpi(world: World, timeout: float) -> Backend:
     from phalanx.native.mpi.backend import MpiBackend  # noqa: PLC0415
 
     backend = MpiBackend(timeout=timeout)
-    if (backend.rank, backend.world_size) != (info.rank, info.world_size):
+    if (backend.rank, backend.world_size) != (world.rank, world.world_size):
         backend.close()
         raise BackendUnavailableError(
             f"MPI says that this is rank {backend.rank} of {backend.world_size}, the launcher "
-            f"rank {info.rank} of {info.world_size}: start the ranks with the mpirun that "
+            f"rank {world.rank} of {world.world_size}: start the ranks with the mpirun that "
             "belongs to the MPI library of mpi4py",
-            rank=info.rank,
+            rank=world.rank,
         )
     return backend
 
 
-def _process_group(name: str, info: RendezvousInfo, timeout: float) -> Backend:
+def _process_group(name: str, world: World, timeout: float) -> Backend:
     """A process group of torch's that the backend makes itself."""
     from phalanx.native import torch_group  # noqa: PLC0415
 
@@ -271,17 +245,17 @@ def _process_group(name: str, info: RendezvousInfo, timeout: float) -> Backend:
         "ucc": torch_group.UccBackend,
     }
     return kinds[name](
-        info.rank,
-        info.world_size,
-        info.master_addr,
+        world.rank,
+        world.world_size,
+        world.address,
         timeout=timeout,
-        job=info.job,
-        generation=info.generation,
-        listener=info.listener,
+        job=world.run_id,
+        generation=world.restart_count,
+        listener=world.listener,
     )
 
 
-BACKENDS: Mapping[str, Callable[[RendezvousInfo, float], Backend]] = MappingProxyType(
+BACKENDS: Mapping[str, Callable[[World, float], Backend]] = MappingProxyType(
     {
         **{name: partial(_mesh, name) for name in ("auto", "tcp", "shm", "hybrid")},
         "mpi": _mpi,

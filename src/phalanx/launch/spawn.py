@@ -23,8 +23,8 @@ from multiprocessing.spawn import get_preparation_data
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.init import RendezvousInfo, check_name
+from phalanx.launch.environment import World, threads_per_rank
+from phalanx.launch.init import check_name
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import root_cause
 from phalanx.launch.supervisor import Supervisor
@@ -93,8 +93,8 @@ def _start(ranks: Supervisor, call: bytes, world_size: int, backend: str, timeou
             )
             inputs.append(process.stdin)
     for rank, stdin in enumerate(inputs):
-        info = RendezvousInfo(rank, world_size, address, token, job, one_host=True)
+        place = World(rank, world_size, rank, world_size, run_id=job, address=address, token=token)
         assert stdin is not None
         with suppress(BrokenPipeError), stdin:  # if it has died, that is seen
             pickle.dump(preparation | {"name": f"rank {rank}"}, stdin)
-            pickle.dump((call, info, held if rank == 0 else None, backend, timeout), stdin)
+            pickle.dump((call, place, held if rank == 0 else None, backend, timeout), stdin)

@@ -34,7 +34,7 @@ from phalanx.launch.report import (
 )
 
 if TYPE_CHECKING:
-    from phalanx.launch.init import RendezvousInfo
+    from phalanx.launch.environment import World
 
 RUN_SCRIPT = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
@@ -143,9 +143,7 @@ def run_function(parent: str, descriptor: str, rank: str) -> None:
     _leave(int(report.failed))
 
 
-def _call(
-    call: bytes, info: RendezvousInfo, listener: int | None, backend: str, timeout: float
-) -> Any:
+def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:
     """Return what the pickled function `call` returns for a new backend."""
     from phalanx.launch.init import make_backend  # noqa: PLC0415 -- torch comes with it
 
@@ -158,8 +156,8 @@ def _call(
         ) from error
     if listener is not None:
         os.set_inheritable(listener, False)
-        info = replace(info, listener=socket.socket(fileno=listener))
-    made = make_backend(backend, info, timeout)
+        world = replace(world, listener=socket.socket(fileno=listener))
+    made = make_backend(backend, world, timeout)
     try:
         result = function(made)
     except BaseException:
