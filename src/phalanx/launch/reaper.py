@@ -109,29 +109,24 @@ def die_with_parent(parent: int) -> None:
         threading.Thread(target=look, name="parent watch", daemon=True).start()
 
 
-def _watch(parent: int) -> set[int]:
-    """Return the processes that still run when `parent`, at the other end of stdin, has ended."""
-    held: set[int] = set()
-    rest = b""
-    while True:
-        alive = os.getppid() == parent
-        if not select.select([0], [], [], _POLL if alive else 0)[0]:
-            if alive:
-                continue
-            return held
-        data = os.read(0, 1 << 16)  # also what a parent that has ended wrote before
-        if not data:
-            return held
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            (held.add if line[:1] == b"+" else held.discard)(int(line[1:]))
-
-
 def _main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends when its parent has
     parent, folder = int(sys.argv[1]), sys.argv[2]
-    for pid in _watch(parent):
+    held: set[int] = set()
+    rest = b""
+    while True:
+        alive = os.getppid() == parent
+        if select.select([0], [], [], _POLL if alive else 0)[0]:
+            data = os.read(0, 1 << 16)  # also what a parent that has ended wrote before
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                (held.add if line[:1] == b"+" else held.discard)(int(line[1:]))
+        elif not alive:
+            break
+    for pid in held:
         end_session(pid)
     if folder:
         import shutil  # noqa: PLC0415

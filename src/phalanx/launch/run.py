@@ -16,7 +16,6 @@ out of the network.
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
 import os
 import secrets
@@ -25,6 +24,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from multiprocessing import connection
 from pathlib import Path
 
@@ -81,20 +81,13 @@ class Job:
                 parse_address(self.master)
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
-        self._find_target()
-
-    def _find_target(self) -> None:
+        path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
-            top = self.target.partition(".")[0]
             # Only the outermost name: looking further would import it, here.
-            known = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
-                top, [str(Path.cwd()), *sys.path]
-            )
-            if not known:
+            folders = [str(Path.cwd()), *sys.path]
+            if top not in sys.builtin_module_names and not PathFinder.find_spec(top, folders):
                 raise MisuseError(f"there is no module {top!r} in {Path.cwd()} or installed")
-            return
-        path = Path(self.target)
-        if not path.is_file() and not (path / "__main__.py").is_file():
+        elif not path.is_file() and not (path / "__main__.py").is_file():
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
