@@ -10,9 +10,8 @@ from contextlib import ExitStack
 import pytest
 
 from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.store import connect_store
+from phalanx.launch.store import NodeExit, Nodes, connect_store
 
 PATIENCE = 30.0
 

@@ -9,7 +9,7 @@ All ranks of one start are a generation. When a rank has failed all are stopped,
 --max-restarts the next generation starts.
 
 On one host everything stays on it: the store at which the ranks have their rendezvous listens on
-loopback, and the job's token is fresh. On several, node 0 holds the store at --master (nodes.py),
+loopback, and the job's token is fresh. On several, node 0 holds the store at --master (store.py),
 and rank 0 shares a token there; PHALANX_TOKEN or PHALANX_TOKEN_FILE, set on every host, keeps it
 out of the network.
 """
@@ -30,11 +30,11 @@ from pathlib import Path
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
-from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankExit, print_failure, print_restart
 from phalanx.launch.signals import Interrupted, Signals, announce_end
+from phalanx.launch.store import NodeExit, Nodes
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.admission import find_token

@@ -1,16 +1,45 @@
-"""The launcher's store: the small table through which ranks find each other (torch's TCPStore)."""
+"""The launcher's store: the small table through which ranks find each other (torch's TCPStore).
+
+What the nodes of a job tell each other goes through it, too; the launcher of node 0 holds it:
+
+    node 0                                     node 1
+    holds the store (--master) <-------------- connects to it
+    joins: "node 0 has 4 ranks"                joins: "node 1 has 4 ranks"
+        \\------------- every node knows its ranks and the world size ------------/
+    ranks of generation 0                      ranks of generation 0
+    log of generation 0: "node 1: rank 5 failed (...)"   <---- a rank fails here
+    stops its ranks                            stops its ranks
+    log of generation 0: "node 0: stopped"
+        \\------- all nodes have written: the same log, the same decision --------/
+    ranks of generation 1, or the end          ranks of generation 1, or the end
+
+Every node writes one entry a generation: how it ended there.
+
+Calls of torch's store wait without hearing signals. So a thread makes them, while the launcher
+watches its ranks. A job of one node needs the store for its ranks alone, and agrees with itself.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from phalanx.launch.reaper import die_with_parent
-from phalanx.wire.control import is_loopback
+import msgspec
+
+from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
+from phalanx.launch.reaper import Reaper, die_with_parent
+from phalanx.launch.report import RankExit, describe_exit_code, describe_failure, root_cause
+from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -111,3 +140,219 @@ def connect_store(host: str, port: int, deadline: float) -> Store:
             return store
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+# ------------------------------------------------------------------------------
+# The nodes of a job.
+
+PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
+_POLL = 0.1
+_SETTLE = 10.0  # seconds that nodes have to stop their ranks, and to write that they have
+_LAST_WORDS = 5.0  # seconds that node 0 keeps the store for nodes that have not read its end
+
+_WHY_NOT: Mapping[int, str] = {
+    errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
+    "end it, or give --master another port, on every node",
+    errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
+    "that --master names",
+    errno.EACCES: "ports below 1024 are the system's: give --master another port, on every node",
+}
+
+
+class NodeExit(msgspec.Struct, frozen=True):
+    """How one generation of ranks ended on one node."""
+
+    node: int
+    failed: bool
+    summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
+    follows: bool = False  # whether the failure of another rank led to it
+    code: int = 0  # the exit code of the launcher for this failure
+    final: bool = False  # whether the job ends with it, whatever restarts are left
+
+    @classmethod
+    def of_ranks(cls, node: int, failures: list[RankExit]) -> NodeExit:
+        """Return how the generation of these failures ended on `node`."""
+        if not failures:
+            return cls(node, failed=False)
+        root = root_cause(failures)
+        return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
+
+
+class Nodes:
+    """This node's part in a job; `close()` it at the end.
+
+    `placement` is the first rank of this node and the world size; None until all nodes have joined.
+    With several nodes a thread sets the attributes. With one the store is a process of its own:
+    the launcher does not import torch, which takes seconds and holds up every thread meanwhile.
+    """
+
+    def __init__(
+        self,
+        reaper: Reaper,
+        *,
+        ranks: int,
+        nodes: int = 1,
+        node_rank: int = 0,
+        max_restarts: int = 0,
+        master: str = "",
+    ) -> None:
+        self._nodes, self._node_rank = nodes, node_rank
+        self._ranks, self._options = ranks, [nodes, max_restarts]
+        self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
+        self.placement: tuple[int, int] | None = None
+        self._error: Exception | None = None
+        self._log: list[NodeExit] = []  # so many of each generation as there are nodes
+        self._unwritten: list[NodeExit] = []
+        self._written = math.inf
+        self._closing = threading.Event()
+        self._reaper = reaper
+        self._process: subprocess.Popen[bytes] | None = None
+        if nodes > 1:
+            self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+            self._thread.start()
+            return
+        self.placement = 0, ranks
+        with self._listen() as listener:
+            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        reaper.hold(self._process.pid)
+
+    def check(self) -> None:
+        """Raise why this node cannot go on, if it cannot."""
+        if self._error is not None:
+            raise self._error
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise BackendUnavailableError(
+                f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
+                "torch here, and is there memory left?"
+            )
+
+    def write(self, ended: NodeExit) -> None:
+        """Tell all nodes how the next generation has ended on this one."""
+        self._written = time.monotonic()
+        (self._log if self._nodes == 1 else self._unwritten).append(ended)
+
+    def failed(self, generation: int) -> bool:
+        """Return whether a node has written that the generation has failed."""
+        return any(one.failed for one in self._written_of(generation))
+
+    def outcome(self, generation: int) -> list[NodeExit] | None:
+        """Return how a generation ended on each node, in the order of writing; None: not yet.
+
+        The others have some time from when this node has written: `_SETTLE` seconds after a
+        failure, after which the job ends, and else `PATIENCE`.
+        """
+        log = self._written_of(generation)
+        missing = sorted(set(range(self._nodes)) - {one.node for one in log})
+        waited = time.monotonic() - self._written
+        if not missing or any(one.final for one in log):
+            return log
+        if not self.failed(generation):
+            return log if waited > PATIENCE else None
+        if waited < _SETTLE:
+            return None
+        summary = f"its launcher has not answered for {_SETTLE:g} s"
+        return [*log, *(NodeExit(node, True, summary, True, 1, final=True) for node in missing)]
+
+    def close(self, seconds: float) -> bool:
+        """Leave the job; return whether the thread has ended, for which this waits so long."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reaper.release(self._process.pid)
+            return True
+        self._closing.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _written_of(self, generation: int) -> list[NodeExit]:
+        return self._log[generation * self._nodes : (generation + 1) * self._nodes]
+
+    def _listen(self) -> socket.socket:
+        try:
+            return listen_for_store(*self.endpoint)
+        except OSError as error:
+            why = f"{error}: give --master a name and a port of node 0"
+            raise BackendUnavailableError(
+                f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
+            ) from error
+
+    def _run(self) -> None:
+        try:
+            deadline = time.monotonic() + PATIENCE
+            if self._node_rank == 0:
+                listener = self._listen()
+                store, _ = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
+            else:
+                try:
+                    store = connect_store(*self.endpoint, deadline)
+                except (OSError, RuntimeError) as error:
+                    raise self._alone(str(error)) from error
+            self.placement = self._join(store, deadline)
+            self._exchange(store)
+        except DistributedError as error:
+            self._error = error
+        except Exception as error:
+            self._error = BackendUnavailableError(
+                f"the launcher of node 0 at {self.endpoint} does not answer any more ({error}): "
+                "has it been ended, or is the network between down?"
+            )
+            self._error.__cause__ = error
+
+    def _alone(self, why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"node {self._node_rank} of {self._nodes} did not meet the others at {self.endpoint}: "
+            "are all of them started with the same --master, and may they connect to it? "
+            f"({why})"
+        )
+
+    def _join(self, store: Store, deadline: float) -> tuple[int, int]:
+        """Wait for all nodes; return the `placement`."""
+        node, nodes = self._node_rank, self._nodes
+        if store.add(f"phalanx/launchers/{node}", 1) > 1:
+            raise MisuseError(
+                f"another launcher of this job has --node-rank {node}, too: give each node a "
+                "number of its own"
+            )
+        own = msgspec.json.encode([self._ranks, *self._options])
+        store.set(f"phalanx/node/{node}", own.decode())
+        ranks: dict[int, int] = {}
+        while missing := set(range(nodes)) - ranks.keys():
+            for other in missing:
+                if store.check([key := f"phalanx/node/{other}"]):
+                    ranks[other], *theirs = msgspec.json.decode(store.get(key), type=list[int])
+                    if theirs != self._options:
+                        raise MisuseError(
+                            f"node {other} was started with --nnodes, --max-restarts {theirs}, "
+                            f"node {node} with {self._options}: give all nodes the same"
+                        )
+            if time.monotonic() > deadline or self._closing.wait(_POLL):
+                names = ", ".join(map(str, sorted(missing)))
+                raise self._alone(f"missing after {PATIENCE} s: node {names}")
+        return sum(ranks[other] for other in range(node)), sum(ranks.values())
+
+    def _exchange(self, store: Store) -> None:
+        """Write what there is to write, and read the log, until `close()`."""
+        written = 0
+        while not self._closing.wait(_POLL) or self._unwritten:
+            while self._unwritten:
+                value = msgspec.json.encode(self._unwritten.pop(0)).decode()
+                number = store.add(f"phalanx/log/{written}", 1)
+                store.set(f"phalanx/log/{written}/{number}", value)
+                written += 1
+            while True:
+                generation, number = divmod(len(self._log), self._nodes)
+                if not store.check([key := f"phalanx/log/{generation}/{number + 1}"]):
+                    break
+                self._log.append(msgspec.json.decode(store.get(key), type=NodeExit))
+        ended_nodes = store.add("phalanx/ended", 1)
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            ended_nodes = store.add("phalanx/ended", 0)
