@@ -190,8 +190,8 @@ class _Launch:
                         ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
                     while ranks.state() == "running" and not self._nodes.failed(self._generation):
                         self._wait(ranks)
-                except Interrupted as interrupted:
-                    ranks.stop(interrupted.signum, self._signals.again)
+                except Interrupted:
+                    ranks.stop(self._signals.received[0], self._signals.again)
                     raise
                 ranks.stop(hurry=self._signals.again)
                 self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.failures()))

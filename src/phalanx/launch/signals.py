@@ -18,11 +18,7 @@ from typing import Any
 
 
 class Interrupted(Exception):  # noqa: N818 -- it is no error
-    """Raised by the launcher's loop when a signal has come."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    """Raised by the launcher's loop when a signal has come, whose number it carries."""
 
 
 class Signals:
