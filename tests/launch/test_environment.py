@@ -147,6 +147,11 @@ def test_a_step_started_from_an_interactive_shell_is_a_launch() -> None:
     assert read_environment({**SLURM, "SLURM_JOB_NAME": "bash"}) == EXPECTED["slurm"][1]
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_NODEID"])
+def test_what_only_looks_like_a_number_says_nothing(name: str) -> None:
+    assert read_environment({**SLURM, name: "²"}) == EXPECTED["slurm"][1]
+
+
 def test_the_store_of_phalanx_run_comes_before_the_master() -> None:
     found = read_environment({**TORCHRUN, "PHALANX_STORE": "[::1]:4000"})
     assert found is not None

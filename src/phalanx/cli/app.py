@@ -140,9 +140,16 @@ def trace_command(
     for name in ("rank", "operations", "MiB", "waiting s", "moving s", "errors", "last", "by s"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
-        moved = f"{rank.bytes / (1 << 20):.1f}", f"{rank.waiting:.3f}", f"{rank.moving:.3f}"
-        late = str(rank.errors), str(rank.last), f"{rank.late:.3f}"
-        table.add_row(str(rank.rank), str(rank.operations), *moved, *late)
+        table.add_row(
+            str(rank.rank),
+            str(rank.operations),
+            f"{rank.bytes / (1 << 20):.1f}",
+            f"{rank.waiting:.3f}",
+            f"{rank.moving:.3f}",
+            str(rank.errors),
+            str(rank.last),
+            f"{rank.late:.3f}",
+        )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     straggler = merged.straggler
