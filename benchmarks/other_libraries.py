@@ -17,7 +17,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,14 +24,12 @@ from typing import Any
 
 import torch
 import typer
-from torch import Tensor
 
 from phalanx.cli.bench import BENCH_HELP, bench_command
 from phalanx.errors import DistributedError
 from phalanx.tools.bench import peers
-from phalanx.tools.bench.operations import BenchOperation, PreparedCall
-from phalanx.tools.bench.peer import Binder, Peer, RankContext
-from phalanx.tools.bench.peers import PeerRow, PeerTable
+from phalanx.tools.bench.operations import PreparedCall
+from phalanx.tools.bench.peers import Call, Peer, PeerRow, PeerTable, RankContext
 
 # ------------------------------------------------------------------------------
 # DeepSpeed's all_reduce in shared memory, written in C++ with AVX: for inference on processors.
@@ -54,13 +51,12 @@ class DeepSpeed(Peer):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        control = context.control
-        if len(set(control.topology)) > 1:
+        if len(set(context.backend.topology)) > 1:
             raise RuntimeError("its ranks have to share one host")
         beside = str(Path(sys.executable).parent)  # where pip puts ninja
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
         # The names of its shared memory are made of these.
-        port = str(control.from_root(secrets.randbelow(1 << 30)))
+        port = str(context.gather(secrets.randbelow(1 << 30))[0])
         names = {"LOCAL_SIZE": str(self.size), "MASTER_ADDR": "phalanx-bench", "MASTER_PORT": port}
         before = {name: os.environ.get(name) for name in names}
         try:
@@ -70,20 +66,11 @@ class DeepSpeed(Peer):
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        self._all_reduce = torch.ops.deepspeed.inference_all_reduce_
-        control.barrier()  # everyone has it open: the names are not needed any more
+        all_reduce = torch.ops.deepspeed.inference_all_reduce_
+        self.does = {"all_reduce": lambda call: partial(all_reduce, call.source)}
+        context.backend.barrier()  # everyone has it open: the names are not needed any more
         for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer*_phalanx-bench_{port}_*"):
             path.unlink(missing_ok=True)
-
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """One operation."""
-        return {"all_reduce": self._prepare}
-
-    def _prepare(
-        self, operation: BenchOperation, source: Tensor | None, out: Tensor | None, *_: object
-    ) -> PreparedCall:
-        return PreparedCall(operation, source, out, partial(self._all_reduce, source))
 
 
 # ------------------------------------------------------------------------------
@@ -108,58 +95,45 @@ class Mlx(Peer):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        control = context.control
-        if len(set(control.topology)) > 1:
+        if len(set(context.backend.topology)) > 1:
             raise RuntimeError("this benchmark starts it on one host only")
         mx: Any = importlib.import_module("mlx.core")
         with ExitStack() as stack:
             # It wants to be told every rank's port: one that was free just now.
             probe = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            ports = control.gather(probe.getsockname()[1])
+            ports = context.gather(probe.getsockname()[1])
             file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
             json.dump([[f"127.0.0.1:{port}"] for port in ports], file)
             file.flush()
             probe.close()
-            control.barrier()
+            context.backend.barrier()
             os.environ["MLX_RANK"], os.environ["MLX_HOSTFILE"] = str(self.rank), file.name
             self._group: Any = mx.distributed.init(strict=True, backend="ring")
         self._mx: Any = mx
+        self.does = dict.fromkeys(_FUNCTIONS, self._collective)  # which others have, too
 
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """What its ring has that others have, too."""
-        return dict.fromkeys(_FUNCTIONS, self._prepare)
-
-    def _prepare(
-        self, operation: BenchOperation, source: Tensor | None, *_: object
-    ) -> PreparedCall:
-        assert source is not None
-        return MlxCall(operation, source, self._mx, self._group)
-
-
-class MlxCall(PreparedCall):
-    """Evaluated at once, since an operation of MLX is a promise until someone needs it."""
-
-    def __init__(self, operation: BenchOperation, source: Tensor, mx: Any, group: Any) -> None:
-        super().__init__(operation, source, None, self._call)
-        self._mx, self._group, self._stream = mx, group, mx.cpu
-        self._function = getattr(mx.distributed, _FUNCTIONS[operation.name])
-        self._given: Any = None
-        self._result: Any = None
-
-    def load(self) -> None:
-        """Copy what is given into an array."""
-        assert self.source is not None
-        self._given = self._mx.array(self.source.numpy())
-
-    def _call(self) -> None:
-        self._result = self._function(self._given, group=self._group, stream=self._stream)
-        self._mx.eval(self._result)
-
-    def store(self) -> None:
-        """Copy what came back."""
+    def _collective(self, call: PreparedCall) -> Call:
+        """Evaluated at once, since an operation is a promise until someone needs it."""
+        mx, group = self._mx, self._group
+        function = getattr(mx.distributed, _FUNCTIONS[call.operation.name])
         numpy: Any = importlib.import_module("numpy")  # MLX brings it, Phalanx does not
-        self.out = torch.from_numpy(numpy.array(self._result))
+        given: Any = None
+        result: Any = None
+
+        def load() -> None:
+            nonlocal given
+            given = mx.array(call.source.numpy())
+
+        def once() -> None:
+            nonlocal result
+            result = function(given, group=group, stream=mx.cpu)
+            mx.eval(result)
+
+        def store() -> None:
+            call.out = torch.from_numpy(numpy.array(result))
+
+        call.load, call.store = load, store
+        return once
 
 
 # ------------------------------------------------------------------------------

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import phalanx
 from phalanx import Backend
-from phalanx.tools.bench.operations import OPERATIONS, BenchOperation, PreparedCall
-from phalanx.tools.bench.peak import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
-from phalanx.tools.bench.peer import Control, RankContext
-from phalanx.tools.bench.peers import PEERS, Alone
-from phalanx.tools.bench.request import make_request
-from phalanx.tools.bench.results import BenchReport, LeftOut, Peak
+from phalanx.tools.bench.operations import OPERATIONS, PreparedCall, TrainedModel, task_of
+from phalanx.tools.bench.peers import PEERS, Alone, Call, RankContext
+from phalanx.tools.bench.rank import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
+from phalanx.tools.bench.report import BenchReport
+from phalanx.tools.bench.request import LeftOut, Peak, make_request
 from phalanx.tools.bench.start import run_bench
-from phalanx.tools.bench.training import task_of
 
 MIB = 1 << 20
 SLACK = 4 * MIB  # pages of code that are first used, and the kernel's own rounding
@@ -59,7 +59,7 @@ def test_after_a_reset_what_is_still_there_counts_and_what_is_gone_does_not() ->
 
 SHARING = """
 import mmap, sys
-from phalanx.tools.bench.peak import Meter
+from phalanx.tools.bench.rank import Meter
 
 file, private = int(sys.argv[1]), int(sys.argv[2]) << 20
 meter = Meter()
@@ -106,7 +106,7 @@ def test_what_processes_share_is_counted_once_divided_among_them() -> None:
 
 
 FREEING = """
-from phalanx.tools.bench.peak import Meter
+from phalanx.tools.bench.rank import Meter
 meter = Meter()
 for size in (30, 20, 12, 30):  # each fits into what the one before it has left
     b"x" * (size << 20)
@@ -133,21 +133,23 @@ def requested(**options: object) -> BenchReport:
     return BenchReport(request=request, ranks=[2], machine={})
 
 
+Wrap = Callable[[nn.Module], TrainedModel]
+
+
 class Greedy(Alone):
     """Takes another 32 MiB when a large model is made, and 16 in each step."""
 
-    def _step(self, operation: BenchOperation, *_: object) -> PreparedCall:
-        step = super()._step(operation)
-        if self.width > 100:
-            touch(32)
-            inner = step.call
+    def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
+        step = super().step(call, wrap, alone=alone)
+        if self.width <= 100:
+            return step
+        touch(32)
 
-            def call() -> None:
-                inner()
-                touch(16)
+        def greedy() -> None:
+            step()
+            touch(16)
 
-            step.call = call
-        return step
+        return greedy
 
 
 TOLD_APART = 512  # the width of its layers
@@ -157,9 +159,9 @@ def peaks_of_two_ranks(_: Backend) -> list[Peak | LeftOut]:
     """Two simulated ranks are one process: what one has counts for both."""
 
     def rank(backend: Backend) -> Peak | LeftOut:
-        context = RankContext(Control(backend), "", 20.0, TOLD_APART)
+        context = RankContext(backend, "", 20.0, TOLD_APART)
         request = requested(width=TOLD_APART).request
-        return measure_peak("it", Greedy(context), OPERATIONS["fsdp"], request, context.control)
+        return measure_peak("it", Greedy(context), OPERATIONS["fsdp"], request, context)
 
     return list(phalanx.simulate(rank, 2))
 
@@ -181,16 +183,16 @@ def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -
 
 def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
     class Refuses(Alone):
-        def _step(self, operation: BenchOperation, *_: object) -> PreparedCall:
-            step = super()._step(operation)
+        def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
+            step = super().step(call, wrap, alone=alone)
             if self.rank == 1:
                 raise ValueError("not here")
             return step
 
     def rank(backend: Backend) -> Peak | LeftOut:
-        context = RankContext(Control(backend), "", 20.0, 16)
+        context = RankContext(backend, "", 20.0, 16)
         request = requested().request
-        return measure_peak("it", Refuses(context), OPERATIONS["fsdp"], request, context.control)
+        return measure_peak("it", Refuses(context), OPERATIONS["fsdp"], request, context)
 
     said = LeftOut("it", 2, "rank 1: ValueError: not here", "fsdp")
     assert phalanx.simulate(rank, 2) == [said, said]

@@ -16,11 +16,9 @@ from typer.testing import CliRunner
 from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import MisuseError
-from phalanx.tools.bench.files import as_json, as_tuning, draw
-from phalanx.tools.bench.request import make_request
-from phalanx.tools.bench.results import (
+from phalanx.tools.bench.report import BenchReport, as_json, as_tuning, draw, notes, tables
+from phalanx.tools.bench.request import (
     BackendInfo,
-    BenchReport,
     Entry,
     LeftOut,
     Message,
@@ -28,8 +26,8 @@ from phalanx.tools.bench.results import (
     Progress,
     RankPeak,
     ResultLine,
+    make_request,
 )
-from phalanx.tools.bench.tables import notes, tables
 
 US = 1e-6
 

@@ -15,7 +15,6 @@ from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.tools.bench.operations import (
     MEMORY_KINDS,
     OPERATIONS,
-    MessageBuffers,
     PreparedCall,
     ValueRange,
     count_wrong,
@@ -23,8 +22,7 @@ from phalanx.tools.bench.operations import (
     kinds_for,
     longest_stretch,
 )
-from phalanx.tools.bench.peer import Control, RankContext
-from phalanx.tools.bench.peers import Copy, Phalanx
+from phalanx.tools.bench.peers import Copy, Phalanx, RankContext
 from phalanx.tools.bench.rank import Timing, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
@@ -37,11 +35,9 @@ def on_ranks(
     """Each rank's timings of two rounds."""
 
     def rank(backend: Backend) -> Results:
-        context = RankContext(Control(backend), "", 20.0)
+        context = RankContext(backend, "", 20.0)
         peer = Phalanx(backend.subgroup(range(size)), context)
-        timings, failures = time_rounds(
-            prepare(peer, context), context.control, rounds=2, seconds=1e-6
-        )
+        timings, failures = time_rounds(prepare(peer, context), context, rounds=2, seconds=1e-6)
         assert failures == {}
         return timings
 
@@ -55,7 +51,7 @@ def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: 
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
         return {
-            f"{kind} {count}": peer.prepare(operation, count, kind, "auto", MessageBuffers())
+            f"{kind} {count}": peer.prepare(operation, count, kind, "auto", {})
             for kind in kinds_for(operation, list(MEMORY_KINDS))
             for count in (8, 1000)
         }
@@ -79,7 +75,7 @@ def test_every_algorithm_is_offered_by_name(name: str) -> None:
         peer.backend.topology = (0, 1, 1)
         assert peer.algorithms(operation) == ("auto", *rows)
         return {
-            algorithm: peer.prepare(operation, 100, "ordinary", algorithm, MessageBuffers())
+            algorithm: peer.prepare(operation, 100, "ordinary", algorithm, {})
             for algorithm in peer.algorithms(operation)
         }
 
@@ -89,9 +85,7 @@ def test_every_algorithm_is_offered_by_name(name: str) -> None:
 
 def test_ranks_agree_on_the_slowest_time_and_the_number_of_calls() -> None:
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        return {
-            "it": peer.prepare(OPERATIONS["all_reduce"], 8, "ordinary", "auto", MessageBuffers())
-        }
+        return {"it": peer.prepare(OPERATIONS["all_reduce"], 8, "ordinary", "auto", {})}
 
     first, *others = on_ranks(3, prepare)
     assert all(timings == first for timings in others)
@@ -103,7 +97,7 @@ def test_one_wrong_call_among_many_shows() -> None:
     called = 0
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        call = peer.prepare(operation, 400, "ordinary", "auto", MessageBuffers())
+        call = peer.prepare(operation, 400, "ordinary", "auto", {})
         inner = call.call
 
         def spoiled() -> None:
@@ -111,7 +105,7 @@ def test_one_wrong_call_among_many_shows() -> None:
             inner()
             called += 1
             if called == 4:
-                call.out[7] += 1  # type: ignore[index]
+                call.out[7] += 1
 
         if peer.rank == 1:
             call.call = spoiled
@@ -126,8 +120,8 @@ def test_a_call_that_does_nothing_shows(name: str) -> None:
     operation = OPERATIONS[name]
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        call = peer.prepare(operation, 400, "ordinary", "auto", MessageBuffers())
-        call.call, call.finish = (lambda: None), None
+        call = peer.prepare(operation, 400, "ordinary", "auto", {})
+        call.call = call.finish = lambda: None
         return {"idle": call}
 
     for timings in on_ranks(2, prepare):
@@ -136,19 +130,19 @@ def test_a_call_that_does_nothing_shows(name: str) -> None:
 
 def test_who_cannot_do_it_is_left_out_on_every_rank_and_the_others_go_on() -> None:
     def rank(backend: Backend) -> tuple[list[str], dict[str, str]]:
-        context = RankContext(Control(backend), "", 20.0)
+        context = RankContext(backend, "", 20.0)
+
+        nothing = torch.empty(0)
 
         def refuse() -> None:
             if backend.rank == 2:
                 raise ValueError("not here\nand more")
 
         calls = {
-            "refuses": PreparedCall(OPERATIONS["barrier"], None, None, refuse),
-            "copy": Copy(context).prepare(
-                OPERATIONS["all_reduce"], 64, "ordinary", "", MessageBuffers()
-            ),
+            "refuses": PreparedCall(OPERATIONS["barrier"], 0, nothing, nothing, call=refuse),
+            "copy": Copy(context).prepare(OPERATIONS["all_reduce"], 64, "ordinary", "", {}),
         }
-        timings, failures = time_rounds(calls, context.control, rounds=1, seconds=1e-6)
+        timings, failures = time_rounds(calls, context, rounds=1, seconds=1e-6)
         return list(timings), failures
 
     for timed, failures in phalanx.simulate(rank, 3):

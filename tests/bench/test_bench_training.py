@@ -10,11 +10,8 @@ from torch import nn
 
 import phalanx
 from phalanx import DDP, Backend
-from phalanx.tools.bench.operations import OPERATIONS, MessageBuffers, PreparedCall
-from phalanx.tools.bench.peer import Control, Peer, RankContext
-from phalanx.tools.bench.peers import Alone, Phalanx
-from phalanx.tools.bench.rank import time_rounds
-from phalanx.tools.bench.training import (
+from phalanx.tools.bench.operations import (
+    OPERATIONS,
     TASKS,
     TrainedModel,
     TrainingStep,
@@ -22,15 +19,10 @@ from phalanx.tools.bench.training import (
     replicated,
     task_of,
 )
+from phalanx.tools.bench.peers import Alone, Peer, Phalanx, RankContext
+from phalanx.tools.bench.rank import time_rounds
 
 WIDTH = 24
-
-
-def peer_on(backend: Backend, kind: type[Peer] = Alone) -> Peer:
-    context = RankContext(Control(backend), "", 20.0, WIDTH)
-    if kind is Phalanx:
-        return Phalanx(backend.subgroup(range(backend.world_size)), context)
-    return kind(context)
 
 
 def wrong_on_ranks(
@@ -47,7 +39,8 @@ def wrong_on_ranks(
             made.append(model)
             return wrap(backend)(model)
 
-        step = peer_on(backend).step(OPERATIONS["ddp"], keep)
+        task, ranks = task_of("ddp", WIDTH), range(backend.world_size)
+        step = TrainingStep(task, keep, rank=backend.rank, ranks=ranks)
         step.load()
         for _ in range(calls):
             step.call()
@@ -76,11 +69,10 @@ def test_steps_are_what_one_process_gets_in_every_round(
     name: str, kind: type[Peer], size: int
 ) -> None:
     def rank(backend: Backend) -> int:
-        call = peer_on(backend, kind).prepare(
-            OPERATIONS[name], 0, "ordinary", "auto", MessageBuffers()
-        )
-        control = Control(backend)
-        timings, failures = time_rounds({"it": call}, control, rounds=2, seconds=1e-6)
+        context = RankContext(backend, "", 20.0, WIDTH)
+        peer = Phalanx(backend.subgroup(range(size)), context) if kind is Phalanx else kind(context)
+        call = peer.prepare(OPERATIONS[name], 0, "ordinary", "auto", {})
+        timings, failures = time_rounds({"it": call}, context, rounds=2, seconds=1e-6)
         assert failures == {}
         assert timings["it"].calls >= 5
         return timings["it"].wrong
@@ -106,7 +98,6 @@ def test_a_piece_that_missed_the_last_step_shows() -> None:
     model = task_of("ddp", WIDTH).make_model()
     weight = next(model.parameters()).data
     step = TrainingStep(
-        OPERATIONS["ddp"],
         task_of("ddp", WIDTH),
         lambda _: replicated(model),
         rank=0,
@@ -132,8 +123,8 @@ def test_what_is_no_number_shows(value: float) -> None:
 
 def test_a_rank_by_itself_is_right_for_its_own_samples_only() -> None:
     task = task_of("ddp", WIDTH)
-    own = TrainingStep(OPERATIONS["ddp"], task, replicated, rank=1, ranks=range(1, 2))
-    other = TrainingStep(OPERATIONS["ddp"], task, replicated, rank=0, ranks=range(1, 2))
+    own = TrainingStep(task, replicated, rank=1, ranks=range(1, 2))
+    other = TrainingStep(task, replicated, rank=0, ranks=range(1, 2))
     for step in (own, other):
         step.load()
         step.call()
@@ -142,9 +133,7 @@ def test_a_rank_by_itself_is_right_for_its_own_samples_only() -> None:
 
 
 def test_a_stretch_begins_with_the_same_weights() -> None:
-    step: PreparedCall = TrainingStep(
-        OPERATIONS["ddp"], task_of("ddp", WIDTH), replicated, rank=0, ranks=range(1)
-    )
+    step = TrainingStep(task_of("ddp", WIDTH), replicated, rank=0, ranks=range(1))
     for _ in range(3):
         step.load()
         step.call()

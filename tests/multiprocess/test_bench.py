@@ -17,13 +17,12 @@ import torch
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
-from phalanx.tools.bench.files import as_tuning
-from phalanx.tools.bench.peak import gives_back, lacks_peaks
+from phalanx.tools.bench.operations import TASKS
 from phalanx.tools.bench.peers import PEERS
-from phalanx.tools.bench.request import make_request
-from phalanx.tools.bench.results import BackendInfo, BenchReport, Peak, ResultLine
+from phalanx.tools.bench.rank import gives_back, lacks_peaks
+from phalanx.tools.bench.report import BenchReport, as_tuning
+from phalanx.tools.bench.request import BackendInfo, Peak, ResultLine, make_request
 from phalanx.tools.bench.start import run_ranks
-from phalanx.tools.bench.training import TASKS
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from phalanx import FSDP, Backend, ShardingStrategy, spawn
-from phalanx.tools.bench.peak import GIVES_BACK, Meter, gives_back, lacks_peaks
+from phalanx.tools.bench.rank import GIVES_BACK, Meter, gives_back, lacks_peaks
 
 LAYERS, WIDTH = 16, 1024
 GROUP = WIDTH * WIDTH * 4

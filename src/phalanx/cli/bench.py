@@ -11,8 +11,8 @@ from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
     from phalanx.tools.bench.peers import PeerTable
+    from phalanx.tools.bench.report import BenchReport
     from phalanx.tools.bench.request import BenchRequest
-    from phalanx.tools.bench.results import BenchReport
 
 __all__ = ["BENCH_HELP", "bench_command"]
 
@@ -167,7 +167,7 @@ class _Files(NamedTuple):
 
     def check(self) -> None:
         """Raise `MisuseError`, before anything is measured, where one could not be written."""
-        from phalanx.tools.bench.files import check_plot  # noqa: PLC0415
+        from phalanx.tools.bench.report import check_plot  # noqa: PLC0415
 
         for path in self:
             if path is not None and not path.absolute().parent.is_dir():
@@ -177,7 +177,7 @@ class _Files(NamedTuple):
 
     def write(self, report: BenchReport) -> None:
         """Write them, and say what each is."""
-        from phalanx.tools.bench.files import as_json, as_tuning, draw  # noqa: PLC0415
+        from phalanx.tools.bench.report import as_json, as_tuning, draw  # noqa: PLC0415
 
         if self.json is not None:
             self.json.write_bytes(as_json(report))
@@ -197,7 +197,7 @@ def _bench(request: BenchRequest, ranks: list[int], peers: PeerTable, files: _Fi
     """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
-    from phalanx.tools.bench.results import Message, Progress  # noqa: PLC0415
+    from phalanx.tools.bench.request import Message, Progress  # noqa: PLC0415
     from phalanx.tools.bench.start import new_report, run_bench  # noqa: PLC0415
 
     report = new_report(request, ranks, peers)
@@ -221,7 +221,7 @@ def _show(report: BenchReport) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.tools.bench.tables import notes, tables  # noqa: PLC0415
+    from phalanx.tools.bench.report import notes, tables  # noqa: PLC0415
 
     console = Console(highlight=False)
     for table in tables(report):  # whole, also where it goes to a file

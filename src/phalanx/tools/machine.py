@@ -155,7 +155,7 @@ def find_system() -> Finding:
 
 
 def find_cores() -> Finding:
-    ours = _usable_cores()
+    ours = usable_cores()
     words = f"{ours} of {os.cpu_count() or 1} cores"
     quota = cpu_quota(Path("/sys/fs/cgroup"))
     if quota is None:
@@ -168,7 +168,8 @@ def find_cores() -> Finding:
     return ok(words)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -359,7 +360,7 @@ def find_launcher() -> Finding:
 
 def find_threads(environ: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
     """Whether OMP_NUM_THREADS fits a host of so many cores (0: this one's)."""
-    text, cores = environ.get("OMP_NUM_THREADS"), cores or _usable_cores()
+    text, cores = environ.get("OMP_NUM_THREADS"), cores or usable_cores()
     if text is None:
         return ok("OMP_NUM_THREADS is not set: the launcher shares the cores among the ranks")
     if not text.isdigit() or int(text) < 1:

@@ -1,10 +1,10 @@
 """How fast ranks move tensors, beside other libraries in the same processes: `phalanx bench`.
 
-request                what to measure, from the words of a command line
-operations, training   what is run, and the expected result
-peer, peers            who runs it
-rank, peak             one rank's part: the clock, and peaks of memory
-start                  the ranks, as processes started here or by a launcher
-results                what they say
-tables, files          how it is shown and kept: JSON, a picture, what `auto` picks algorithms by
+request      what to measure, from the words of a command line, and what ranks answer
+start        the ranks, as processes started here or by a launcher
+rank         one rank's part: the clock, and peaks of memory
+operations   what it runs, and the expected result
+peers        who runs it: the libraries
+report       what was found, how it is shown and kept: tables, JSON, a picture, what `auto`
+             picks algorithms by
 """

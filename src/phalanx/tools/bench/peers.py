@@ -1,4 +1,4 @@
-"""Who is measured: the libraries, and the table of them all.
+"""Who is measured: the libraries, each as one rank sees it, and the table of them all.
 
     Phalanx              one of its own backends, by the names that `phalanx.init` knows
     TorchDistributed     Gloo or NCCL, as torch.distributed offers them
@@ -18,40 +18,184 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx.collectives as ours
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
+from phalanx.fsdp import FSDP, ShardingStrategy
 from phalanx.launch.environment import address_toward
 from phalanx.launch.init import BACKENDS, init
 from phalanx.launch.store import hold_store
 from phalanx.parallel import DDP
 from phalanx.tools.bench.operations import (
     OPERATIONS,
-    BenchOperation,
-    FreshCall,
-    PreparedCall,
-)
-from phalanx.tools.bench.peer import Binder, Peer, RankContext
-from phalanx.tools.bench.training import (
     TASKS,
+    BenchOperation,
+    MessageBuffers,
+    PreparedCall,
+    TrainedModel,
     TrainingStep,
-    fully_sharded,
-    fully_sharded_by_torch,
     replicated,
     task_of,
 )
 from phalanx.wire.memory import tensor_bytes
+
+T = TypeVar("T")
+Call = Callable[[], object]
+Binder = Callable[[PreparedCall], Call]
+"""Returns what does it once, in the memory of the call; may give the call its other functions."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank of a benchmark: what peers are made from, and what the ranks tell each other.
+
+    backend   over TCP, idle while anything is timed: for all that ranks say between rounds
+    master    a name of rank 0's host
+    timeout   seconds that a rank waits for another
+    width     of the layers of what is trained; 0: the operation's own
+    """
+
+    backend: Backend
+    master: str
+    timeout: float
+    width: int = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return ours.all_gather_object(value, self.backend)
+
+    def problem(self, here: str) -> str:
+        """The first rank's problem, on every rank; empty where no rank has one."""
+        texts = self.gather(here)
+        if len(set(texts)) == 1:
+            return here
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """Do it on every rank: its result here, and the first rank's problem, as for `problem`."""
+        result, here = None, ""
+        try:
+            result = action()
+        except Exception as error:
+            here = f"{type(error).__name__}: {error}"
+        return result, self.problem(here)
+
+
+class Peer:
+    """What a row of the table of peers makes, on every rank at the same time.
+
+    does        what it can do: an operation's name -> what makes a call of it
+    beside      what it does beside an operation, if not the same: it shows what the machine can do
+    memories    the kinds of memory that it can be given
+    only        the kind that it uses whatever was requested, or empty
+    device      of the messages' memory
+    """
+
+    does: Mapping[str, Binder]
+    beside: Mapping[str, str] = MappingProxyType({})
+    memories: frozenset[str] = frozenset({"ordinary"})
+    only: str = ""
+    device: str = "cpu"
+
+    def __init__(self, context: RankContext) -> None:
+        self.rank, self.size = context.backend.rank, context.backend.world_size
+        self.width = context.width
+
+    def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
+        """The algorithms that can be requested by name: the same on every rank."""
+        return ("auto",)
+
+    def empty(self, elements: int) -> Tensor:
+        """Memory of its own, where it has such."""
+        return torch.empty(elements)
+
+    def finish(self) -> None:
+        """Wait until the last call has arrived, where calls return before."""
+
+    def close(self) -> None:
+        """Leave the library as it was found, as far as it can be."""
+
+    def prepare(
+        self, operation: BenchOperation, count: int, kind: str, algorithm: str, kept: MessageBuffers
+    ) -> PreparedCall:
+        """A call on messages of `count` bytes in this kind of memory."""
+        bind = self.does[operation.name]
+        if operation.name in self.beside:
+            operation = OPERATIONS[self.beside[operation.name]]
+        n = operation.fitting(self.size, count)
+
+        def make(use: str, part: str) -> Tensor:
+            elements = operation.elements(part, self.size, n)
+            if kind == "registered":
+                return self.empty(elements)
+            key = (use, elements, self.device)
+            if key not in kept:  # touched: no page is missing when it is timed
+                kept[key] = torch.zeros(elements, device=self.device)
+            return kept[key]
+
+        source = make("source", operation.source)
+        out, fresh = source, kind == "fresh"
+        if fresh:  # not known before the first call
+            out = torch.empty(0)
+        elif kind == "into" or not operation.in_place:
+            out = make("out", operation.out)
+        call = PreparedCall(operation, n, source, out, fresh, algorithm, finish=self.finish)
+        call.call = bind(call)
+        return call
+
+    def step(
+        self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
+    ) -> Call:
+        """The training step of one rank of those that train together, or of one by itself."""
+        task = task_of(call.operation.name, self.width)
+        ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
+        step = TrainingStep(task, wrap, rank=self.rank, ranks=ranks)
+        call.load, call.count_wrong = step.load, step.count_wrong
+        return step.call
+
+    def messages(
+        self,
+        call: PreparedCall,
+        send: Callable[[Tensor, int], object],
+        recv: Callable[[Tensor, int], object],
+    ) -> Call:
+        """Messages between this rank and its neighbour, with these functions of (tensor, peer).
+
+        `ping_pong` goes there and back in one call. In a `stream` the even rank sends, and when
+        the other has everything it says so.
+        """
+        data, peer, finish = call.source, self.rank ^ 1, call.finish
+        if peer >= self.size:  # the last of an odd number has nobody
+            return lambda: None
+        first, second = (send, recv) if self.rank % 2 == 0 else (recv, send)
+
+        def there_and_back() -> None:
+            first(data, peer)
+            second(data, peer)
+
+        if call.operation.name == "ping_pong":
+            return there_and_back
+        token = torch.zeros(1, device=data.device)
+
+        def end_of_stream() -> None:
+            second(token, peer)
+            finish()
+
+        call.finish = end_of_stream
+        return lambda: first(data, peer)
+
 
 # ------------------------------------------------------------------------------
 # Phalanx.
@@ -64,20 +208,23 @@ class Phalanx(Peer):
         super().__init__(context)
         self.backend = backend
         self.memories = frozenset({"ordinary", "fresh", "into"})
-        if any(context.control.gather(self.backend.registers_memory)):
+        if any(context.gather(backend.registers_memory)):
             self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
+        # A unit of FSDP is a layer.
+        sharded = partial(FSDP, strategy=ShardingStrategy.FULL_SHARD, unit=nn.Linear)
 
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """Everything."""
-        backend = self.backend
-        return {
+        def fully_sharded(module: nn.Module) -> TrainedModel:
+            model = sharded(module, backend)
+            return TrainedModel(model, model.full_state_dict, model.load_state_dict)
+
+        messages = partial(self.messages, send=backend.send, recv=backend.recv)
+        self.does = {
             **dict.fromkeys(COLLECTIVES, self._collective),
-            "barrier": lambda row, *_: PreparedCall(row, None, None, backend.barrier),
-            "ping_pong": self._messages,
-            "stream": self._messages,
-            "ddp": lambda row, *_: self.step(row, lambda m: replicated(DDP(m, backend), m)),
-            "fsdp": lambda row, *_: self.step(row, lambda m: fully_sharded(m, backend)),
+            "barrier": lambda _: backend.barrier,
+            "ping_pong": messages,
+            "stream": messages,
+            "ddp": partial(self.step, wrap=lambda module: replicated(DDP(module, backend), module)),
+            "fsdp": partial(self.step, wrap=fully_sharded),
         }
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
@@ -86,30 +233,14 @@ class Phalanx(Peer):
         rows = COLLECTIVES.get(operation.name, {})
         return ("auto", *(name for name, row in rows.items() if several_hosts or not row.placed))
 
+    def _collective(self, call: PreparedCall) -> Call:
+        function = getattr(ours, call.operation.name + "_" * call.in_place)
+        once = partial(function, call.source, self.backend, algorithm=call.algorithm)
+        return once if call.in_place or call.fresh else partial(once, into=call.out)
+
     def empty(self, elements: int) -> Tensor:
         """Memory that the backend sends without a copy."""
         return self.backend.empty(elements)
-
-    def _collective(
-        self,
-        operation: BenchOperation,
-        source: Tensor | None,
-        out: Tensor | None,
-        fresh: bool,
-        algorithm: str,
-    ) -> PreparedCall:
-        assert source is not None
-        new = partial(getattr(ours, operation.name), source, self.backend, algorithm=algorithm)
-        if fresh:
-            return FreshCall(operation, source, new)
-        if out is not source:
-            return PreparedCall(operation, source, out, partial(new, into=out))
-        in_place = getattr(ours, f"{operation.name}_")
-        call = partial(in_place, source, self.backend, algorithm=algorithm)
-        return PreparedCall(operation, source, out, call)
-
-    def _messages(self, operation: BenchOperation, data: Tensor | None, *_: object) -> PreparedCall:
-        return self.messages(operation, data, self.backend.send, self.backend.recv)
 
     def close(self) -> None:
         """Leave the group."""
@@ -122,9 +253,8 @@ class Phalanx(Peer):
 
 def lacks_gloo() -> str:
     """Why there is no Gloo; empty if there is."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        return "this build of torch has no Gloo"
-    return ""
+    here = dist.is_available() and dist.is_gloo_available()
+    return "" if here else "this build of torch has no Gloo"
 
 
 def lacks_nccl() -> str:
@@ -145,9 +275,8 @@ class TorchDistributed(Peer):
 
     def __init__(self, name: str, context: RankContext) -> None:
         super().__init__(context)
-        self._finish: Callable[[], object] | None = None
         if name == "nccl":
-            topology = context.control.topology
+            topology = context.backend.topology
             host = topology[self.rank]
             local_rank, there = topology[: self.rank].count(host), topology.count(host)
             if there > torch.cuda.device_count():
@@ -156,73 +285,58 @@ class TorchDistributed(Peer):
                     f"{torch.cuda.device_count()}"
                 )
             torch.cuda.set_device(local_rank)
-            self.device, self._finish = f"cuda:{local_rank}", torch.cuda.synchronize
+            self.device = f"cuda:{local_rank}"
         wait = timedelta(seconds=context.timeout)
-        if not dist.is_initialized():
-            _make_default_group(name, context, wait)
-            self._group: Any = dist.group.WORLD
+        if dist.is_initialized():
+            self._group: Any = dist.new_group(backend=name, timeout=wait)
         else:
-            self._group = dist.new_group(backend=name, timeout=wait)
-
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """What torch does."""
+            _make_default_group(name, context, wait)
+            self._group = dist.group.WORLD
         group = self._group
-        names = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-        found: dict[str, Binder] = {
-            **dict.fromkeys(names, self._collective),
-            "barrier": lambda row, *_: PreparedCall(
-                row, None, None, partial(dist.barrier, group), self._finish
-            ),
-            "ping_pong": self._messages,
-            "stream": self._messages,
-        }
-        if self.device == "cpu":
-            distributed = partial(DistributedDataParallel, process_group=group)
-            found["ddp"] = lambda row, *_: self.step(row, lambda m: replicated(distributed(m), m))
-            found["fsdp"] = lambda row, *_: self.step(
-                row, lambda m: fully_sharded_by_torch(m, group)
-            )
-        return found
-
-    def _collective(
-        self,
-        operation: BenchOperation,
-        source: Tensor | None,
-        out: Tensor | None,
-        fresh: bool,
-        _: str,
-    ) -> PreparedCall:
-        assert source is not None
-        given, group = source, self._group
-        functions: dict[str, Callable[..., object]] = {
+        send, recv = partial(dist.send, group=group), partial(dist.recv, group=group)
+        messages = partial(self.messages, send=send, recv=recv)
+        self._functions: dict[str, Callable[..., object]] = {
             "all_reduce": dist.all_reduce,
             "broadcast": partial(dist.broadcast, src=0),
             "all_gather": dist.all_gather_into_tensor,
             "reduce_scatter": dist.reduce_scatter_tensor,
             "all_to_all": dist.all_to_all_single,
         }
-        function = partial(functions[operation.name], group=group)
-        if not fresh:
-            call = partial(function, out) if operation.in_place else partial(function, out, given)
-            return PreparedCall(operation, source, out, call, self._finish)
-        whole = source.numel() * (self.size if operation.source == "n/p" else 1)
-        elements = operation.elements(operation.out, self.size, whole)
+        self.does = {
+            **dict.fromkeys(self._functions, self._collective),
+            "barrier": lambda _: partial(dist.barrier, group),
+            "ping_pong": messages,
+            "stream": messages,
+        }
+        if self.device == "cpu":
+            ddp = partial(DistributedDataParallel, process_group=group)
+            self.does |= {
+                "ddp": partial(self.step, wrap=lambda module: replicated(ddp(module), module)),
+                "fsdp": partial(self.step, wrap=partial(fully_sharded_by_torch, group=group)),
+            }
+
+    def _collective(self, call: PreparedCall) -> Call:
+        operation, source = call.operation, call.source
+        function = partial(self._functions[operation.name], group=self._group)
+        if not call.fresh:
+            return partial(function, call.out, *([] if operation.in_place else [source]))
+        elements = operation.elements(operation.out, self.size, call.n)
 
         def into_new() -> Tensor:
             if operation.in_place:
-                result = given.clone()
+                result = source.clone()
                 function(result)
             else:
-                result = torch.empty(elements, device=given.device)
-                function(result, given)
+                result = torch.empty(elements, device=source.device)
+                function(result, source)
             return result
 
-        return FreshCall(operation, source, into_new, self._finish)
+        return into_new
 
-    def _messages(self, operation: BenchOperation, data: Tensor | None, *_: object) -> PreparedCall:
-        send, recv = partial(dist.send, group=self._group), partial(dist.recv, group=self._group)
-        return self.messages(operation, data, send, recv, self._finish)
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Leave the group; with the default group the others end, too."""
@@ -231,20 +345,41 @@ class TorchDistributed(Peer):
 
 
 def _make_default_group(name: str, context: RankContext, wait: timedelta) -> None:
-    control, master = context.control, context.master
+    rank, size, master = context.backend.rank, context.backend.world_size, context.master
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     open_to_all: Any = partial(tcp_store, master, timeout=wait, wait_for_workers=False)
     store: Any = None
-    if control.rank == 0:
+    if rank == 0:
         store, _ = hold_store(master, 0, timeout=context.timeout)
         # None: its name means loopback on this host alone, and other hosts have to come by.
         store = store or open_to_all(0, is_master=True)
-    port = control.from_root(store.port if store is not None else 0)
+    port = context.gather(store.port if store is not None else 0)[0]
     if store is None:
         store = open_to_all(port, is_master=False)
-    dist.init_process_group(
-        name, store=store, rank=control.rank, world_size=control.size, timeout=wait
-    )
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=wait)
+
+
+def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
+    """Torch's `fully_shard`, as its documentation recommends: on each layer, then on the whole."""
+    # Half a second, which only this measurement should wait for.
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in module.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+    def shards() -> dict[str, Any]:
+        return {name: value.detach() for name, value in module.named_parameters()}
+
+    def restore(values: dict[str, Tensor]) -> None:
+        for name, shard in shards().items():
+            shard.copy_(distribute_tensor(values[name], mesh, shard.placements))
+
+    return TrainedModel(module, lambda: {n: s.full_tensor() for n, s in shards().items()}, restore)
 
 
 # ------------------------------------------------------------------------------
@@ -271,52 +406,35 @@ class Mpi(Peer):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self._mpi: Any = importlib.import_module("mpi4py.MPI")  # which starts MPI
-        self._comm: Any = self._mpi.COMM_WORLD.Dup()
-        if self._comm.Get_size() != self.size:
+        mpi: Any = importlib.import_module("mpi4py.MPI")  # which starts MPI
+        comm = self._comm = mpi.COMM_WORLD.Dup()
+        if comm.Get_size() != self.size:
             raise RuntimeError(
-                f"MPI's world has {self._comm.Get_size()} ranks, this one {self.size}: start the "
+                f"MPI's world has {comm.Get_size()} ranks, this one {self.size}: start the "
                 "ranks with mpirun"
             )
 
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """What MPI has."""
-        names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-        return {
-            **dict.fromkeys(names, self._collective),
-            "barrier": lambda row, *_: PreparedCall(row, None, None, self._comm.Barrier),
-            "ping_pong": self._messages,
-            "stream": self._messages,
+        def whole(tensor: Tensor, parts: int = 1) -> list[Any]:
+            return [tensor_bytes(tensor), tensor.numel() // parts, mpi.FLOAT]
+
+        parted = partial(whole, parts=self.size)
+        messages = partial(
+            self.messages,
+            send=lambda tensor, peer: comm.Send(whole(tensor), peer),
+            recv=lambda tensor, peer: comm.Recv(whole(tensor), peer),
+        )
+        self.does = {
+            "all_reduce": lambda c: partial(comm.Allreduce, mpi.IN_PLACE, whole(c.out)),
+            "all_gather": lambda c: partial(comm.Allgather, whole(c.source), parted(c.out)),
+            "reduce_scatter": lambda c: partial(
+                comm.Reduce_scatter_block, parted(c.source), whole(c.out)
+            ),
+            "broadcast": lambda c: partial(comm.Bcast, whole(c.out), 0),
+            "all_to_all": lambda c: partial(comm.Alltoall, parted(c.source), parted(c.out)),
+            "barrier": lambda _: comm.Barrier,
+            "ping_pong": messages,
+            "stream": messages,
         }
-
-    def _buffer(self, tensor: Tensor, parts: int = 1) -> list[Any]:
-        return [tensor_bytes(tensor), tensor.numel() // parts, self._mpi.FLOAT]
-
-    def _collective(
-        self, operation: BenchOperation, source: Tensor | None, out: Tensor | None, *_: object
-    ) -> PreparedCall:
-        assert source is not None
-        assert out is not None
-        comm, give, take = self._comm, self._buffer(source), self._buffer(out)
-        give_parts, take_parts = self._buffer(source, self.size), self._buffer(out, self.size)
-        call = {
-            "all_reduce": partial(comm.Allreduce, self._mpi.IN_PLACE, take),
-            "all_gather": partial(comm.Allgather, give, take_parts),
-            "reduce_scatter": partial(comm.Reduce_scatter_block, give_parts, take),
-            "broadcast": partial(comm.Bcast, take, 0),
-            "all_to_all": partial(comm.Alltoall, give_parts, take_parts),
-        }[operation.name]
-        return PreparedCall(operation, source, out, call)
-
-    def _messages(self, operation: BenchOperation, data: Tensor | None, *_: object) -> PreparedCall:
-        def send(tensor: Tensor, peer: int) -> None:
-            self._comm.Send(self._buffer(tensor), peer)
-
-        def recv(tensor: Tensor, peer: int) -> None:
-            self._comm.Recv(self._buffer(tensor), peer)
-
-        return self.messages(operation, data, send, recv)
 
     def close(self) -> None:
         """Free the communicator."""
@@ -339,15 +457,18 @@ class Socket(Peer):
     Beside any operation it sends the same number of bytes one way; beside `ping_pong`, to and fro.
     """
 
+    beside = MappingProxyType({name: "stream" for name in MOVING if name != "ping_pong"})
+
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        one_host = len(set(context.control.topology)) == 1
+        self.does = dict.fromkeys(MOVING, partial(self.messages, send=self._send, recv=self._recv))
+        one_host = len(set(context.backend.topology)) == 1
         own = address_toward(context.master, _ANY_PORT, one_host=one_host)
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         listener: socket.socket | None = None
         if self.rank % 2 == 0:
             listener = socket.create_server((own, 0), family=family)
-        listening = context.control.gather((own, listener.getsockname()[1] if listener else 0))
+        listening = context.gather((own, listener.getsockname()[1] if listener else 0))
         self._socket: socket.socket | None = None
         if listener is not None:
             if self.rank + 1 < self.size:
@@ -359,18 +480,6 @@ class Socket(Peer):
         if self._socket is not None:
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """Messages, beside whatever is requested."""
-        return dict.fromkeys(MOVING, self._messages)
-
-    def measured(self, operation: BenchOperation) -> BenchOperation:
-        """As many bytes, in messages."""
-        return operation if operation.name == "ping_pong" else OPERATIONS["stream"]
-
-    def _messages(self, operation: BenchOperation, data: Tensor | None, *_: object) -> PreparedCall:
-        return self.messages(operation, data, self._send, self._recv)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
         assert self._socket is not None
@@ -396,35 +505,16 @@ class Socket(Peer):
 class Copy(Peer):
     """A copy of as many bytes from memory to memory, on all ranks at the same time."""
 
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """Beside whatever is requested."""
-        return dict.fromkeys(MOVING, self._copy)
-
-    def measured(self, operation: BenchOperation) -> BenchOperation:
-        """As many bytes, copied."""
-        return OPERATIONS["copy"]
-
-    def _copy(
-        self, operation: BenchOperation, source: Tensor | None, out: Tensor | None, *_: object
-    ) -> PreparedCall:
-        assert source is not None
-        assert out is not None
-        return PreparedCall(operation, source, out, partial(torch.Tensor.copy_, out, source))
+    does = dict.fromkeys(MOVING, lambda call: partial(Tensor.copy_, call.out, call.source))
+    beside = dict.fromkeys(MOVING, "copy")
 
 
 class Alone(Peer):
     """The training step of one rank, as if there were no others."""
 
-    @property
-    def binders(self) -> Mapping[str, Binder]:
-        """Steps."""
-        return dict.fromkeys(TASKS, self._step)
-
-    def _step(self, operation: BenchOperation, *_: object) -> PreparedCall:
-        task = task_of(operation.name, self.width)
-        ranks = range(self.rank, self.rank + 1)
-        return TrainingStep(operation, task, replicated, rank=self.rank, ranks=ranks)
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.does = dict.fromkeys(TASKS, partial(self.step, wrap=replicated, alone=True))
 
 
 # ------------------------------------------------------------------------------

@@ -7,8 +7,11 @@ measure, scripts bring further peers, and rank 0 writes what it finds to FOLDER/
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import os
+import platform
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from phalanx.collectives.tuning import root_of
 from phalanx.launch.environment import read_environment
@@ -28,7 +34,6 @@ from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import (
     OPERATIONS,
     POISON,
-    VALUES,
     BenchOperation,
     MessageBuffers,
     PreparedCall,
@@ -36,18 +41,21 @@ from phalanx.tools.bench.operations import (
     fill,
     kinds_for,
     longest_stretch,
+    values_of,
 )
-from phalanx.tools.bench.peak import measure_peak
-from phalanx.tools.bench.peer import Control, Peer, RankContext
-from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
-from phalanx.tools.bench.request import PEAK, BenchRequest, show_size
-from phalanx.tools.bench.results import (
+from phalanx.tools.bench.peers import MACHINE, PEERS, Peer, PeerTable, Phalanx, RankContext
+from phalanx.tools.bench.request import (
+    PEAK,
     BackendInfo,
+    BenchRequest,
     Entry,
     LeftOut,
     Message,
+    Peak,
     Progress,
+    RankPeak,
     ResultLine,
+    show_size,
 )
 
 REQUEST, FOUND = "request.json", "found.jsonl"
@@ -70,31 +78,23 @@ def main(folder: Path, scripts: Sequence[str]) -> None:
     run_rank(request, peers, tell)
 
 
-def run_rank(request: BenchRequest, peers: PeerTable, tell: Tell) -> None:
-    """This rank's part; `tell` is called on rank 0, with what is found as it is found."""
+def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
+    """This rank's part; `hear` is called on rank 0, with what is found as it is found."""
     torch.set_num_threads(request.threads)
     world = read_environment(os.environ)
     with init("tcp", timeout=request.timeout) as backend:
-        control = Control(backend)
-        if control.rank != 0:
-            tell = _say_nothing
+        tell: Tell = hear if backend.rank == 0 else lambda message: None
         master = world.master_addr if world is not None else ""
         # Half: who waits for a peer is waited for, too.
-        context = RankContext(control, master, request.timeout / 2, request.width)
+        context = RankContext(backend, master, request.timeout / 2, request.width)
         with _make_peers(request, peers, context, tell) as made:
             for name in request.operations:
                 if request.measure == (PEAK,):  # there should be one peer only
                     for peer_name, peer in made.items():
-                        tell(measure_peak(peer_name, peer, OPERATIONS[name], request, control))
+                        tell(measure_peak(peer_name, peer, OPERATIONS[name], request, context))
                 else:
-                    sweep = _Sweep(request, OPERATIONS[name], made, control, tell)
-                    for size in request.sizes if OPERATIONS[name].source else (0,):
-                        sweep.measure(size)
-        control.barrier()
-
-
-def _say_nothing(message: Message) -> None:
-    """Every rank but the first."""
+                    _sweep(request, OPERATIONS[name], made, context, tell)
+        backend.barrier()
 
 
 @contextmanager
@@ -103,18 +103,18 @@ def _make_peers(
 ) -> Iterator[dict[str, Peer]]:
     """All that were requested and can be made on every rank."""
     made: dict[str, Peer] = {}
-    control = context.control
+    ranks = context.backend.world_size
     try:
         for name in request.backends:
-            tell(Progress(f"{control.size} ranks: starting {name}"))
-            problem = control.problem(peers[name].lacks())
+            tell(Progress(f"{ranks} ranks: starting {name}"))
+            problem = context.problem(peers[name].lacks())
             peer: Peer | None = None
             if not problem:
-                peer, problem = control.attempt(partial(peers[name].make, context))
+                peer, problem = context.attempt(partial(peers[name].make, context))
             if peer is not None:
                 made[name] = peer
             if problem:
-                tell(LeftOut(name, control.size, problem))
+                tell(LeftOut(name, ranks, problem))
                 if peer is not None:  # only another rank cannot have it
                     with suppress(Exception):
                         made.pop(name).close()
@@ -128,92 +128,80 @@ def _make_peers(
                 peer.close()
 
 
-class _Sweep:
-    """One operation, through the sizes."""
+def _sweep(
+    request: BenchRequest,
+    operation: BenchOperation,
+    peers: Mapping[str, Peer],
+    context: RankContext,
+    tell: Tell,
+) -> None:
+    """Time and check everybody on one operation, through the sizes."""
+    ranks = context.backend.world_size
 
-    def __init__(
-        self,
-        request: BenchRequest,
-        operation: BenchOperation,
-        peers: Mapping[str, Peer],
-        control: Control,
-        tell: Tell,
-    ) -> None:
-        self.request = request
-        self.operation = operation
-        self.peers = peers
-        self.control = control
-        self.tell = tell
-        self.entries = {str(entry): entry for entry in self._find_entries()}
+    def leave_out(peer: str, reason: str) -> None:
+        tell(LeftOut(peer, ranks, reason, operation.name))
 
-    def _find_entries(self) -> Iterator[Entry]:
-        """Who takes part, in what memory, with which algorithms."""
-        memories = self.request.memories
-        for name, peer in self.peers.items():
-            if self.operation.name not in peer.binders:
-                if name not in MACHINE:
-                    self._leave_out(name, "it has no such operation")
-                continue
-            kinds = [kind for kind in kinds_for(self.operation, memories) if kind in peer.memories]
-            if name in MACHINE:
-                kinds = ["ordinary"]
-            elif peer.only:
-                kinds = [peer.only]
-            elif not kinds:
-                self._leave_out(
-                    name, f"it has no memory of a kind requested ({', '.join(memories)})"
-                )
-            algorithms = _named(self.request.algorithms, peer.algorithms(self.operation))
-            for kind, algorithm in itertools.product(kinds, algorithms):
-                yield Entry(name, kind, algorithm)
-
-    def _leave_out(self, peer: str, reason: str) -> None:
-        self.tell(LeftOut(peer, self.control.size, reason, self.operation.name))
-
-    def measure(self, size: int) -> None:
-        """Time and check everybody on messages of `size` bytes."""
-        control, operation = self.control, self.operation
-        where = f"{operation.name}, {control.size} ranks, {show_size(size)}"
-        memory = MessageBuffers()
+    entries = {str(entry): entry for entry in _entries(request, operation, peers, leave_out)}
+    for size in request.sizes if operation.source else (0,):
+        where = f"{operation.name}, {ranks} ranks, {show_size(size)}"
+        kept: MessageBuffers = {}
         calls: dict[str, PreparedCall] = {}
         failures: dict[str, str] = {}
-        for name, entry in self.entries.items():
-            prepare = partial(self.peers[entry.peer].prepare, operation, size)
-            call, problem = control.attempt(partial(prepare, entry.memory, entry.algorithm, memory))
+        for name, entry in entries.items():
+            prepare = partial(peers[entry.peer].prepare, operation, size, entry.memory)
+            call, problem = context.attempt(partial(prepare, entry.algorithm, kept))
             if problem:
                 failures[name] = problem
             elif call is not None:
                 calls[name] = call
         timings, refused = time_rounds(
             calls,
-            control,
-            rounds=self.request.rounds,
-            seconds=self.request.seconds,
-            say=lambda text: self.tell(Progress(f"{where}: {text}")),
+            context,
+            rounds=request.rounds,
+            seconds=request.seconds,
+            say=lambda text: tell(Progress(f"{where}: {text}")),  # noqa: B023 -- said at once
         )
         for name, reason in (failures | refused).items():
-            self._leave_out(name, reason)
-            del self.entries[name]
+            leave_out(name, reason)
+            del entries[name]
         for name, timing in timings.items():
-            self.tell(
-                ResultLine(
-                    operation=operation.name,
-                    ranks=control.size,
-                    bytes=4 * operation.fitting(control.size, size),
-                    entry=self.entries[name],
-                    calls=timing.calls,
-                    seconds=timing.seconds,
-                    bus=calls[name].operation.bus(control.size),
-                    wrong=timing.wrong,
-                )
+            line = ResultLine(
+                operation=operation.name,
+                ranks=ranks,
+                bytes=4 * operation.fitting(ranks, size),
+                entry=entries[name],
+                calls=timing.calls,
+                seconds=timing.seconds,
+                bus=calls[name].operation.bus(ranks),
+                wrong=timing.wrong,
             )
+            tell(line)
 
 
-def _named(words: Sequence[str], known: tuple[str, ...]) -> list[str]:
-    """Which of the `known` algorithms (`auto` is the first) the words mean; else `auto`."""
-    meaning = {"all": known, "fixed": known[1:]}
-    named = [name for word in words for name in meaning.get(word, (word,))]
-    return list(dict.fromkeys(name for name in named if name in known)) or ["auto"]
+def _entries(
+    request: BenchRequest,
+    operation: BenchOperation,
+    peers: Mapping[str, Peer],
+    leave_out: Callable[[str, str], None],
+) -> Iterator[Entry]:
+    """Who takes part, in what memory, with which algorithms."""
+    for name, peer in peers.items():
+        if operation.name not in peer.does:
+            if name not in MACHINE:
+                leave_out(name, "it has no such operation")
+            continue
+        kinds = [k for k in kinds_for(operation, request.memories) if k in peer.memories]
+        if name in MACHINE or peer.only:
+            kinds = [peer.only or "ordinary"]
+        elif not kinds:
+            requested = ", ".join(request.memories)
+            leave_out(name, f"it has no memory of a kind requested ({requested})")
+        known = peer.algorithms(operation)  # `auto` is the first
+        meaning = {"all": known, "fixed": known[1:]}
+        words = [name for word in request.algorithms for name in meaning.get(word, (word,))]
+        named = list(dict.fromkeys(name for name in words if name in known)) or ["auto"]
+        for kind, algorithm in itertools.product(kinds, named):
+            yield Entry(name, kind, algorithm)
 
 
 # ------------------------------------------------------------------------------
@@ -246,54 +234,47 @@ class _Stretches:
 
     def __init__(self, call: PreparedCall, rank: int, size: int) -> None:
         self.call = call
-        operation, source = call.operation, call.source
-        n = 0
-        if source is not None:
-            n = source.numel() * (size if operation.source == "n/p" else 1)
-        self.given = VALUES[operation.given](rank, size, n)
-        self.expected = VALUES[operation.expected](rank, size, n)
+        operation = call.operation
+        self.given = values_of(operation.given, rank, size, call.n)
+        self.expected = values_of(operation.expected, rank, size, call.n)
         self.longest = longest_stretch(operation, size, in_place=call.in_place)
         self.growth = float(size) if operation.name == "all_reduce" and call.in_place else 1.0
         self.filled = False
 
     def run(self, calls: int) -> tuple[float, int]:
         """The seconds of as many calls, and how many elements came out wrong."""
-        seconds, wrong = 0.0, 0
+        seconds, wrong, call = 0.0, 0, self.call
         while calls:
             stretch = min(calls, self.longest)
             calls -= stretch
-            self._write()
+            if self.expected and not call.in_place:
+                call.out.fill_(POISON)
+            if call.in_place or not self.filled:
+                fill(call.source, self.given)
+                call.load()
+                self.filled = True
             seconds += self._time(stretch)
-            self.call.store()
-            wrong += self.call.count_wrong(stretch)
-            if self.call.out is not None:
-                factor = self.growth ** (stretch - 1)
-                wrong += count_wrong(self.call.out, self.expected, factor)
+            call.store()
+            wrong += call.count_wrong(stretch)
+            wrong += count_wrong(call.out, self.expected, self.growth ** (stretch - 1))
         return seconds, wrong
 
     def _time(self, calls: int) -> float:
         call, finish = self.call.call, self.call.finish
+        result: object = None
         began = perf_counter()
         for _ in range(calls):
-            call()
-        if finish is not None:
-            finish()
-        return perf_counter() - began
-
-    def _write(self) -> None:
-        source, out = self.call.source, self.call.out
-        if self.expected and out is not None and out is not source:
-            out.fill_(POISON)
-        if self.call.in_place or not self.filled:
-            if source is not None:
-                fill(source, self.given)
-            self.call.load()
-            self.filled = True
+            result = call()
+        finish()
+        spent = perf_counter() - began
+        if self.call.fresh and isinstance(result, Tensor):
+            self.call.out = result
+        return spent
 
 
 def time_rounds(
     calls: Mapping[str, PreparedCall],
-    control: Control,
+    context: RankContext,
     *,
     rounds: int,
     seconds: float,
@@ -307,13 +288,14 @@ def time_rounds(
 
     Returns a timing for each, and for those that could not do it the reason.
     """
+    backend = context.backend
     entries: dict[str, _Stretches] = {}
     timings: dict[str, Timing] = {}
     failures: dict[str, str] = {}
     for name, call in calls.items():
         say(f"{name}: warming up")
-        stretches = _Stretches(call, control.rank, control.size)
-        if problem := _warm_up(stretches, timing := Timing(), control, seconds):
+        stretches, timing = _Stretches(call, backend.rank, backend.world_size), Timing()
+        if problem := _warm_up(stretches, timing, context, seconds):
             failures[name] = problem
         else:
             entries[name], timings[name] = stretches, timing
@@ -323,30 +305,30 @@ def time_rounds(
         own: dict[str, float] = {}
         for place in range(len(order)):
             name = order[(number + place) % len(order)]
-            control.barrier()
+            backend.barrier()
             entries[name].filled = False  # another may have written to the same memory
             spent, wrong = entries[name].run(timings[name].calls)
             own[name] = spent / entries[name].call.operation.trips
             timings[name].wrong += wrong
-        for name, slowest in zip(order, control.slowest([own[n] for n in order]), strict=True):
-            timings[name].seconds.append(slowest / timings[name].calls)
+        everybodys = context.gather([own[name] for name in order])
+        for name, *taken in zip(order, *everybodys, strict=True):
+            timings[name].seconds.append(max(taken) / timings[name].calls)
     for name in order:
-        timings[name].wrong = sum(control.gather(timings[name].wrong))
+        timings[name].wrong = sum(context.gather(timings[name].wrong))
     return timings, failures
 
 
-def _warm_up(stretches: _Stretches, timing: Timing, control: Control, seconds: float) -> str:
+def _warm_up(stretches: _Stretches, timing: Timing, context: RankContext, seconds: float) -> str:
     """Find out how many calls make a round; return why it cannot be done, or nothing."""
     calls, passes = 1, 0
     while True:
-        control.barrier()
-        result, problem = control.attempt(partial(stretches.run, calls))
+        context.backend.barrier()
+        result, problem = context.attempt(partial(stretches.run, calls))
         if result is None or problem:
             return problem.partition("\n")[0]
-        spent, wrong = result
-        timing.wrong += wrong
+        timing.wrong += result[1]
         passes += 1
-        (spent,) = control.slowest([spent])
+        spent = max(context.gather(result[0]))
         wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
         wanted = max(stretches.call.operation.least, wanted)
         # The first pass connects, compiles and touches memory: it says little.
@@ -354,6 +336,151 @@ def _warm_up(stretches: _Stretches, timing: Timing, control: Control, seconds: f
             timing.calls = wanted
             return ""
         calls = min(wanted, 8 * calls)
+
+
+# ------------------------------------------------------------------------------
+# The peak of memory of a training step. Each library is measured in fresh processes: those that are
+# timed hold all libraries, and what one has freed another uses again.
+#
+#     a small step       what is loaded, connected and started once is not counted
+#     the model is made  -> `building`: whole on each rank, as users do, then wrapped
+#     some steps         -> `training`
+
+_SMALL = 8
+"""The width of layers that count for nothing."""
+
+
+def measure_peak(
+    name: str, peer: Peer, operation: BenchOperation, request: BenchRequest, context: RankContext
+) -> Peak | LeftOut:
+    """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
+    found: list[int] = []
+
+    def phases() -> Iterator[None]:
+        """What a rank does, phase by phase; appends the fields of `RankPeak`."""
+        width, peer.width = peer.width, _SMALL
+        step = peer.prepare(operation, 0, "ordinary", "auto", {})
+        step.call()
+        step.call()
+        peer.width = width
+        del step
+        yield
+        meter = Meter()
+        yield
+        step = peer.prepare(operation, 0, "ordinary", "auto", {})
+        yield  # what is shared by two counts half for each, once both have it
+        found.append(meter.peak())
+        yield  # where ranks are threads, they have one peak
+        meter.reset()
+        yield
+        for _ in range(request.steps):
+            step.call()
+        yield
+        found.extend([meter.peak(), meter.shared()])
+
+    over: str | None = ""
+    phase = phases()
+    while not over:  # all ranks begin each phase together
+        over, problem = context.attempt(lambda: next(phase, "over"))
+        if problem:
+            return LeftOut(name, context.backend.world_size, problem, operation.name)
+    return Peak(
+        operation=operation.name,
+        ranks=context.backend.world_size,
+        peer=name,
+        gives_back=request.gives_back,
+        steps=request.steps,
+        by_rank=[RankPeak(*values) for values in context.gather(found)],
+    )
+
+
+# How much memory a process has, and had at most, is read from Linux's /proc:
+#
+#     peak       VmHWM: the most pages that were resident at the same time since the last reset,
+#                which is a 5 written to /proc/self/clear_refs (proc(5)). Nothing is missed between
+#                two looks, since the kernel keeps it
+#     pages that processes share
+#                RssShmem counts those that this process has touched, wholly, in each process. Of
+#                /proc/self/smaps_rollup, Pss_Shmem divides each page by the processes that have it,
+#                so that the sum over all ranks is what the host has given
+
+GIVES_BACK: Mapping[str, str] = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
+"""The environment in which glibc's malloc gives the memory of a tensor back as soon as it is freed.
+
+Else it raises that threshold by itself, up to 32 MiB, and keeps what is freed below it: what is
+resident is then what was ever needed, and what lies unused between (mallopt(3))."""
+
+
+def gives_back() -> bool:
+    """Whether `GIVES_BACK` means something here."""
+    return platform.libc_ver()[0] == "glibc"
+
+
+def lacks_peaks() -> str:
+    """Why peaks cannot be measured here; empty if they can."""
+    try:
+        _reset_peak()
+        _read_pages()
+    except (OSError, KeyError) as error:
+        return (
+            "the peak of a process is read from /proc/self/status and smaps_rollup, and reset by "
+            f"/proc/self/clear_refs, of Linux: {type(error).__name__}: {error}"
+        )
+    return ""
+
+
+class Meter:
+    """What this process has taken since it was made, in bytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        if gives_back():  # what was freed, too: it would hide what comes
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+        _reset_peak()
+        before = _read_pages()
+        self._before = before._replace(most=before.now)
+
+    def reset(self) -> None:
+        """Forget the peak: from now on it is that of what follows."""
+        _reset_peak()
+
+    def peak(self) -> int:
+        """This rank's share of the most that it had since the last reset.
+
+        That is what it has for itself, and its part of what is shared, peak - RssShmem + Pss_Shmem,
+        with the last two as they are now: pages stay when they have been touched once.
+        """
+        now, before = _read_pages(), self._before
+        private = (now.most - before.most) - (now.touched - before.touched)
+        return private + now.part - before.part
+
+    def shared(self) -> int:
+        """Its part of what it shares with others now. The sum over the ranks is the host's."""
+        return _read_pages().part - self._before.part
+
+
+class _Pages(NamedTuple):
+    """Bytes: resident now and at most, those of them that are shared, and this process's part."""
+
+    now: int
+    most: int
+    touched: int
+    part: int
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _read_pages() -> _Pages:
+    found = {}
+    for path in (Path("/proc/self/status"), Path("/proc/self/smaps_rollup")):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            words = value.split()
+            if len(words) == 2 and words[1] == "kB":
+                found[name] = int(words[0]) << 10
+    return _Pages(found["VmRSS"], found["VmHWM"], found["RssShmem"], found["Pss_Shmem"])
 
 
 if __name__ == "__main__":

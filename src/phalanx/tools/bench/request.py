@@ -1,8 +1,12 @@
-"""What is requested of a benchmark: from the words of a command line, checked before it starts."""
+"""What is requested of a benchmark, and what its ranks answer: what passes between the processes.
+
+A request is made from the words of a command line, and checked before anything starts.
+"""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,22 +39,22 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     width       of the layers of what is trained; 0: each operation's own
     measure     "time"; "peak" of memory, where an operation has one of interest
     steps       of training whose peak of memory is measured
-    gives_back  what is freed goes back to the system at once (see `peak.py`)
+    gives_back  what is freed goes back to the system at once (see `rank.py`)
     """
 
     operations: tuple[str, ...]
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
-    rounds: int = 11
-    seconds: float = 0.02
-    memories: tuple[str, ...] = ("ordinary",)
-    algorithms: tuple[str, ...] = ("auto",)
-    threads: int = 1
+    rounds: int
+    seconds: float
+    memories: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    threads: int
     timeout: float = 240.0
-    baseline: str = "gloo"
-    width: int = 0
-    measure: tuple[str, ...] = (TIME, PEAK)
-    steps: int = 10
+    baseline: str
+    width: int
+    measure: tuple[str, ...]
+    steps: int
     gives_back: bool = False
 
 
@@ -77,12 +81,9 @@ def make_request(
     _check("operation", named, [*(name for name in OPERATIONS if name != "copy"), *EXPANDED])
     taking_part = _words(backends)
     _check("backend", [*taking_part, baseline], peers)
-    if machine:
-        taking_part += MACHINE
-    memories, figures, by_name = _words(memory), _words(measure), _words(algorithms)
-    _check("kind of memory", memories, MEMORY_KINDS)
-    _check("algorithm", by_name, _ALGORITHMS)
-    _check("figure", figures, (TIME, PEAK))
+    memories = _check("kind of memory", _words(memory), MEMORY_KINDS)
+    by_name = _check("algorithm", _words(algorithms), _ALGORITHMS)
+    figures = _check("figure", _words(measure), (TIME, PEAK))
     if rounds < 1 or threads < 1 or not 0 < seconds < 60:
         raise MisuseError(
             f"--rounds {rounds}, --threads {threads}, --seconds {seconds:g}: it takes a round, a "
@@ -99,7 +100,7 @@ def make_request(
         raise MisuseError(f"--width {width}: a layer has one feature at least; 0 is the usual size")
     return BenchRequest(
         operations=tuple(dict.fromkeys(named)),
-        backends=tuple(dict.fromkeys(taking_part)),
+        backends=tuple(dict.fromkeys([*taking_part, *(MACHINE if machine else ())])),
         sizes=tuple(parse_sizes(sizes, factor)),
         rounds=rounds,
         seconds=seconds,
@@ -147,11 +148,12 @@ def _words(text: str) -> list[str]:
     return words
 
 
-def _check(what: str, words: Sequence[str], known: Iterable[str]) -> None:
+def _check(what: str, words: list[str], known: Iterable[str]) -> list[str]:
     names = list(dict.fromkeys(known))
     for word in words:
         if word not in names:
             raise MisuseError(f"there is no {what} {word!r}; there are: {', '.join(names)}")
+    return words
 
 
 # ------------------------------------------------------------------------------
@@ -196,3 +198,128 @@ def show_size(size: int) -> str:
     while size and unit < len(_UNITS) and size % 1024 == 0:
         size, unit = size >> 10, unit + 1
     return f"{size}{_UNITS[unit - 1] if unit else ''}"
+
+
+# ------------------------------------------------------------------------------
+# What ranks answer: `Message`s.
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What is timed: a peer, a kind of memory, and an algorithm if one was requested by name."""
+
+    peer: str
+    memory: str = "ordinary"
+    algorithm: str = "auto"
+
+    def __str__(self) -> str:
+        memory = self.memory if self.memory != "ordinary" else ""
+        algorithm = self.algorithm if self.algorithm != "auto" else ""
+        return " ".join(word for word in (self.peer, algorithm, memory) if word)
+
+
+class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
+    """One entry's figures for one size of message.
+
+    bytes    of the larger of what a rank gives and gets; may be a little more than was requested
+    calls    in a round, one after the other
+    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls
+    bus      the factor of the bus bandwidth
+    wrong    elements, on all ranks and in all rounds, that were not what they had to be
+    """
+
+    operation: str
+    ranks: int
+    bytes: int
+    entry: Entry
+    calls: int
+    seconds: list[float]
+    bus: float
+    wrong: int = 0
+
+    @property
+    def median(self) -> float:
+        """The median round's seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between these lies half of the rounds."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes a second; times `bus` it is comparable with what one link can carry."""
+        return self.bytes / self.median
+
+    def times(self, other: ResultLine) -> float:
+        """How many times as long as the other's a call took: medians, one over the other.
+
+        Rounds of training steps are few and long: each is compared with the other's of the same
+        round, when the machine had as much else to do, and the median of these ratios counts.
+        """
+        if OPERATIONS[self.operation].training:
+            pairs = zip(self.seconds, other.seconds, strict=True)
+            return statistics.median(own / others for own, others in pairs)
+        return self.median / other.median
+
+    def __str__(self) -> str:
+        return f"{self.operation} {show_size(self.bytes)} x {self.ranks} ranks, {self.entry}"
+
+
+class LeftOut(msgspec.Struct, tag="left out", frozen=True):
+    """A peer that was requested and is not measured; `operation` "": not in any operation."""
+
+    peer: str
+    ranks: int
+    reason: str
+    operation: str = ""
+
+
+class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
+    """One of Phalanx's own backends takes part: which class it is, and each rank's host."""
+
+    peer: str
+    backend: str
+    hosts: tuple[int, ...]
+
+
+class Progress(msgspec.Struct, tag="progress", frozen=True):
+    """What is being done now."""
+
+    text: str
+
+
+class RankPeak(msgspec.Struct, frozen=True):
+    """Bytes that one rank had besides what it began with.
+
+    building  at most, until the model was ready to be trained
+    training  at most, from then on
+    shared    in the end: its part of memory that ranks share, which is in the other two. The sum
+              over the ranks is what there is of it on the host
+    """
+
+    building: int
+    training: int
+    shared: int
+
+
+class Peak(msgspec.Struct, kw_only=True, tag="peak"):
+    """One peer's peaks of memory, rank by rank, in processes that had nothing else to do."""
+
+    operation: str
+    ranks: int
+    peer: str
+    gives_back: bool
+    steps: int
+    by_rank: list[RankPeak]
+
+    @property
+    def largest(self) -> int:
+        """Training, on the rank that had most."""
+        return max(peak.training for peak in self.by_rank)
+
+
+Message = ResultLine | LeftOut | BackendInfo | Peak | Progress

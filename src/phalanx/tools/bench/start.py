@@ -30,17 +30,17 @@ from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.store import hold_store
 from phalanx.tools.bench.operations import OPERATIONS
-from phalanx.tools.bench.peak import GIVES_BACK, gives_back, lacks_peaks
 from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, find_mpirun
-from phalanx.tools.bench.rank import FOUND, REQUEST, run_rank
-from phalanx.tools.bench.request import PEAK, TIME, BenchRequest
-from phalanx.tools.bench.results import (
-    BenchReport,
-    LeftOut,
-    Message,
-    Progress,
-    describe_machine,
+from phalanx.tools.bench.rank import (
+    FOUND,
+    GIVES_BACK,
+    REQUEST,
+    gives_back,
+    lacks_peaks,
+    run_rank,
 )
+from phalanx.tools.bench.report import BenchReport, describe_machine
+from phalanx.tools.bench.request import PEAK, TIME, BenchRequest, LeftOut, Message, Progress
 
 _PEAKS = "the peak of memory"
 
@@ -145,30 +145,36 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
             yield LeftOut(name, ranks, f"mpirun does not start anything here: {problem}")
         rest = tuple(name for name in request.backends if name not in over_mpi)
         request, over_mpi = msgspec.structs.replace(request, backends=rest), []
+    scripts = dict.fromkeys(peers[name].script for name in request.backends)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(_working_folder()))
         reaper = stack.enter_context(Reaper(str(folder)))
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
         (folder / FOUND).touch()
         _store, port = hold_store("127.0.0.1", 0, timeout=request.timeout)
-        shared = _environment(request, port)
-        scripts = dict.fromkeys(peers[name].script for name in request.backends)
         program = [sys.executable, "-m", "phalanx.tools.bench.rank", str(folder)]
         program += [script for script in scripts if script]
-        names, sizes = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        places = [
-            dict.fromkeys(names, str(rank)) | dict.fromkeys(sizes, str(ranks))
-            for rank in range(ranks)
-        ]
+        places = [(str(rank), str(ranks)) for rank in range(ranks)]
         if over_mpi:  # mpirun gives them their places
-            program, places = [*_mpirun(ranks), *program], [{}]
+            program, places = [*_mpirun(ranks), *program], [("", "")]
+        shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
+        shared |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            STORE_VARIABLE: f"127.0.0.1:{port}",
+            "PHALANX_TOKEN": secrets.token_hex(32),
+            "OMP_NUM_THREADS": str(request.threads),
+            "PYTHONUNBUFFERED": "1",
+            **(GIVES_BACK if request.gives_back else {}),
+        }
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
-        for number, place in enumerate(places):
+        for number, (rank, size) in enumerate(places):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             output = stack.enter_context((folder / f"output-{number}").open("wb"))
             process = subprocess.Popen(
                 program,
-                env=shared | place,
+                env=shared | (place if rank else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -210,24 +216,15 @@ def _try_mpirun() -> str:
     return next(said, f"exit code {ended.returncode}")
 
 
-def _environment(request: BenchRequest, port: int) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
-    return env | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        STORE_VARIABLE: f"127.0.0.1:{port}",
-        "PHALANX_TOKEN": secrets.token_hex(32),
-        "OMP_NUM_THREADS": str(request.threads),
-        "PYTHONUNBUFFERED": "1",
-        **(GIVES_BACK if request.gives_back else {}),
-    }
-
-
 def _listen(folder: Path, processes: list[subprocess.Popen[bytes]]) -> Iterator[Message]:
     """What rank 0 writes, until all ranks have ended."""
-    heard = time.monotonic()
+
+    def last_lines(number: int) -> str:
+        text = (folder / f"output-{number}").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-_LAST_LINES:])
+
+    heard, rest = time.monotonic(), b""
     with (folder / FOUND).open("rb") as file:
-        rest = b""
         while True:
             ended = [process.poll() for process in processes]
             *lines, rest = (rest + file.read()).split(b"\n")
@@ -235,35 +232,26 @@ def _listen(folder: Path, processes: list[subprocess.Popen[bytes]]) -> Iterator[
                 heard = time.monotonic()
                 yield msgspec.json.decode(line, type=Message)
             if any(ended):
-                raise _failure(folder, processes, next(n for n, code in enumerate(ended) if code))
+                break
             if all(code == 0 for code in ended):
                 return
             if time.monotonic() - heard > _SILENCE:
                 raise DistributedError(
                     f"nothing was heard of the ranks for {_SILENCE:g} s, so they were ended: leave "
-                    f"out the backend that was last at work. {_last_lines(folder, 0)}"
+                    f"out the backend that was last at work. {last_lines(0)}"
                 )
             time.sleep(_POLL)
-
-
-def _failure(
-    folder: Path, processes: list[subprocess.Popen[bytes]], failed: int
-) -> DistributedError:
     deadline = time.monotonic() + GRACE  # whoever lost a peer ends before the peer itself, perhaps
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(_POLL)
     said = "\n".join(
-        f"--- {'rank ' + str(n) if len(processes) > 1 else 'mpirun'}, exit code {process.poll()}:\n"
-        f"{_last_lines(folder, n)}"
-        for n, process in enumerate(processes)
-        if process.poll() != 0
+        f"--- {'rank ' + str(number) if len(processes) > 1 else 'mpirun'}, exit code {code}:\n"
+        f"{last_lines(number)}"
+        for number, code in enumerate(process.poll() for process in processes)
+        if code != 0
     )
-    return PeerLostError(f"a rank of the benchmark failed\n{said}", peer=failed)
-
-
-def _last_lines(folder: Path, number: int) -> str:
-    text = (folder / f"output-{number}").read_text(errors="replace")
-    return "\n".join(text.splitlines()[-_LAST_LINES:])
+    failed = next(number for number, code in enumerate(ended) if code)
+    raise PeerLostError(f"a rank of the benchmark failed\n{said}", peer=failed)
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:

