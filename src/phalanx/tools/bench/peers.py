@@ -210,11 +210,10 @@ class Phalanx(Peer):
         self.memories = frozenset({"ordinary", "fresh", "into"})
         if any(context.gather(backend.registers_memory)):
             self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
-        # A unit of FSDP is a layer.
-        sharded = partial(FSDP, strategy=ShardingStrategy.FULL_SHARD, unit=nn.Linear)
 
         def fully_sharded(module: nn.Module) -> TrainedModel:
-            model = sharded(module, backend)
+            """A unit is a layer."""
+            model = FSDP(module, backend, strategy=ShardingStrategy.FULL_SHARD, unit=nn.Linear)
             return TrainedModel(model, model.full_state_dict, model.load_state_dict)
 
         messages = partial(self.messages, send=backend.send, recv=backend.recv)
@@ -461,45 +460,39 @@ class Socket(Peer):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self.does = dict.fromkeys(MOVING, partial(self.messages, send=self._send, recv=self._recv))
         one_host = len(set(context.backend.topology)) == 1
         own = address_toward(context.master, _ANY_PORT, one_host=one_host)
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        listener: socket.socket | None = None
-        if self.rank % 2 == 0:
-            listener = socket.create_server((own, 0), family=family)
-        listening = context.gather((own, listener.getsockname()[1] if listener else 0))
-        self._socket: socket.socket | None = None
-        if listener is not None:
-            if self.rank + 1 < self.size:
-                listener.settimeout(context.timeout)
-                self._socket, _ = listener.accept()
-            listener.close()
-        else:
-            self._socket = socket.create_connection(listening[self.rank - 1], context.timeout)
-        if self._socket is not None:
-            self._socket.settimeout(None)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_server((own, 0), family=family) as listener:
+            listening = context.gather((own, listener.getsockname()[1]))
+            listener.settimeout(context.timeout)
+            if self.rank % 2:
+                plain = socket.create_connection(listening[self.rank - 1], context.timeout)
+            elif self.rank + 1 < self.size:
+                plain, _ = listener.accept()
+            else:  # the last of an odd number has nobody
+                plain = socket.socket(family)
+        plain.settimeout(None)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = plain
 
-    def _send(self, tensor: Tensor, peer: int) -> None:
-        assert self._socket is not None
-        self._socket.sendall(tensor_bytes(tensor))
+        def recv(tensor: Tensor, peer: int) -> None:
+            view, got = tensor_bytes(tensor), 0
+            while got < len(view):
+                count = plain.recv_into(view[got:])
+                if count == 0:
+                    raise ConnectionError(f"rank {peer} has closed the plain socket")
+                got += count
 
-    def _recv(self, tensor: Tensor, peer: int) -> None:
-        assert self._socket is not None
-        view = tensor_bytes(tensor)
-        got = 0
-        while got < len(view):
-            count = self._socket.recv_into(view[got:])
-            if count == 0:
-                raise ConnectionError(f"rank {peer} has closed the plain socket")
-            got += count
+        def send(tensor: Tensor, peer: int) -> None:
+            plain.sendall(tensor_bytes(tensor))
+
+        self.does = dict.fromkeys(MOVING, partial(self.messages, send=send, recv=recv))
 
     def close(self) -> None:
         """Hang up."""
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.close()
+        with suppress(OSError):
+            self._socket.close()
 
 
 class Copy(Peer):

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -222,42 +221,43 @@ _MOST_CALLS = 10_000
 
 @dataclass
 class Timing:
-    """What one entry took, on the slowest rank, and how many elements were wrong on all."""
+    """One entry's calls on this rank, and what they took, on the slowest rank.
 
+    calls    in a round
+    seconds  of a call, in each round that counts
+    wrong    elements that came out wrong, on all ranks
+    filled   whether what is given is in memory; another entry may write to the same
+    """
+
+    call: PreparedCall = field(compare=False)
+    context: RankContext = field(compare=False)
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
+    filled: bool = False
 
-
-class _Stretches:
-    """One entry's calls on this rank, with the values that they take and must give."""
-
-    def __init__(self, call: PreparedCall, rank: int, size: int) -> None:
-        self.call = call
-        operation = call.operation
-        self.given = values_of(operation.given, rank, size, call.n)
-        self.expected = values_of(operation.expected, rank, size, call.n)
-        self.longest = longest_stretch(operation, size, in_place=call.in_place)
-        self.growth = float(size) if operation.name == "all_reduce" and call.in_place else 1.0
-        self.filled = False
-
-    def run(self, calls: int) -> tuple[float, int]:
-        """The seconds of as many calls, and how many elements came out wrong."""
-        seconds, wrong, call = 0.0, 0, self.call
+    def run(self, calls: int) -> float:
+        """The seconds of as many calls; counts how many elements come out wrong."""
+        call, operation, seconds = self.call, self.call.operation, 0.0
+        rank, size = self.context.backend.rank, self.context.backend.world_size
+        expected = values_of(operation.expected, rank, size, call.n)
+        summed_up = operation.name == "all_reduce" and call.in_place
+        longest = longest_stretch(operation, size, in_place=call.in_place)
         while calls:
-            stretch = min(calls, self.longest)
+            stretch = min(calls, longest)
             calls -= stretch
-            if self.expected and not call.in_place:
+            if expected and not call.in_place:
                 call.out.fill_(POISON)
             if call.in_place or not self.filled:
-                fill(call.source, self.given)
+                fill(call.source, values_of(operation.given, rank, size, call.n))
                 call.load()
                 self.filled = True
             seconds += self._time(stretch)
             call.store()
-            wrong += call.count_wrong(stretch)
-            wrong += count_wrong(call.out, self.expected, self.growth ** (stretch - 1))
-        return seconds, wrong
+            self.wrong += call.count_wrong(stretch)
+            factor = float(size) ** (stretch - 1) if summed_up else 1.0
+            self.wrong += count_wrong(call.out, expected, factor)
+        return seconds
 
     def _time(self, calls: int) -> float:
         call, finish = self.call.call, self.call.finish
@@ -270,6 +270,24 @@ class _Stretches:
         if self.call.fresh and isinstance(result, Tensor):
             self.call.out = result
         return spent
+
+    def warm_up(self, seconds: float) -> str:
+        """Find out how many calls make a round; return why it cannot be done, or nothing."""
+        calls, passes = 1, 0
+        while True:
+            self.context.backend.barrier()
+            spent, problem = self.context.attempt(partial(self.run, calls))
+            if spent is None or problem:
+                return problem.partition("\n")[0]
+            passes += 1
+            spent = max(self.context.gather(spent))
+            wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
+            wanted = max(self.call.operation.least, wanted)
+            # The first pass connects, compiles and touches memory: it says little.
+            if passes > 1 and (spent > seconds / 2 or calls >= wanted):
+                self.calls = wanted
+                return ""
+            calls = min(wanted, 8 * calls)
 
 
 def time_rounds(
@@ -288,54 +306,30 @@ def time_rounds(
 
     Returns a timing for each, and for those that could not do it the reason.
     """
-    backend = context.backend
-    entries: dict[str, _Stretches] = {}
     timings: dict[str, Timing] = {}
     failures: dict[str, str] = {}
     for name, call in calls.items():
         say(f"{name}: warming up")
-        stretches, timing = _Stretches(call, backend.rank, backend.world_size), Timing()
-        if problem := _warm_up(stretches, timing, context, seconds):
+        timing = Timing(call, context)
+        if problem := timing.warm_up(seconds):
             failures[name] = problem
         else:
-            entries[name], timings[name] = stretches, timing
-    order = list(entries)
+            timings[name] = timing
+    order = list(timings.values())
     for number in range(rounds if order else 0):
         say(f"round {number + 1} of {rounds}")
-        own: dict[str, float] = {}
-        for place in range(len(order)):
-            name = order[(number + place) % len(order)]
-            backend.barrier()
-            entries[name].filled = False  # another may have written to the same memory
-            spent, wrong = entries[name].run(timings[name].calls)
-            own[name] = spent / entries[name].call.operation.trips
-            timings[name].wrong += wrong
-        everybodys = context.gather([own[name] for name in order])
-        for name, *taken in zip(order, *everybodys, strict=True):
-            timings[name].seconds.append(max(taken) / timings[name].calls)
-    for name in order:
-        timings[name].wrong = sum(context.gather(timings[name].wrong))
+        own = [0.0] * len(order)
+        for turn in range(number, number + len(order)):
+            place = turn % len(order)
+            timing = order[place]
+            context.backend.barrier()
+            timing.filled = False
+            own[place] = timing.run(timing.calls) / timing.call.operation.trips
+        for timing, *spent in zip(order, *context.gather(own), strict=True):
+            timing.seconds.append(max(spent) / timing.calls)
+    for timing in order:
+        timing.wrong = sum(context.gather(timing.wrong))
     return timings, failures
-
-
-def _warm_up(stretches: _Stretches, timing: Timing, context: RankContext, seconds: float) -> str:
-    """Find out how many calls make a round; return why it cannot be done, or nothing."""
-    calls, passes = 1, 0
-    while True:
-        context.backend.barrier()
-        result, problem = context.attempt(partial(stretches.run, calls))
-        if result is None or problem:
-            return problem.partition("\n")[0]
-        timing.wrong += result[1]
-        passes += 1
-        spent = max(context.gather(result[0]))
-        wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
-        wanted = max(stretches.call.operation.least, wanted)
-        # The first pass connects, compiles and touches memory: it says little.
-        if passes > 1 and (spent > seconds / 2 or calls >= wanted):
-            timing.calls = wanted
-            return ""
-        calls = min(wanted, 8 * calls)
 
 
 # ------------------------------------------------------------------------------
@@ -438,7 +432,7 @@ class Meter:
             ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
         _reset_peak()
         before = _read_pages()
-        self._before = before._replace(most=before.now)
+        self._before = before | {"VmHWM": before["VmRSS"]}
 
     def reset(self) -> None:
         """Forget the peak: from now on it is that of what follows."""
@@ -450,29 +444,20 @@ class Meter:
         That is what it has for itself, and its part of what is shared, peak - RssShmem + Pss_Shmem,
         with the last two as they are now: pages stay when they have been touched once.
         """
-        now, before = _read_pages(), self._before
-        private = (now.most - before.most) - (now.touched - before.touched)
-        return private + now.part - before.part
+        grown = {name: now - self._before[name] for name, now in _read_pages().items()}
+        return grown["VmHWM"] - grown["RssShmem"] + grown["Pss_Shmem"]
 
     def shared(self) -> int:
         """Its part of what it shares with others now. The sum over the ranks is the host's."""
-        return _read_pages().part - self._before.part
-
-
-class _Pages(NamedTuple):
-    """Bytes: resident now and at most, those of them that are shared, and this process's part."""
-
-    now: int
-    most: int
-    touched: int
-    part: int
+        return _read_pages()["Pss_Shmem"] - self._before["Pss_Shmem"]
 
 
 def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _read_pages() -> _Pages:
+def _read_pages() -> dict[str, int]:
+    """Bytes that are resident now and at most, and the shared ones of them, by Linux's names."""
     found = {}
     for path in (Path("/proc/self/status"), Path("/proc/self/smaps_rollup")):
         for line in path.read_text().splitlines():
@@ -480,7 +465,7 @@ def _read_pages() -> _Pages:
             words = value.split()
             if len(words) == 2 and words[1] == "kB":
                 found[name] = int(words[0]) << 10
-    return _Pages(found["VmRSS"], found["VmHWM"], found["RssShmem"], found["Pss_Shmem"])
+    return {name: found[name] for name in ("VmRSS", "VmHWM", "RssShmem", "Pss_Shmem")}
 
 
 if __name__ == "__main__":

@@ -119,6 +119,72 @@ def describe_machine() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------
+# Figures, and JSON of them.
+
+
+def _indented(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def as_json(report: BenchReport) -> bytes:
+    """What was requested, the machine, and for each line its figures and all rounds.
+
+    For peaks of memory: what every rank had, in bytes, beside the plain theory.
+    """
+    left_out = [msgspec.structs.asdict(left) for left in report.left_out]
+    return _indented(
+        {
+            "ask": report.request,
+            "machine": report.machine,
+            "left_out": left_out,
+            "lines": [_figures(report, line) for line in report.lines],
+            "peaks": [_peak_figures(report, peak) for peak in report.peaks],
+        }
+    )
+
+
+def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
+    low, high = line.quartiles
+    bandwidth = line.bytes / line.median / 1e9
+    base, alone = (report.beside(line, peer) for peer in (report.request.baseline, _ALONE))
+    return {
+        "operation": line.operation,
+        "ranks": line.ranks,
+        "bytes": line.bytes,
+        "contender": str(line.entry),
+        **msgspec.structs.asdict(line.entry),
+        "calls": line.calls,
+        "median_us": line.median * 1e6,
+        "quartiles_us": [low * 1e6, high * 1e6],
+        "lowest_us": min(line.seconds) * 1e6,
+        "highest_us": max(line.seconds) * 1e6,
+        "algorithm_GBps": bandwidth,
+        "bus_GBps": bandwidth * line.bus,  # comparable with what one link can carry
+        f"of_{_ALONE}": line.times(alone) if alone else None,
+        f"times_{report.request.baseline}": base.times(line) if base else None,
+        "wrong": line.wrong,
+        "rounds_us": [seconds * 1e6 for seconds in line.seconds],
+    }
+
+
+def _peak_figures(report: BenchReport, peak: Peak) -> dict[str, Any]:
+    task = task_of(peak.operation, report.request.width)
+    return {
+        "operation": peak.operation,
+        "ranks": peak.ranks,
+        "peer": peak.peer,
+        "gives_back": peak.gives_back,
+        "steps": peak.steps,
+        "building_bytes": [rank.building for rank in peak.by_rank],
+        "training_bytes": [rank.training for rank in peak.by_rank],
+        "shared_bytes": [rank.shared for rank in peak.by_rank],
+        "parameter_bytes": task.model_bytes,
+        "gradient_bytes": task.model_bytes,
+        "layer_bytes": task.layer_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------
 # Tables.
 
 
@@ -132,7 +198,7 @@ def tables(report: BenchReport) -> Iterator[Table]:
         return (peak.ranks, peak.operation, peak.gives_back)
 
     for _, peaks in itertools.groupby(sorted(report.peaks, key=kind), key=kind):
-        yield _peak_table(report, list(peaks))
+        yield _peak_table(list(peaks), report.request.baseline)
 
 
 def _new_table(title: str, *headings: str) -> Table:
@@ -144,49 +210,47 @@ def _new_table(title: str, *headings: str) -> Table:
 
 
 def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLine]) -> Table:
-    row = OPERATIONS[operation]
+    row, baseline = OPERATIONS[operation], report.request.baseline
     title = f"{operation}, {ranks} ranks"
-    rate_headings = ["alg GB/s", "bus GB/s"]
+    rates = {"alg GB/s": "algorithm_GBps", "bus GB/s": "bus_GBps"}
     if row.training:
         title += f": {task_of(operation, report.request.width)}"
-        rate_headings = [f"of {_ALONE}"]
-    headings = ["bytes", "", "us", "lowest", "quartiles", *rate_headings]
-    table = _new_table(title, *headings, f"x {report.request.baseline}", "wrong")
+        rates = {f"of {_ALONE}": f"of_{_ALONE}"}
+    table = _new_table(
+        title, *("bytes", "", "us", "lowest", "quartiles", *rates, f"x {baseline}", "wrong")
+    )
+    digits = 2 if row.training else 3
     for size, group in itertools.groupby(lines, lambda line: line.bytes):
         table.add_section()
         for number, line in enumerate(group):
-            bandwidth = line.algorithm_bandwidth
-            rates = [f"{rate / 1e9:.3f}" for rate in (bandwidth, bandwidth * line.bus)]
-            if row.training:
-                alone = report.beside(line, _ALONE)
-                rates = [f"{line.times(alone):.2f}" if alone is not None else ""]
-            elif not row.source:  # no bytes are moved
-                rates = ["", ""]
-            base = report.beside(line, report.request.baseline)
-            compared = base not in (None, line) and line.entry.peer not in MACHINE
-            low, high = line.quartiles
+            figures, is_machine = _figures(report, line), line.entry.peer in MACHINE
+            is_base = report.beside(line, baseline) == line
+            moved = row.training or row.source  # of a barrier there is no bandwidth
             table.add_row(
                 show_size(size) if number == 0 and row.source else "",
-                str(line.entry),
-                _us(line.median),
-                _us(min(line.seconds)),
-                f"{_us(low)} - {_us(high)}",
-                *rates,
-                f"{base.times(line):.2f}" if base is not None and compared else "",
+                figures["contender"],
+                _us(figures["median_us"]),
+                _us(figures["lowest_us"]),
+                " - ".join(map(_us, figures["quartiles_us"])),
+                *(_ratio(figures[name], digits) if moved else "" for name in rates.values()),
+                "" if is_base or is_machine else _ratio(figures[f"times_{baseline}"]),
                 f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
-                style="dim" if line.entry.peer in MACHINE else "",
+                style="dim" if is_machine else "",
             )
     return table
 
 
-def _us(seconds: float) -> str:
-    us = seconds * 1e6
+def _ratio(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _us(us: float) -> str:
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
 
-def _peak_table(report: BenchReport, peaks: list[Peak]) -> Table:
+def _peak_table(peaks: list[Peak], baseline: str) -> Table:
     """Of one operation, number of ranks, and way of freeing."""
-    first, baseline = peaks[0], report.request.baseline
+    first = peaks[0]
     mode = ", freed memory given back" if first.gives_back else ""
     table = _new_table(
         f"{first.operation}, {first.ranks} ranks: peak MiB of a rank{mode}",
@@ -194,15 +258,16 @@ def _peak_table(report: BenchReport, peaks: list[Peak]) -> Table:
     )
     base = next((peak for peak in peaks if peak.peer == baseline), None)
     for peak in peaks:
-        compared = peak is not base and peak.peer not in MACHINE and peak.largest
+        is_machine = peak.peer in MACHINE
+        compared = base not in (None, peak) and not is_machine and peak.largest
         table.add_row(
             peak.peer,
             _mib(max(rank.building for rank in peak.by_rank)),
             _mib(peak.largest),
             _mib(sum(rank.training for rank in peak.by_rank)),
             _mib(sum(rank.shared for rank in peak.by_rank)),
-            f"{base.largest / peak.largest:.2f}" if base is not None and compared else "",
-            style="dim" if peak.peer in MACHINE else "",
+            _ratio(base.largest / peak.largest if base is not None and compared else None),
+            style="dim" if is_machine else "",
         )
     return table
 
@@ -279,73 +344,6 @@ def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
                 f"{operation}, {ranks} ranks, {peer}: auto takes {ratio:.2f} of the best "
                 f"algorithm's time at most (at {show_size(size)}, beside {best})"
             )
-
-
-# ------------------------------------------------------------------------------
-# JSON.
-
-
-def _indented(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
-
-
-def as_json(report: BenchReport) -> bytes:
-    """What was requested, the machine, and for each line its figures and all rounds.
-
-    For peaks of memory: what every rank had, in bytes, beside the plain theory.
-    """
-    left_out = [msgspec.to_builtins(left) for left in report.left_out]
-    for left in left_out:
-        del left["type"]
-    return _indented(
-        {
-            "ask": msgspec.to_builtins(report.request),
-            "machine": report.machine,
-            "left_out": left_out,
-            "lines": [_line_as_json(report, line) for line in report.lines],
-            "peaks": [_peak_as_json(report, peak) for peak in report.peaks],
-        }
-    )
-
-
-def _line_as_json(report: BenchReport, line: ResultLine) -> dict[str, Any]:
-    low, high = line.quartiles
-    base, alone = (report.beside(line, peer) for peer in (report.request.baseline, _ALONE))
-    return {
-        "operation": line.operation,
-        "ranks": line.ranks,
-        "bytes": line.bytes,
-        "contender": str(line.entry),
-        **msgspec.structs.asdict(line.entry),
-        "calls": line.calls,
-        "median_us": line.median * 1e6,
-        "quartiles_us": [low * 1e6, high * 1e6],
-        "lowest_us": min(line.seconds) * 1e6,
-        "highest_us": max(line.seconds) * 1e6,
-        "algorithm_GBps": line.algorithm_bandwidth / 1e9,
-        "bus_GBps": line.algorithm_bandwidth * line.bus / 1e9,
-        f"of_{_ALONE}": line.times(alone) if alone else None,
-        f"times_{report.request.baseline}": base.times(line) if base else None,
-        "wrong": line.wrong,
-        "rounds_us": [seconds * 1e6 for seconds in line.seconds],
-    }
-
-
-def _peak_as_json(report: BenchReport, peak: Peak) -> dict[str, Any]:
-    task = task_of(peak.operation, report.request.width)
-    return {
-        "operation": peak.operation,
-        "ranks": peak.ranks,
-        "peer": peak.peer,
-        "gives_back": peak.gives_back,
-        "steps": peak.steps,
-        "building_bytes": [rank.building for rank in peak.by_rank],
-        "training_bytes": [rank.training for rank in peak.by_rank],
-        "shared_bytes": [rank.shared for rank in peak.by_rank],
-        "parameter_bytes": task.model_bytes,
-        "gradient_bytes": task.model_bytes,
-        "layer_bytes": task.layer_bytes,
-    }
 
 
 # ------------------------------------------------------------------------------

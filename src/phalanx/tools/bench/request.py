@@ -244,15 +244,9 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     @property
     def quartiles(self) -> tuple[float, float]:
         """Between these lies half of the rounds."""
-        if len(self.seconds) < 2:
-            return self.seconds[0], self.seconds[0]
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        seconds = self.seconds if len(self.seconds) > 1 else 2 * self.seconds
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return low, high
-
-    @property
-    def algorithm_bandwidth(self) -> float:
-        """Bytes a second; times `bus` it is comparable with what one link can carry."""
-        return self.bytes / self.median
 
     def times(self, other: ResultLine) -> float:
         """How many times as long as the other's a call took: medians, one over the other.
