@@ -173,12 +173,13 @@ def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -
     assert first == second
     assert isinstance(first, Peak)
     assert (first.peer, first.ranks, first.steps, first.gives_back) == ("it", 2, 3, False)
-    assert len(first.by_rank) == 2
-    for held in first.by_rank:
-        assert abs(held.building - (2 * model + 32 * MIB)) < SLACK
+    by_rank = list(zip(first.building, first.training, first.shared, strict=True))
+    assert len(by_rank) == 2
+    for building, training, shared in by_rank:
+        assert abs(building - (2 * model + 32 * MIB)) < SLACK
         needed = 4 * model + 16 * MIB  # the C library may still have what building freed
-        assert needed - SLACK < held.training < needed + 32 * MIB + SLACK
-        assert abs(held.shared) < MIB
+        assert needed - SLACK < training < needed + 32 * MIB + SLACK
+        assert abs(shared) < MIB
 
 
 def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:

@@ -24,7 +24,6 @@ from phalanx.tools.bench.request import (
     Message,
     Peak,
     Progress,
-    RankPeak,
     ResultLine,
     make_request,
 )
@@ -222,11 +221,15 @@ def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
 
 
 def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
-    by_rank = [
-        RankPeak(building=20 << 20, training=mib << 20, shared=shared << 20) for mib in training
-    ]
     return Peak(
-        operation="fsdp", ranks=2, peer=peer, gives_back=gives_back, steps=10, by_rank=by_rank
+        operation="fsdp",
+        ranks=2,
+        peer=peer,
+        gives_back=gives_back,
+        steps=10,
+        building=[20 << 20 for _ in training],
+        training=[mib << 20 for mib in training],
+        shared=[shared << 20 for _ in training],
     )
 
 

@@ -144,6 +144,12 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     assert any("4 lines that are no events" in note for note in merged.notes)
 
 
+def test_an_event_without_times_is_one_that_took_none(tmp_path: Path) -> None:
+    with Rank(tmp_path, 0).path.open("a") as file:
+        file.write('{"ph":"X","name":"a"},\n')
+    assert slices(merge(tmp_path).path) == [(0, 0.0, 0.0)]
+
+
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_no_file_is_too_strange(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]

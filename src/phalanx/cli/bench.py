@@ -138,24 +138,19 @@ def bench_command(
 
     `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
     """
-    from phalanx.tools.bench.peers import PEERS  # noqa: PLC0415
-    from phalanx.tools.bench.request import (  # noqa: PLC0415
-        make_request,
-        make_tuning_request,
-        parse_ranks,
-    )
+    from phalanx.tools.bench import peers, request  # noqa: PLC0415
 
-    peers = PEERS if context.obj is None else context.obj
-    files = _Files(json_file, plot, tune)
-    options: dict[str, Any] = {**context.params, "peers": peers}
+    table = peers.PEERS if context.obj is None else context.obj
+    options: dict[str, Any] = {**context.params, "peers": table}
     for name in ("operations", "ranks", "json_file", "plot", "tune"):
         del options[name]  # the others are those of a request, by the same names
     if tune is None:
-        request = make_request(operations or ["all_reduce"], **options)
+        wanted = request.make_request(operations or ["all_reduce"], **options)
     else:
-        request = make_tuning_request(operations or [], **options)
+        wanted = request.make_tuning_request(operations or [], **options)
+    files = _Files(json_file, plot, tune)
     files.check()
-    raise typer.Exit(_bench(request, parse_ranks(ranks), peers, files))
+    raise typer.Exit(_bench(wanted, request.parse_ranks(ranks), table, files))
 
 
 class _Files(NamedTuple):
@@ -175,45 +170,34 @@ class _Files(NamedTuple):
         if self.plot is not None:
             check_plot(self.plot)
 
-    def write(self, report: BenchReport) -> None:
-        """Write them, and say what each is."""
-        from phalanx.tools.bench.report import as_json, as_tuning, draw  # noqa: PLC0415
-
-        if self.json is not None:
-            self.json.write_bytes(as_json(report))
-            typer.echo(f"{self.json}: all figures")
-        if self.plot is not None:
-            draw(report, self.plot)
-            typer.echo(f"{self.plot}: the picture")
-        if self.tune is not None:
-            self.tune.write_bytes(as_tuning(report))
-            typer.echo(
-                f"{self.tune}: with PHALANX_TUNING={self.tune} in the environment of every rank, "
-                "and the same file on every host, auto picks by it"
-            )
-
 
 def _bench(request: BenchRequest, ranks: list[int], peers: PeerTable, files: _Files) -> int:
     """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
     from rich.console import Console  # noqa: PLC0415
 
-    from phalanx.tools.bench.request import Message, Progress  # noqa: PLC0415
-    from phalanx.tools.bench.start import new_report, run_bench  # noqa: PLC0415
+    from phalanx.tools.bench import report as reports  # noqa: PLC0415
+    from phalanx.tools.bench import start  # noqa: PLC0415
 
-    report = new_report(request, ranks, peers)
+    report = start.new_report(request, ranks, peers)
     try:
         with Console(stderr=True).status("starting ranks") as status:
-
-            def hear(message: Message) -> None:
-                if isinstance(message, Progress):
-                    status.update(message.text)
-
-            if not run_bench(report, hear):
+            if not start.run_bench(report, status.update):
                 return 0
     finally:
         if report.lines or report.peaks or report.left_out:
             _show(report)
-    files.write(report)
+    if files.json is not None:
+        files.json.write_bytes(reports.as_json(report))
+        typer.echo(f"{files.json}: all figures")
+    if files.plot is not None:
+        reports.draw(report, files.plot)
+        typer.echo(f"{files.plot}: the picture")
+    if files.tune is not None:
+        files.tune.write_bytes(reports.as_tuning(report))
+        typer.echo(
+            f"{files.tune}: with PHALANX_TUNING={files.tune} in the environment of every rank, "
+            "and the same file on every host, auto picks by it"
+        )
     return 1 if report.wrong else 0
 
 

@@ -19,9 +19,11 @@ import mmap
 import os
 import re
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,6 @@ class MergedTrace:
     path: Path
     ranks: list[RankSummary]
     collectives: int
-    hosts: list[str]
     notes: list[str]
 
     @property
@@ -94,7 +95,7 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
         ranks: dict[int, RankSummary] = {}
         for file in files:
             ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
-        stragglers = Stragglers()
+        stragglers = Stragglers(ranks)
         part = output.with_name(f"{output.name}.part")
         try:
             with part.open("wb") as out:
@@ -111,12 +112,8 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
             raise MisuseError(
                 f"{output} cannot be written ({error}): name another file with -o"
             ) from error
-        for rank, summary in ranks.items():
-            summary.last = stragglers.times.get(rank, 0)
-            summary.late = stragglers.seconds.get(rank, 0.0)
-        hosts = sorted({file.host for file in files})
-        in_order = [ranks[rank] for rank in sorted(ranks)]
-        return MergedTrace(output, in_order, stragglers.collectives, hosts, _notes(files, hosts))
+        ordered = [ranks[rank] for rank in sorted(ranks)]
+        return MergedTrace(output, ordered, stragglers.collectives, _notes(files))
 
 
 def _check_replaceable(output: Path) -> None:
@@ -143,12 +140,17 @@ def _merged_events(
         name = f"rank {summary.rank} ({summary.host})"
         yield label("process_name", summary.rank, 0, name=name)
         yield label("process_sort_index", summary.rank, 0, sort_index=summary.rank)
-    lines = _Lines()
+    # The lines of the picture: one a rank, run and group, and another where two overlap. For each
+    # of them its number, and when it is free again.
+    lines: dict[tuple[object, ...], dict[int, float]] = {}
+    count: Counter[int] = Counter()
     in_order = heapq.merge(*(file.operations() for file in files), key=lambda found: found[0])
     first: float | None = None
     for start, file, event in in_order:
         first = start if first is None else first
-        args = event.setdefault("args", {})
+        for name, default in (("ts", start), ("dur", 0.0), ("args", {})):
+            event.setdefault(name, default)
+        args = event["args"]
         summary = ranks[file.rank]
         summary.operations += 1
         summary.bytes += args.get("bytes", 0)
@@ -156,38 +158,24 @@ def _merged_events(
         summary.moving += args.get("moving_us", 0) / 1e6
         summary.errors += "error" in args
         stragglers.add(file, event)
-        line, new_name = lines.find(file, event)
-        if new_name:
-            yield label("thread_name", file.rank, line, name=new_name)
+        free_from = lines.setdefault((file.rank, file.run, event.get("tid")), {})
+        free = (line for line, time in free_from.items() if time <= event["ts"])
+        line = next(free, 0)
+        if not line:
+            count[file.rank] += 1
+            line = count[file.rank]
+            name = str(args.get("group", "world"))
+            name += "" if event.get("cat") == "collective" else ": messages"
+            name += f", run {file.run}" if file.run else ""
+            yield label("thread_name", file.rank, line, name=name)
+        free_from[line] = event["ts"] + event["dur"]
         event.update(pid=file.rank, tid=line, ts=round(start - first, 1))
         yield event
 
 
-class _Lines:
-    """The lines of the picture: one a rank, run and group, and another where two overlap."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[object, ...], list[tuple[int, float]]] = {}
-        self._count: dict[int, int] = {}
-
-    def find(self, file: TraceFile, event: Event) -> tuple[int, str]:
-        """Return the number of a line that is free, and its name if it is a new one."""
-        ends = self._ends.setdefault((file.rank, file.run, event.get("tid")), [])
-        end = event["ts"] + event["dur"]
-        for place, (line, free_from) in enumerate(ends):
-            if free_from <= event["ts"]:
-                ends[place] = line, end
-                return line, ""
-        line = self._count[file.rank] = self._count.get(file.rank, 0) + 1
-        ends.append((line, end))
-        name = str(event["args"].get("group", "world"))
-        name += "" if event.get("cat") == "collective" else ": messages"
-        name += f", run {file.run}" if file.run else ""
-        return line, name
-
-
-def _notes(files: list[TraceFile], hosts: list[str]) -> list[str]:
+def _notes(files: list[TraceFile]) -> list[str]:
     notes = []
+    hosts = sorted({file.host for file in files})
     if len(hosts) > 1:
         notes.append(
             f"{len(hosts)} hosts ({', '.join(hosts)}): times are by each host's own clock, and not "
@@ -242,6 +230,9 @@ class _CheckedEvent(msgspec.Struct):
 _decode_checked = msgspec.json.Decoder(_CheckedEvent).decode
 _decode = msgspec.json.Decoder(Event).decode
 
+_BETWEEN = b" \r\t\n,"
+"""What is between events."""
+
 
 @dataclass
 class TraceFile:
@@ -252,12 +243,12 @@ class TraceFile:
     damaged      lines that cannot be read, apart from the last one
     cut_off      whether the last line cannot be read
     times        when each operation started, in microseconds since 1970
-    places       where each is: the first byte of its line, and the first after it
+    places       where the line of each begins
     """
 
     path: Path
     rank: int
-    data: mmap.mmap | bytes = field(repr=False)
+    data: mmap.mmap | BytesIO = field(repr=False)
     world_size: int = 0
     host: str = "?"
     started: float = 0.0
@@ -268,35 +259,30 @@ class TraceFile:
     places: array[int] = field(default_factory=lambda: array("q"), repr=False)
 
     def __post_init__(self) -> None:
-        start, size = 0, len(self.data)
-        while start < size:
-            end = self.data.find(b"\n", start)
-            stop = size if end < 0 else end
-            line = self.data[start:stop].strip(b" \r\t,")
-            if line not in (b"[", b"]", b""):
-                self._index(line, self.data.find(line, start), is_last=end < 0)
-            start = stop + 1
+        while line := self.data.readline():
+            text = line.strip(_BETWEEN)
+            if text in (b"[", b"]", b""):
+                continue
+            try:
+                event = _decode_checked(text)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                is_whole = line.endswith(b"\n")
+                self.damaged += is_whole
+                self.cut_off = self.cut_off or not is_whole
+                continue
+            if event.ph == "X":
+                self.times.append(event.ts)
+                self.places.append(self.data.tell() - len(line))
+            elif event.name == "phalanx":
+                self.world_size = event.args.world_size
+                self.host, self.started = event.args.host, event.args.started
         self.started = self.started or min(self.times, default=0.0) / 1e6
-
-    def _index(self, line: bytes, start: int, *, is_last: bool) -> None:
-        try:
-            event = _decode_checked(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            self.cut_off = self.cut_off or is_last
-            self.damaged += not is_last
-            return
-        if event.ph == "X":
-            self.times.append(event.ts)
-            self.places.extend((start, start + len(line)))
-        elif event.name == "phalanx":
-            self.world_size = event.args.world_size
-            self.host, self.started = event.args.host, event.args.started
 
     def operations(self) -> Iterator[tuple[float, TraceFile, Event]]:
         """Yield each operation with its time and this file, in the order of their starts."""
         for number in sorted(range(len(self.times)), key=self.times.__getitem__):
-            start, stop = self.places[2 * number : 2 * number + 2]
-            yield self.times[number], self, _decode(self.data[start:stop])
+            self.data.seek(self.places[number])
+            yield self.times[number], self, _decode(self.data.readline().strip(_BETWEEN))
 
 
 @contextmanager
@@ -321,17 +307,17 @@ def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
         try:
             for path, rank in named:
                 file = stack.enter_context(path.open("rb"))
-                data: mmap.mmap | bytes = b""  # an empty file cannot be mapped
+                data: mmap.mmap | BytesIO = BytesIO()  # an empty file cannot be mapped
                 if path.stat().st_size:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                     data = stack.enter_context(mapped)
                 files.append(TraceFile(path, rank, data))
         except OSError as error:
             raise MisuseError(f"a trace cannot be read: {error}") from error
-        runs: dict[int, int] = {}
+        runs: Counter[int] = Counter()
         for trace in sorted(files, key=lambda trace: trace.started):
-            trace.run = runs.get(trace.rank, 0)
-            runs[trace.rank] = trace.run + 1
+            trace.run = runs[trace.rank]
+            runs[trace.rank] += 1
         yield files
 
 
@@ -346,30 +332,19 @@ def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
 _MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
 
 
-@dataclass
-class _OpenCollective:
-    """A collective that some ranks have started, and when the last two of them did."""
-
-    ranks: int = 0
-    last: float = 0.0
-    before_last: float = 0.0
-
-
 class Stragglers:
     """Counts, over operations given in the order of their starts, who was last and by how much.
 
-    times         rank -> how often it was last
-    seconds       rank -> by how much it was last, in all
+    ranks         whose `last` and `late` are filled
     collectives   how many all ranks of their group have started; the others do not count
     """
 
-    def __init__(self) -> None:
-        self.times: dict[int, int] = {}
-        self.seconds: dict[int, float] = {}
+    def __init__(self, ranks: Mapping[int, RankSummary]) -> None:
+        self.ranks = ranks
         self.collectives = 0
-        self._open: dict[tuple[object, ...], _OpenCollective] = {}
+        self._open: dict[tuple[object, ...], list[float]] = {}  # when ranks have started it
         self._ordinals: dict[tuple[object, ...], int] = {}
-        self._groups: dict[tuple[object, ...], int] = {}
+        self._groups: Counter[tuple[object, ...]] = Counter()
 
     def add(self, file: TraceFile, event: Event) -> None:
         """Take the next operation, of the rank whose `file` it is in."""
@@ -381,24 +356,18 @@ class Stragglers:
         size = len(members[1].split(",")) if members else file.world_size
         if size < 2:
             return
-        key = (file.run, group, self._ordinal(file, group, event.get("tid")), args.get("sequence"))
-        collective = self._open.setdefault(key, _OpenCollective())
-        collective.ranks += 1
-        collective.before_last, collective.last = collective.last, event["ts"]
-        if collective.ranks == size:
-            del self._open[key]
-            rank, late = file.rank, (collective.last - collective.before_last) / 1e6
-            self.collectives += 1
-            self.times[rank] = self.times.get(rank, 0) + 1
-            self.seconds[rank] = self.seconds.get(rank, 0.0) + late
-
-    def _ordinal(self, file: TraceFile, group: str, number: object) -> int:
-        """Return how many groups of these members the rank had before this one.
-
-        Ranks number their groups each for itself, but make those of the same members in one order.
-        """
-        this = (file.rank, file.run, group, number)
+        # How many groups of these members the rank had before this one: ranks number their groups
+        # each for itself, but make those of the same members in one order.
+        alike = (file.rank, file.run, group)
+        this = (*alike, event.get("tid"))
         if this not in self._ordinals:
-            before = self._groups.get(this[:3], 0)
-            self._ordinals[this], self._groups[this[:3]] = before, before + 1
-        return self._ordinals[this]
+            self._ordinals[this] = self._groups[alike]
+            self._groups[alike] += 1
+        key = (file.run, group, self._ordinals[this], args.get("sequence"))
+        starts = self._open.setdefault(key, [])
+        starts.append(event["ts"])
+        if len(starts) == size:
+            del self._open[key]
+            self.collectives += 1
+            self.ranks[file.rank].last += 1
+            self.ranks[file.rank].late += (starts[-1] - starts[-2]) / 1e6

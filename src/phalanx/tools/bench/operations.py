@@ -315,7 +315,7 @@ class TrainingTask(NamedTuple):
 
 
 TASKS: Mapping[str, TrainingTask] = MappingProxyType(
-    {"ddp": TrainingTask(1024, 6, 32), "fsdp": TrainingTask(2048, 4, 16)},
+    {"ddp": TrainingTask(1024, 6, 32), "fsdp": TrainingTask(2048, 4, 16)}
 )
 
 
@@ -344,16 +344,8 @@ class TrainedModel(NamedTuple):
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:
     """A model that is whole on each rank: `plain`, inside one that averages gradients, or alone."""
-
-    def whole() -> Tensors:
-        named = (model if plain is None else plain).named_parameters()
-        return {name: value.detach() for name, value in named}
-
-    def restore(values: Tensors) -> None:
-        for name, value in whole().items():
-            value.copy_(values[name])
-
-    return TrainedModel(model, whole, restore)
+    plain = model if plain is None else plain
+    return TrainedModel(model, plain.state_dict, plain.load_state_dict)
 
 
 class TrainingStep:

@@ -32,7 +32,6 @@ from phalanx.launch.init import init
 from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import (
     OPERATIONS,
-    POISON,
     BenchOperation,
     MessageBuffers,
     PreparedCall,
@@ -52,7 +51,6 @@ from phalanx.tools.bench.request import (
     Message,
     Peak,
     Progress,
-    RankPeak,
     ResultLine,
     show_size,
 )
@@ -247,7 +245,7 @@ class Timing:
             stretch = min(calls, longest)
             calls -= stretch
             if expected and not call.in_place:
-                call.out.fill_(POISON)
+                fill(call.out, ())
             if call.in_place or not self.filled:
                 fill(call.source, values_of(operation.given, rank, size, call.n))
                 call.load()
@@ -351,7 +349,7 @@ def measure_peak(
     found: list[int] = []
 
     def phases() -> Iterator[None]:
-        """What a rank does, phase by phase; appends the fields of `RankPeak`."""
+        """What a rank does, phase by phase; appends what it has at most, and shares."""
         width, peer.width = peer.width, _SMALL
         step = peer.prepare(operation, 0, "ordinary", "auto", {})
         step.call()
@@ -378,13 +376,16 @@ def measure_peak(
         over, problem = context.attempt(lambda: next(phase, "over"))
         if problem:
             return LeftOut(name, context.backend.world_size, problem, operation.name)
+    building, training, shared = map(list, zip(*context.gather(found), strict=True))
     return Peak(
         operation=operation.name,
         ranks=context.backend.world_size,
         peer=name,
         gives_back=request.gives_back,
         steps=request.steps,
-        by_rank=[RankPeak(*values) for values in context.gather(found)],
+        building=building,
+        training=training,
+        shared=shared,
     )
 
 

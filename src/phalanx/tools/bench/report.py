@@ -175,9 +175,9 @@ def _peak_figures(report: BenchReport, peak: Peak) -> dict[str, Any]:
         "peer": peak.peer,
         "gives_back": peak.gives_back,
         "steps": peak.steps,
-        "building_bytes": [rank.building for rank in peak.by_rank],
-        "training_bytes": [rank.training for rank in peak.by_rank],
-        "shared_bytes": [rank.shared for rank in peak.by_rank],
+        "building_bytes": peak.building,
+        "training_bytes": peak.training,
+        "shared_bytes": peak.shared,
         "parameter_bytes": task.model_bytes,
         "gradient_bytes": task.model_bytes,
         "layer_bytes": task.layer_bytes,
@@ -258,15 +258,15 @@ def _peak_table(peaks: list[Peak], baseline: str) -> Table:
     )
     base = next((peak for peak in peaks if peak.peer == baseline), None)
     for peak in peaks:
-        is_machine = peak.peer in MACHINE
-        compared = base not in (None, peak) and not is_machine and peak.largest
+        is_machine, largest = peak.peer in MACHINE, max(peak.training)
+        compared = base is not peak and not is_machine and largest
         table.add_row(
             peak.peer,
-            _mib(max(rank.building for rank in peak.by_rank)),
-            _mib(peak.largest),
-            _mib(sum(rank.training for rank in peak.by_rank)),
-            _mib(sum(rank.shared for rank in peak.by_rank)),
-            _ratio(base.largest / peak.largest if base is not None and compared else None),
+            _mib(max(peak.building)),
+            _mib(largest),
+            _mib(sum(peak.training)),
+            _mib(sum(peak.shared)),
+            _ratio(max(base.training) / largest if base is not None and compared else None),
             style="dim" if is_machine else "",
         )
     return table

@@ -286,8 +286,10 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     text: str
 
 
-class RankPeak(msgspec.Struct, frozen=True):
-    """Bytes that one rank had besides what it began with.
+class Peak(msgspec.Struct, kw_only=True, tag="peak"):
+    """One peer's peaks of memory, in processes that had nothing else to do.
+
+    Bytes that each rank had besides what it began with:
 
     building  at most, until the model was ready to be trained
     training  at most, from then on
@@ -295,25 +297,14 @@ class RankPeak(msgspec.Struct, frozen=True):
               over the ranks is what there is of it on the host
     """
 
-    building: int
-    training: int
-    shared: int
-
-
-class Peak(msgspec.Struct, kw_only=True, tag="peak"):
-    """One peer's peaks of memory, rank by rank, in processes that had nothing else to do."""
-
     operation: str
     ranks: int
     peer: str
     gives_back: bool
     steps: int
-    by_rank: list[RankPeak]
-
-    @property
-    def largest(self) -> int:
-        """Training, on the rank that had most."""
-        return max(peak.training for peak in self.by_rank)
+    building: list[int]
+    training: list[int]
+    shared: list[int]
 
 
 Message = ResultLine | LeftOut | BackendInfo | Peak | Progress

@@ -7,6 +7,7 @@ The peak of memory takes fresh ranks for each peer.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import subprocess
@@ -54,19 +55,20 @@ def new_report(
     return BenchReport(request, sizes, describe_machine(), peers)
 
 
-def run_bench(report: BenchReport, hear: Callable[[Message], None]) -> bool:
-    """Measure what the report asks; it fills up, and `hear` gets every message as it comes.
+def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
+    """Measure what the report asks; it fills up, and `show` is told what is being done.
 
     Under a launcher this process is one of its ranks. Returns whether the report is this
     process's: on every rank but 0 it stays empty. Raises what `run_ranks` does, and `MisuseError`
     if nothing but peaks of memory is requested under a launcher.
     """
 
-    def keep(message: Message) -> None:
+    def hear(message: Message) -> None:
         report.add(message)
-        hear(message)
+        if isinstance(message, Progress):
+            show(message.text)
 
-    request, peers = report.request, report.peers
+    request = report.request
     timed = msgspec.structs.replace(request, measure=(TIME,))
     with_peak = [name for name in request.operations if OPERATIONS[name].peak]
     if PEAK not in request.measure:
@@ -76,17 +78,15 @@ def run_bench(report: BenchReport, hear: Callable[[Message], None]) -> bool:
         reason = "it takes fresh processes for each library, and these are a launcher's"
         if TIME not in request.measure:
             raise MisuseError(f"--measure {PEAK}: {reason}; run it without one")
-        run_rank(timed, peers, keep)
+        run_rank(timed, report.peers, hear)
         for name in with_peak if world.rank == 0 else ():
-            keep(LeftOut(_PEAKS, world.world_size, reason, name))
+            hear(LeftOut(_PEAKS, world.world_size, reason, name))
         return world.rank == 0
     for ranks in report.ranks:
-        if TIME in request.measure:
-            for message in run_ranks(timed, ranks, peers):
-                keep(message)
-        for name in with_peak:
-            for message in _run_peaks(report, name, ranks):
-                keep(message)
+        parts = [run_ranks(timed, ranks, report.peers)] if TIME in request.measure else []
+        parts += [_run_peaks(report, name, ranks) for name in with_peak]
+        for message in itertools.chain.from_iterable(parts):
+            hear(message)
     return True
 
 
