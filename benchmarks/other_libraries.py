@@ -91,7 +91,6 @@ class Mlx(Peer):
     """`mx.distributed` with the backend `ring`, on this host's processor."""
 
     memories = frozenset({"fresh"})
-    only = "fresh"
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)

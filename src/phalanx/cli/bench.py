@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
-    from phalanx.tools.bench.peers import PeerTable
     from phalanx.tools.bench.report import BenchReport
-    from phalanx.tools.bench.request import BenchRequest
 
 __all__ = ["BENCH_HELP", "bench_command"]
 
@@ -138,7 +136,8 @@ def bench_command(
 
     `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
     """
-    from phalanx.tools.bench import peers, request  # noqa: PLC0415
+    from phalanx.tools.bench import peers, request, start  # noqa: PLC0415
+    from phalanx.tools.bench import report as reports  # noqa: PLC0415
 
     table = peers.PEERS if context.obj is None else context.obj
     options: dict[str, Any] = {**context.params, "peers": table}
@@ -148,69 +147,45 @@ def bench_command(
         wanted = request.make_request(operations or ["all_reduce"], **options)
     else:
         wanted = request.make_tuning_request(operations or [], **options)
-    files = _Files(json_file, plot, tune)
-    files.check()
-    raise typer.Exit(_bench(wanted, request.parse_ranks(ranks), table, files))
+    counts = request.parse_ranks(ranks)
+    for path in (json_file, plot, tune):  # before anything is measured
+        if path is not None and not path.absolute().parent.is_dir():
+            raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
+    if plot is not None:
+        reports.check_plot(plot)
+    report = start.new_report(wanted, counts, table)
+    if _run_and_show(report):
+        if json_file is not None:
+            json_file.write_bytes(reports.as_json(report))
+            typer.echo(f"{json_file}: all figures")
+        if plot is not None:
+            reports.draw(report, plot)
+            typer.echo(f"{plot}: the picture")
+        if tune is not None:
+            tune.write_bytes(reports.as_tuning(report))
+            typer.echo(
+                f"{tune}: with PHALANX_TUNING={tune} in the environment of every rank, and the "
+                "same file on every host, auto picks by it"
+            )
+    raise typer.Exit(1 if report.wrong else 0)
 
 
-class _Files(NamedTuple):
-    """What is written at the end."""
-
-    json: Path | None
-    plot: Path | None
-    tune: Path | None
-
-    def check(self) -> None:
-        """Raise `MisuseError`, before anything is measured, where one could not be written."""
-        from phalanx.tools.bench.report import check_plot  # noqa: PLC0415
-
-        for path in self:
-            if path is not None and not path.absolute().parent.is_dir():
-                raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
-        if self.plot is not None:
-            check_plot(self.plot)
-
-
-def _bench(request: BenchRequest, ranks: list[int], peers: PeerTable, files: _Files) -> int:
-    """Run it, show it, write it; return the exit code. What there is when it fails is shown."""
-    from rich.console import Console  # noqa: PLC0415
-
-    from phalanx.tools.bench import report as reports  # noqa: PLC0415
-    from phalanx.tools.bench import start  # noqa: PLC0415
-
-    report = start.new_report(request, ranks, peers)
-    try:
-        with Console(stderr=True).status("starting ranks") as status:
-            if not start.run_bench(report, status.update):
-                return 0
-    finally:
-        if report.lines or report.peaks or report.left_out:
-            _show(report)
-    if files.json is not None:
-        files.json.write_bytes(reports.as_json(report))
-        typer.echo(f"{files.json}: all figures")
-    if files.plot is not None:
-        reports.draw(report, files.plot)
-        typer.echo(f"{files.plot}: the picture")
-    if files.tune is not None:
-        files.tune.write_bytes(reports.as_tuning(report))
-        typer.echo(
-            f"{files.tune}: with PHALANX_TUNING={files.tune} in the environment of every rank, "
-            "and the same file on every host, auto picks by it"
-        )
-    return 1 if report.wrong else 0
-
-
-def _show(report: BenchReport) -> None:
+def _run_and_show(report: BenchReport) -> bool:
+    """Whether this process has the report. What there is when it fails is shown, too."""
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
     from phalanx.tools.bench.report import notes, tables  # noqa: PLC0415
+    from phalanx.tools.bench.start import run_bench  # noqa: PLC0415
 
-    console = Console(highlight=False)
-    for table in tables(report):  # whole, also where it goes to a file
-        wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
-        console.width = max(console.width, wanted)
-        console.print(table)
-    for text in notes(report):
-        console.print(text, markup=False, soft_wrap=True)
+    try:
+        with Console(stderr=True).status("starting ranks") as status:
+            return run_bench(report, status.update)
+    finally:
+        console = Console(highlight=False)
+        for table in tables(report):  # whole, also where it goes to a file
+            wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
+            console.width = max(console.width, wanted)
+            console.print(table)
+        for text in notes(report) if report.lines or report.peaks or report.left_out else ():
+            console.print(text, markup=False, soft_wrap=True)

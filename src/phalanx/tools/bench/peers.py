@@ -98,15 +98,13 @@ class Peer:
 
     does        what it can do: an operation's name -> what makes a call of it
     beside      what it does beside an operation, if not the same: it shows what the machine can do
-    memories    the kinds of memory that it can be given
-    only        the kind that it uses whatever was requested, or empty
+    memories    the kinds of memory that it can be given; without "ordinary", it uses these always
     device      of the messages' memory
     """
 
     does: Mapping[str, Binder]
     beside: Mapping[str, str] = MappingProxyType({})
     memories: frozenset[str] = frozenset({"ordinary"})
-    only: str = ""
     device: str = "cpu"
 
     def __init__(self, context: RankContext) -> None:

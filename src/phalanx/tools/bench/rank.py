@@ -188,8 +188,8 @@ def _entries(
                 leave_out(name, "it has no such operation")
             continue
         kinds = [k for k in kinds_for(operation, request.memories) if k in peer.memories]
-        if name in MACHINE or peer.only:
-            kinds = [peer.only or "ordinary"]
+        if name in MACHINE or "ordinary" not in peer.memories:  # whatever was requested
+            kinds = list(peer.memories)
         elif not kinds:
             requested = ", ".join(request.memories)
             leave_out(name, f"it has no memory of a kind requested ({requested})")
@@ -298,10 +298,7 @@ def time_rounds(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time all of the calls; every rank calls this with the same ones.
 
-    rounds   that count
-    seconds  that a round should take where calls are short
-    say      is told what is being done
-
+    A round should take so many `seconds` where calls are short; `say` is told what is being done.
     Returns a timing for each, and for those that could not do it the reason.
     """
     timings: dict[str, Timing] = {}

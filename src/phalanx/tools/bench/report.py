@@ -73,23 +73,15 @@ class BenchReport:
         """The lines with wrong results."""
         return [line for line in self.lines if line.wrong]
 
-    def is_left_out(self, peer: str, operation: str, ranks: int) -> bool:
-        """Whether it was said that this peer is left out."""
-        return any(
-            left.peer == peer and left.ranks == ranks and left.operation in ("", operation)
-            for left in self.left_out
-        )
-
     def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
         """The same as measured with `peer`: with the same kind of memory, or else its own."""
-        there = {
-            other.entry.memory: other
-            for other in self.lines
-            if (other.operation, other.ranks, other.bytes)
-            == (line.operation, line.ranks, line.bytes)
-            and other.entry.peer == peer
-            and other.entry.algorithm == "auto"
-        }
+        wanted = (line.operation, line.ranks, line.bytes, peer, "auto")
+        there: dict[str, ResultLine] = {}
+        for other in self.lines:
+            entry = other.entry
+            found = (other.operation, other.ranks, other.bytes, entry.peer, entry.algorithm)
+            if found == wanted:
+                there[entry.memory] = other
         return there.get(line.entry.memory) or there.get("ordinary")
 
 
