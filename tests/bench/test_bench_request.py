@@ -11,7 +11,6 @@ from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, Misus
 from phalanx.tools.bench.peers import PEERS
 from phalanx.tools.bench.request import (
     make_request,
-    make_tuning_request,
     parse_ranks,
     parse_sizes,
     show_size,
@@ -93,7 +92,7 @@ def test_a_word_that_means_nothing_is_named_with_those_that_do(
 
 
 def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> None:
-    request = make_tuning_request([], backends="tcp,gloo,mpi,hybrid", sizes="8")
+    request = make_request([], backends="tcp,gloo,mpi,hybrid", sizes="8", tune=True)
     assert request.operations == tuple(COLLECTIVES)
     assert (request.backends, request.algorithms, request.memories) == (
         ("tcp", "hybrid"),
@@ -106,7 +105,7 @@ def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> 
 @pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,mpi")])
 def test_what_has_no_algorithms_cannot_be_tuned(operations: list[str], backends: str) -> None:
     with pytest.raises(MisuseError, match="--tune compares the algorithms"):
-        make_tuning_request(operations, backends=backends, sizes="8")
+        make_request(operations, backends=backends, sizes="8", tune=True)
 
 
 def test_a_peer_from_outside_can_be_requested_with_its_table() -> None:

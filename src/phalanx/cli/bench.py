@@ -140,13 +140,11 @@ def bench_command(
     from phalanx.tools.bench import report as reports  # noqa: PLC0415
 
     table = peers.PEERS if context.obj is None else context.obj
-    options: dict[str, Any] = {**context.params, "peers": table}
-    for name in ("operations", "ranks", "json_file", "plot", "tune"):
+    options: dict[str, Any] = {**context.params, "peers": table, "tune": tune is not None}
+    for name in ("operations", "ranks", "json_file", "plot"):
         del options[name]  # the others are those of a request, by the same names
-    if tune is None:
-        wanted = request.make_request(operations or ["all_reduce"], **options)
-    else:
-        wanted = request.make_tuning_request(operations or [], **options)
+    default = ["all_reduce"] if tune is None else []
+    wanted = request.make_request(operations or default, **options)
     counts = request.parse_ranks(ranks)
     for path in (json_file, plot, tune):  # before anything is measured
         if path is not None and not path.absolute().parent.is_dir():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -57,6 +56,23 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     gives_back: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:
+            raise MisuseError(
+                f"--rounds {self.rounds}, --threads {self.threads}, --seconds {self.seconds:g}: it "
+                "takes a round, a thread, and a time of less than a minute"
+            )
+        with_peak = [name for name, row in OPERATIONS.items() if row.peak]
+        if self.measure == (PEAK,) and not set(self.operations) & set(with_peak):
+            named = ", ".join(with_peak)
+            raise MisuseError(f"--measure {PEAK}: the peak of memory is measured of {named} alone")
+        if self.steps < 1:
+            raise MisuseError(f"--steps {self.steps}: there is no peak of memory without a step")
+        if self.width < 0:
+            raise MisuseError(
+                f"--width {self.width}: a layer has one feature at least; 0 is the usual size"
+            )
+
 
 def make_request(
     operations: Sequence[str],
@@ -74,9 +90,17 @@ def make_request(
     width: int = 0,
     measure: str = "time,peak",
     steps: int = 10,
+    tune: bool = False,
     peers: PeerTable = PEERS,
 ) -> BenchRequest:
-    """What the words mean. `MisuseError` for one that means nothing here, listing what there is."""
+    """What the words mean. `MisuseError` for one that means nothing here, listing what there is.
+
+    With `tune` it is what `auto` can pick by: every algorithm of Phalanx's own backends, of every
+    collective unless some are named. Options that make no sense then are overruled.
+    """
+    if tune:
+        operations = operations or list(COLLECTIVES)
+        memory, algorithms, machine, measure = "ordinary", "fixed", False, TIME
     named = [part for name in operations for part in EXPANDED.get(name, (name,))]
     _check("operation", named, [*(name for name in OPERATIONS if name != "copy"), *EXPANDED])
     taking_part = _words(backends)
@@ -84,20 +108,11 @@ def make_request(
     memories = _check("kind of memory", _words(memory), MEMORY_KINDS)
     by_name = _check("algorithm", _words(algorithms), _ALGORITHMS)
     figures = _check("figure", _words(measure), (TIME, PEAK))
-    if rounds < 1 or threads < 1 or not 0 < seconds < 60:
-        raise MisuseError(
-            f"--rounds {rounds}, --threads {threads}, --seconds {seconds:g}: it takes a round, a "
-            "thread, and a time of less than a minute"
-        )
-    if figures == [PEAK] and not any(OPERATIONS[name].peak for name in named):
-        with_peak = ", ".join(name for name, row in OPERATIONS.items() if row.peak)
-        raise MisuseError(
-            f"--measure {measure}: the peak of memory is measured of {with_peak} alone"
-        )
-    if steps < 1:
-        raise MisuseError(f"--steps {steps}: there is no peak of memory without a step")
-    if width < 0:
-        raise MisuseError(f"--width {width}: a layer has one feature at least; 0 is the usual size")
+    if tune:
+        taking_part = [name for name in taking_part if peers[name].ours]
+        if not taking_part or not set(named) <= COLLECTIVES.keys():
+            of = ", ".join(COLLECTIVES)
+            raise MisuseError(f"--tune compares the algorithms of {of} on Phalanx's own backends")
     return BenchRequest(
         operations=tuple(dict.fromkeys(named)),
         backends=tuple(dict.fromkeys([*taking_part, *(MACHINE if machine else ())])),
@@ -112,22 +127,6 @@ def make_request(
         measure=tuple(figures),
         steps=steps,
     )
-
-
-def make_tuning_request(operations: Sequence[str], **options: Any) -> BenchRequest:
-    """What to measure so that `auto` can pick by it: every algorithm of Phalanx's own backends.
-
-    Options as for `make_request`; those that make no sense here are overruled.
-    """
-    options |= {"memory": "ordinary", "algorithms": "fixed", "machine": False, "measure": TIME}
-    request = make_request(operations or list(COLLECTIVES), **options)
-    peers = options.get("peers", PEERS)
-    ours = tuple(name for name in request.backends if peers[name].ours)
-    if not ours or not set(request.operations) <= COLLECTIVES.keys():
-        raise MisuseError(
-            f"--tune compares the algorithms of {', '.join(COLLECTIVES)} on Phalanx's own backends"
-        )
-    return msgspec.structs.replace(request, backends=ours)
 
 
 def parse_ranks(text: str) -> list[int]:
