@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from clusters import PATIENCE, TOKEN, loopback_listener
+from clusters import TIMEOUT, TOKEN, loopback_listener
 
 from phalanx.core.engine import Engine
-from phalanx.transport.tcp.admission import Acceptor
+from phalanx.transport.tcp.admission import PATIENCE, TICKS, Acceptor
 from phalanx.transport.tcp.transport import TcpTransport
 from phalanx.wire.handshake import DialerHandshake, Identity
 
@@ -26,26 +26,20 @@ def lonely_transport(rank: int, world_size: int) -> TcpTransport:
 def drive_until(transport: TcpTransport, done: Callable[[], bool]) -> None:
     """Let a transport work until then."""
     with transport.engine.lock:
-        transport.drive(_Until(done), monotonic() + PATIENCE)
+        transport.drive(done, monotonic() + 3 * TIMEOUT)
     assert done(), "it did not get there"
 
 
 class Doorstep:
     """Rank 0 of `world_size`, of which only the acceptor is there; `drive_until` lets it work."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, tick: float) -> None:
         self.world_size = world_size
         self._listener = loopback_listener()
         self._address = self._listener.getsockname()
         self._transport = lonely_transport(0, world_size)
-        self._transport.mesh.open_acceptor(self._listener)
+        self.acceptor = Acceptor(self._transport.mesh, self._listener, tick=tick)
         self._outside: list[socket.socket] = []
-
-    @property
-    def acceptor(self) -> Acceptor:
-        acceptor = self._transport.mesh.acceptor
-        assert acceptor is not None
-        return acceptor
 
     @property
     def connected(self) -> set[int]:
@@ -54,7 +48,7 @@ class Doorstep:
 
     def call(self, words: bytes = b"") -> socket.socket:
         """Somebody calls, and says that."""
-        sock = socket.create_connection(self._address, timeout=PATIENCE)
+        sock = socket.create_connection(self._address, timeout=TIMEOUT)
         self._outside.append(sock)
         if words:
             sock.sendall(words)
@@ -71,23 +65,15 @@ class Doorstep:
 
     def close(self) -> None:
         with self._transport.engine.lock:
+            self.acceptor.close()
             self._transport.shut()
         for sock in self._outside:
             sock.close()
 
 
-class _Until:
-    def __init__(self, done: Callable[[], bool]) -> None:
-        self._done = done
-
-    @property
-    def over(self) -> bool:
-        return self._done()
-
-
 @contextmanager
-def acceptor_step(world_size: int = 4) -> Iterator[Doorstep]:
-    step = Doorstep(world_size)
+def acceptor_step(world_size: int = 4, tick: float = PATIENCE / TICKS) -> Iterator[Doorstep]:
+    step = Doorstep(world_size, tick)
     try:
         yield step
     finally:

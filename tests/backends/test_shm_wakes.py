@@ -12,7 +12,6 @@ from clusters import Cluster, SharedMemory
 
 import phalanx
 from phalanx import Backend
-from phalanx.transport.tcp import transport as transport_module
 from phalanx.transport.tcp.transport import TcpTransport
 
 SELDOM = 6.0  # seconds between looks that are not asked for
@@ -21,8 +20,6 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def who_sleeps_is_not_woken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_module, "EXPIRY_CHECK", SELDOM)
-    monkeypatch.setattr(transport_module, "FIRST_LOOK", SELDOM)
     monkeypatch.setattr(Cluster, "ask_every", SELDOM)
     monkeypatch.setenv("PHALANX_HEARTBEAT", "60")
 
@@ -67,6 +64,7 @@ def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(
     def run(backend: Backend) -> float:
         transport = backend.engine.transport
         assert isinstance(transport, TcpTransport)
+        transport.first_look = transport.expiry_check = SELDOM
         into = torch.zeros(1)
         end = receive(backend, into) if backend.rank == 0 else lambda: None
         while backend.rank == 0 and transport._driver is None:

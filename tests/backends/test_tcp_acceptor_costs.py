@@ -11,7 +11,6 @@ import tracemalloc
 import pytest
 from acceptor_step import Doorstep, acceptor_step, answer, hung_up
 
-from phalanx.transport.tcp import admission
 from phalanx.transport.tcp.admission import PLACES, TICKS
 from phalanx.wire.handshake import LIMIT, DialerHandshake, Identity
 
@@ -81,13 +80,10 @@ def test_an_unauthenticated_caller_is_dropped_however_much_it_sends(
     assert "127.0.0.1: did not prove itself for 2 s" in caplog.text
 
 
-def test_a_rank_that_was_away_does_not_count_it_against_who_waited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_was_away_does_not_count_it_against_who_waited() -> None:
     """Stopped, or with something that holds the interpreter, between any two steps."""
-    monkeypatch.setattr(admission, "TICK", 0.002)
     away = 3 * 0.002 * TICKS
-    with acceptor_step() as step:
+    with acceptor_step(tick=0.002) as step:
         sock, call_site = step.rank(1)
         step.drive_until(lambda: bool(step.acceptor.pending))
         time.sleep(away)
@@ -162,8 +158,7 @@ def test_nobodys_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("getaddrinfo", "gethostbyaddr", "getfqdn", "getnameinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, lookup)
-    monkeypatch.setattr(admission, "TICK", 0.002)
-    with acceptor_step() as step:
+    with acceptor_step(tick=0.002) as step:
         callers = [socket.socket() for _ in range(3)]
         for caller, words in zip(callers, (b"", HELLO[:9], b"GET /"), strict=True):
             caller.connect(step._address)

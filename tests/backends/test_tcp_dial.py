@@ -14,7 +14,6 @@ from test_tcp_rendezvous import Start, start  # noqa: F401
 from phalanx import CollectiveTimeoutError
 from phalanx.transport.tcp.rendezvous import Dial
 from phalanx.transport.tcp.transport import TcpTransport
-from phalanx.wire.handshake import Refused
 
 
 @pytest.fixture
@@ -25,12 +24,10 @@ def transport() -> Iterator[TcpTransport]:
         made.shut()
 
 
-def call(
-    transport: TcpTransport, listener: socket.socket, told: list[Refused], *, patient: bool
-) -> Dial:
+def call(transport: TcpTransport, listener: socket.socket, *, patient: bool) -> Dial:
     with transport.engine.lock:
         address = (listener.family, listener.getsockname())
-        return Dial(transport.mesh, 1, [address], told.append, patient=patient)
+        return Dial(transport.mesh, 1, [address], patient=patient)
 
 
 def hang_up_on(listener: socket.socket) -> int:
@@ -47,10 +44,9 @@ def hang_up_on(listener: socket.socket) -> int:
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_peer_that_hangs_up_is_called_again(transport: TcpTransport, patient: bool) -> None:
     """It may have had to make room for others."""
-    told: list[Refused] = []
     hung_up = 0
     with loopback_listener() as listener:
-        dial = call(transport, listener, told, patient=patient)
+        dial = call(transport, listener, patient=patient)
 
         def often_enough() -> bool:
             nonlocal hung_up
@@ -58,12 +54,13 @@ def test_a_peer_that_hangs_up_is_called_again(transport: TcpTransport, patient: 
             return hung_up >= 4
 
         drive_until(transport, often_enough)
-        assert told == []
+        assert dial.refusal is None
     if not patient:
         # Now nobody listens any more: it was there, and is gone.
-        drive_until(transport, lambda: bool(told))
-        assert told[0].reason == "Connection refused"
-        assert not told[0].final
+        drive_until(transport, lambda: dial.refusal is not None)
+        assert dial.refusal is not None
+        assert dial.refusal.reason == "Connection refused"
+        assert not dial.refusal.final
     with transport.engine.lock:
         dial.drop()
 
@@ -71,19 +68,18 @@ def test_a_peer_that_hangs_up_is_called_again(transport: TcpTransport, patient: 
 def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(
     transport: TcpTransport,
 ) -> None:
-    told: list[Refused] = []
     with socket.socket() as reserved:  # bound, and not listening
         reserved.bind(("127.0.0.1", 0))
-        dial = call(transport, reserved, told, patient=True)
-        drive_until(transport, lambda: dial._attempt >= 3)
-        assert dial.refused
+        dial = call(transport, reserved, patient=True)
+        drive_until(transport, lambda: dial.attempts >= 3)
+        assert dial.refusals
         assert dial.trouble == "Connection refused"
         reserved.listen()
         reserved.settimeout(PATIENCE)
         drive_until(transport, lambda: dial.trouble.startswith("it accepts connections"))
-        assert not dial.refused
+        assert not dial.refusals
         reserved.accept()[0].close()
-    assert told == []
+    assert dial.refusal is None
     with transport.engine.lock:
         dial.drop()
 

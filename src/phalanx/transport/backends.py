@@ -96,9 +96,9 @@ class MeshBackend(Backend):
         mesh.domain = domain
         attach = partial(sharing.attach, domain, why_not, rank) if sharing.shares else None
         if rank == 0:
-            mesh.open_acceptor(listener or listen_as_master(endpoint))
+            listener = listener or listen_as_master(endpoint)
         with self.engine.lock:
-            rendezvous = Rendezvous(mesh, endpoint, attach)
+            rendezvous = Rendezvous(mesh, endpoint, attach, listener)
             addresses = rendezvous.run(self.timeout, transport.drive)
             transport.heartbeat.begin(_processes_on_host(rank, addresses))
         hosts = [address.host_id for address in addresses]

@@ -118,18 +118,13 @@ def frames(
 ) -> Iterator[tuple[bytes, memoryview]]:
     """Cut a message into frames: (header, part of the payload). At least one, also if empty."""
     total = len(payload)
-    offset = 0
-    while True:
+    for offset in range(0, total or 1, MAX_PAYLOAD):
         part = payload[offset : offset + MAX_PAYLOAD]
-        yield (
-            pack_header(
-                channel, fingerprint=fingerprint, length=len(part), total=total, offset=offset
-            ),
-            part,
+        size = len(part)
+        header = pack_header(
+            channel, fingerprint=fingerprint, length=size, total=total, offset=offset
         )
-        offset += len(part)
-        if offset >= total:
-            return
+        yield header, part
 
 
 class Sink(Protocol):
@@ -170,15 +165,14 @@ class FrameDecoder:
 
     def __init__(self, receiver: FrameReceiver) -> None:
         self._receiver = receiver
-        self._staging = bytearray(STAGING)
-        self._view = memoryview(self._staging)
+        self._staging = memoryview(bytearray(STAGING))
         self._begin = 0  # staged bytes not yet used: [_begin, _end)
         self._end = 0
         self._sink: Sink | None = None
+        self._control: tuple[Header, bytearray] | None = None
         self._left = 0  # payload bytes of the current frame that are still to come
         self._direct = False  # the last space() was the sink's memory
-        self._control: tuple[Header, bytearray] | None = None
-        self.paused = False
+        self.paused = False  # a message was refused: `resume` asks again
 
     @property
     def at_boundary(self) -> bool:
@@ -193,90 +187,76 @@ class FrameDecoder:
                 return self._sink.space()[: self._left]
             self._begin = self._end = _FIRST
         elif self._end == STAGING:
-            kept = self._staging[self._begin : self._end]
+            kept = bytes(self._staging[self._begin :])
             self._begin, self._end = 0, len(kept)
-            self._view[: len(kept)] = kept
-        self._direct = False
-        return self._view[self._end :]
+            self._staging[: len(kept)] = kept
+        return self._staging[self._end :]
+
+    def resume(self) -> bool:
+        """Ask again for the message that was refused; True if it is taken. Raises `FrameError`."""
+        self.received(0)
+        return not self.paused
 
     def received(self, count: int) -> None:
         """`count` bytes were written at the start of `space()`. Raises `FrameError`."""
         if self._direct:
             self._direct = False
-            self._take(count)
-        else:
-            self._end += count
-            self._parse()
-
-    def resume(self) -> bool:
-        """Ask again for the message that was refused; True if it is taken. Raises `FrameError`."""
+            self._advance(count)
+            return
+        self._end += count
         self.paused = False
-        self._parse()
-        return not self.paused
-
-    def _parse(self) -> None:
-        while True:
+        while not self.paused:
+            staged = self._end - self._begin
             if self._left:
-                if self._begin == self._end:
+                if not staged:
                     return
-                self._copy_staged()
-            elif self._end - self._begin < HEADER_SIZE:
+                self._take_staged(min(self._left, staged))
+            elif staged < HEADER_SIZE:
                 return
-            elif not self._begin_frame():
-                self.paused = True
-                return
+            else:
+                self.paused = not self._begin_frame()
 
     def _begin_frame(self) -> bool:
+        """Read the header that is staged; False if its message is refused for now."""
         header = unpack_header(self._staging, self._begin)
-        if header.channel.kind >= Kind.CANCEL:
-            self._begin += HEADER_SIZE
-            self._left = header.length
-            self._sink = None
-            self._control = (header, bytearray())
-            if not header.length:
-                self._finish_control()
-            return True
         first = self._begin + HEADER_SIZE
         stop = first + header.length
-        if header.length == header.total and stop <= self._end and first % ALIGNED == 0:
-            if not self._receiver.whole(header, self._view[first:stop]):
+        if header.channel.kind >= Kind.CANCEL:
+            self._control = (header, bytearray())
+        elif header.length == header.total and stop <= self._end and first % ALIGNED == 0:
+            if not self._receiver.whole(header, self._staging[first:stop]):
                 return False
             self._begin = stop
             return True
-        sink = self._receiver.message(header)
-        if sink is None:
-            return False
+        else:
+            self._sink = self._receiver.message(header)
+            if self._sink is None:
+                return False
         self._begin = first
-        self._sink = sink
         self._left = header.length
+        if not self._left:
+            self._advance(0)
         return True
 
-    def _copy_staged(self) -> None:
-        available = min(self._left, self._end - self._begin)
+    def _take_staged(self, count: int) -> None:
+        """Move staged bytes to where the payload of the current frame goes, `count` at most."""
         if self._control is not None:
-            self._control[1].extend(self._view[self._begin : self._begin + available])
-            self._begin += available
-            self._left -= available
-            if not self._left:
-                self._finish_control()
-            return
-        assert self._sink is not None
-        room = self._sink.space()
-        count = min(available, len(room))
-        room[:count] = self._view[self._begin : self._begin + count]
+            self._control[1].extend(self._staging[self._begin : self._begin + count])
+        else:
+            assert self._sink is not None
+            room = self._sink.space()
+            count = min(count, len(room))
+            room[:count] = self._staging[self._begin : self._begin + count]
         self._begin += count
-        self._take(count)
+        self._advance(count)
 
-    def _take(self, count: int) -> None:
-        assert self._sink is not None
+    def _advance(self, count: int) -> None:
+        """So many bytes of the current frame's payload are where they belong."""
+        sink, control = self._sink, self._control
         self._left -= count
-        sink = self._sink
         if not self._left:
-            self._sink = None
-        sink.advance(count)
-
-    def _finish_control(self) -> None:
-        assert self._control is not None
-        header, payload = self._control
-        self._control = None
-        self._receiver.control(header, bytes(payload))
+            self._sink = self._control = None
+        if sink is not None and count:
+            sink.advance(count)
+        elif control is not None and not self._left:
+            self._receiver.control(control[0], bytes(control[1]))

@@ -7,7 +7,8 @@ An unauthenticated connection, one whose handshake is not complete, may cost
     time         2 s of this rank's attention, however much it sends
     a place      of 128, and one for each rank; the oldest of those that have said the least gives
                  way to the next caller, also when there is no file descriptor left
-    a log line   of ten in full, then only a count
+    a log line   of ten in full, then only a count; callers that claim to be a rank are counted
+                 apart, so that a port scanner cannot hide the rank with the wrong token
 
 No name is looked up. A rank of the job that has to give way connects again (`Dial`).
 """
@@ -25,147 +26,20 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
 from phalanx.wire.control import Endpoint, is_loopback
-from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Refused
+from phalanx.wire.handshake import ROOM, AcceptorHandshake, Refused
 
 if TYPE_CHECKING:  # the command line reads the token, and does not wait for torch
-    from phalanx.transport.tcp.connection import MeshBase
-
-# ------------------------------------------------------------------------------
-# Rejected connections: logged in full at first, then counted.
-#
-# A port scanner must not fill a disk, nor hide the rank with the wrong token between its lines. So
-# callers that claim to be a rank are counted apart.
+    from phalanx.transport.tcp.connection import Mesh
 
 log = logging.getLogger("phalanx")
 
-TOLD_IN_FULL = 10  # lines of each kind; then one for the 10th, 100th, 1000th ...
-
-
-class Rejections:
-    """Counts, logs, and keeps what a timeout quotes in `mesh.last_rejection`."""
-
-    def __init__(self, mesh: MeshBase) -> None:
-        self.mesh = mesh
-        self.unauthenticated = 0
-        self.ranks = 0
-        self._last_rank = ""
-
-    def add(self, what: str, *, rank: int | None) -> None:
-        """A caller was refused that claimed to be `rank` (None: it has claimed nothing)."""
-        if rank is None:
-            self.unauthenticated += 1
-            number, kind = self.unauthenticated, "unauthenticated callers"
-            before = f"; before that {self._last_rank}" if self._last_rank else ""
-        else:
-            self.ranks += 1
-            number, kind = self.ranks, "callers that said which rank they are"
-            before, self._last_rank = "", what
-        if number <= TOLD_IN_FULL:
-            self.mesh.turned_away(what)
-        elif _is_power_of_ten(number):
-            log.warning(
-                "rank %d turned away %d %s so far, the last of them %s",
-                self.mesh.rank,
-                number,
-                kind,
-                what,
-            )
-        self.mesh.last_rejection = what + before
-
-    def total(self) -> None:
-        """The acceptor closes: log how many there were, if not each of them was logged."""
-        if max(self.unauthenticated, self.ranks) > TOLD_IN_FULL:
-            log.warning(
-                "rank %d turned away %d unauthenticated callers and %d that said which rank they "
-                "are while its job formed",
-                self.mesh.rank,
-                self.unauthenticated,
-                self.ranks,
-            )
-
-
-def _is_power_of_ten(number: int) -> bool:
-    return str(number).strip("0") == "1"
-
-
-# ------------------------------------------------------------------------------
-# A connection in its handshake, on either side.
-
-HUNG_UP = "the connection was closed during the handshake"
-
-
-# TCP resends within a second after a short outage (TCP_RTO_MAX_MS: Linux 6.15, uapi tcp.h).
-TCP_RTO_MAX_MS = 44
-LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
-
-
-class Handshaking:
-    """A non-blocking socket, and the handshake that goes over it."""
-
-    __slots__ = ("handshake", "mesh", "sock")
-
-    handshake: Handshake
-
-    def __init__(self, mesh: MeshBase, sock: socket.socket) -> None:
-        self.mesh = mesh
-        self.sock = sock
-        sock.setblocking(False)
-
-    def read(self, room: int) -> bytes | None:
-        """Received bytes, `room` at most; None: nothing yet. `Refused` at the connection's end."""
-        try:
-            data = self.sock.recv(room)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            log.debug("a connection broke during the handshake: %s", error)
-            raise Refused(HUNG_UP, final=False) from None
-        if not data:
-            raise Refused(HUNG_UP, final=False)
-        return data
-
-    def send(self, data: bytes) -> None:
-        """Send bytes. Raises `Refused` if the socket does not take them all."""
-        # A handshake is a few hundred bytes: an empty socket buffer takes them.
-        try:
-            if data and self.sock.send(data) != len(data):
-                raise Refused("the connection does not take the handshake", final=False)
-        except OSError as error:
-            log.debug("a connection broke during the handshake: %s", error)
-            raise Refused(HUNG_UP, final=False) from None
-
-    def say_farewell(self) -> None:
-        """Send the other side the reason for its rejection, if possible."""
-        if self.handshake.farewell:
-            try:
-                self.sock.send(self.handshake.farewell)
-            except OSError:
-                log.debug("a refused peer had gone already")
-
-    def hang_up(self) -> None:
-        """Close the connection."""
-        self.mesh.reactor.forget(self.sock)
-        self.sock.close()
-
-    def open(self) -> None:
-        """The peer is authenticated: hand the socket to the mesh."""
-        with suppress(OSError):  # a connection that is broken already is noticed later
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError):  # an older kernel
-            self.sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRANSMIT)
-        peer = self.handshake.peer
-        assert peer is not None
-        self.mesh.link_opened(peer, self.sock, self.handshake.surplus)
-
-
-# ------------------------------------------------------------------------------
-
-PATIENCE = 2.0  # seconds within which a caller has to be authenticated
-TICK = 0.1  # seconds between checks of that
-TICKS = round(PATIENCE / TICK)
+PATIENCE = 2.0  # seconds within which a caller has to be authenticated,
+TICKS = 20  # checked so many times
 PLACES = 128  # callers in their handshake at a time, beside one for each rank
 CALLS_AT_A_TIME = 32  # fewer than the places, so that a caller is read before it gives way
 REST = 0.1  # seconds without accepting, when there are no resources for it
+TOLD_IN_FULL = 10  # log lines of each kind; then one for the 10th, 100th, 1000th ...
+HUNG_UP = "the connection was closed during the handshake"
 
 _OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Errors that accept() raises on Linux for the pending connection, not for the listener.
@@ -185,29 +59,62 @@ _OF_THE_CALLER = frozenset(
 )
 
 
+def receive(sock: socket.socket, room: int) -> bytes | None:
+    """Words of a handshake, `room` bytes at most; None: nothing yet. `Refused` at their end."""
+    try:
+        data = sock.recv(room)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        log.debug("a connection broke during the handshake: %s", error)
+        data = b""
+    if not data:
+        raise Refused(HUNG_UP, final=False)
+    return data
+
+
+def send(sock: socket.socket, data: bytes) -> None:
+    """Send words of a handshake. Raises `Refused` if the socket does not take them all."""
+    # They are a few hundred bytes: an empty socket buffer takes them.
+    try:
+        if data and sock.send(data) != len(data):
+            raise Refused("the connection does not take the handshake", final=False)
+    except OSError as error:
+        log.debug("a connection broke during the handshake: %s", error)
+        raise Refused(HUNG_UP, final=False) from None
+
+
 class Acceptor:
     """A listener: every caller becomes a `PendingConnection`. Opened to form the group, then
     closed.
 
+    tick             seconds between checks whether callers have been there for too long
+    now              ticks that this rank has seen; none while it computes: callers then have to
+                     wait
+    last_rejection   who was turned away last, and why; for errors
+
     All methods are called with the engine's lock held; none blocks.
     """
 
-    def __init__(self, mesh: MeshBase, listener: socket.socket) -> None:
+    def __init__(
+        self, mesh: Mesh, listener: socket.socket, *, tick: float = PATIENCE / TICKS
+    ) -> None:
         self.mesh = mesh
         self.listener = listener
+        self.tick = tick
         self.pending: dict[PendingConnection, None] = {}  # in the order in which they came
         self.places = PLACES + mesh.world_size
-        self.rejections = Rejections(mesh)
-        self.admit = mesh.admit  # one bound method for all pending connections
-        self.now = (
-            0  # ticks that this rank has seen; none while it computes: callers then have to wait
-        )
+        self.now = 0
+        self.last_rejection = ""
+        self.admit = self._admit  # one bound method for all pending connections
+        self._rejected = [0, 0]  # that have claimed nothing, that have claimed to be a rank
+        self._last_rank = ""  # of the latter the last one
         self._ticking = False
         self._open = True
         listener.setblocking(False)
         with suppress(OSError):
             listener.listen(BACKLOG)  # unauthenticated callers must not fill the queue
-        mesh.reactor.watch(listener, self._on_ready)
+        self._listen()
 
     def close(self) -> None:
         """Stop listening, and drop the connections that are not authenticated."""
@@ -216,12 +123,51 @@ class Acceptor:
         self.listener.close()
         for pending in list(self.pending):
             self.drop(pending)
-        self.rejections.total()
+        if max(self._rejected) > TOLD_IN_FULL:
+            log.warning(
+                "rank %d turned away %d unauthenticated callers and %d that said which rank they "
+                "are while its job formed",
+                self.mesh.rank,
+                *self._rejected,
+            )
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a pending connection."""
         self.pending.pop(pending, None)
-        pending.hang_up()
+        self.mesh.reactor.forget(pending.sock)
+        pending.sock.close()
+
+    def turn_away(self, pending: PendingConnection, reason: str) -> None:
+        """Close a pending connection, and log the reason."""
+        rank = pending.handshake.peer if pending.auth_state else None
+        who = pending.host if rank is None else f"{pending.host}, as rank {rank}"
+        self._reject(f"{who}: {reason}", is_rank=rank is not None)
+        self.drop(pending)
+
+    def _reject(self, what: str, *, is_rank: bool = False) -> None:
+        """Count and log a caller that was refused, and keep what a timeout quotes."""
+        self._rejected[is_rank] += 1
+        number = self._rejected[is_rank]
+        self.last_rejection = what
+        if is_rank:
+            self._last_rank = what
+        elif self._last_rank:
+            self.last_rejection += f"; before that {self._last_rank}"
+        if number <= TOLD_IN_FULL:
+            log.warning("rank %d turned away %s", self.mesh.rank, what)
+        elif str(number).strip("0") == "1":  # a power of ten
+            kind = "callers that said which rank they are" if is_rank else "unauthenticated callers"
+            text = "rank %d turned away %d %s so far, the last of them %s"
+            log.warning(text, self.mesh.rank, number, kind, what)
+
+    def _admit(self, peer: int) -> str | None:
+        """Why a peer is rejected although it is authenticated, or None."""
+        mesh = self.mesh
+        if peer in mesh.connections or peer in mesh.left or peer in mesh.engine.lost:
+            return f"rank {peer} is, or was, connected already: is a second copy of it running?"
+        if peer < mesh.rank:
+            return f"rank {mesh.rank} calls rank {peer}, not the other way round"
+        return None
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         for _ in range(CALLS_AT_A_TIME):
@@ -239,30 +185,25 @@ class Acceptor:
                     continue
                 self._rest(error)
                 return
-            self._begin_handshake(sock, str(address[0]))
-
-    def _begin_handshake(self, sock: socket.socket, host: str) -> None:
-        if self.mesh.loopback_only and not is_loopback(host):
-            sock.close()
-            reason = "without a token (PHALANX_TOKEN) only this host is let in"
-            self.rejections.add(f"{host}: {reason}", rank=None)
-            return
-        self._make_room(max(self.places - 1, 0))
-        pending = PendingConnection(self, sock, host)
-        self.pending[pending] = None
-        pending.hear()  # now, so that it does not count as silent when the next one comes
-        if not self._ticking:
-            self._ticking = True
-            self.mesh.reactor.call_later(TICK, self._tick)
+            host = str(address[0])
+            if self.mesh.loopback_only and not is_loopback(host):
+                sock.close()
+                self._reject(f"{host}: without a token (PHALANX_TOKEN) only this host is let in")
+                continue
+            self._make_room(max(self.places - 1, 0))
+            pending = PendingConnection(self, sock, host)
+            self.pending[pending] = None
+            pending.hear()  # now, so that it does not count as silent when the next one comes
+            if not self._ticking:
+                self._ticking = True
+                self.mesh.reactor.call_later(self.tick, self._tick)
 
     def _make_room(self, most: int) -> None:
         """Close pending connections until there are `most`."""
         while len(self.pending) > most:
             silent = (pending for pending in self.pending if not pending.auth_state)
-            pending = next(silent, None) or min(
-                self.pending, key=lambda pending: pending.auth_state
-            )
-            pending.turn_away("had to give way to other callers before it had proved itself")
+            first = next(silent, None) or min(self.pending, key=lambda each: each.auth_state)
+            self.turn_away(first, "had to give way to other callers before it had proved itself")
 
     def _tick(self) -> None:
         # What callers have sent was read before: sockets come before timers in every turn. And
@@ -272,73 +213,66 @@ class Acceptor:
             if pending.born + TICKS > self.now:
                 break
             did = "did not prove itself" if pending.auth_state else "was silent"
-            pending.turn_away(f"{did} for {PATIENCE:g} s")
+            self.turn_away(pending, f"{did} for {PATIENCE:g} s")
         self._ticking = bool(self.pending)
         if self._ticking:
-            self.mesh.reactor.call_later(TICK, self._tick)
+            self.mesh.reactor.call_later(self.tick, self._tick)
 
     def _rest(self, error: OSError) -> None:
         """No connection can be accepted now, and none can be dropped: try later, do not spin."""
         reason = f"{error.strerror or error}"
         if error.errno in _OUT_OF:
             reason += "; this process may need more (ulimit -n)"
-        self.rejections.add(f"a caller, whom it could not accept: {reason}", rank=None)
+        self._reject(f"a caller, whom it could not accept: {reason}")
         self.mesh.reactor.forget(self.listener)
-        self.mesh.reactor.call_later(REST, self._look_again)
+        self.mesh.reactor.call_later(REST, self._listen)
 
-    def _look_again(self) -> None:
+    def _listen(self) -> None:
         if self._open:
             self.mesh.reactor.watch(self.listener, self._on_ready)
 
 
-class PendingConnection(Handshaking):
+class PendingConnection:
     """A caller. `auth_state`: 0 has sent nothing, 1 has sent something, 2 was challenged."""
 
-    __slots__ = ("acceptor", "auth_state", "born", "host")
+    __slots__ = ("acceptor", "auth_state", "born", "handshake", "host", "sock")
+
+    handshake: AcceptorHandshake  # most silent callers stay silent: they cost none
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket, host: str) -> None:
-        super().__init__(acceptor.mesh, sock)
         self.acceptor = acceptor
+        self.sock = sock
         self.host = host
         self.born = acceptor.now
         self.auth_state = 0
-        self.mesh.reactor.watch(sock, self._on_ready)
+        sock.setblocking(False)
+        acceptor.mesh.reactor.watch(sock, self.hear)
 
-    def hear(self) -> None:
-        """Read what the caller has sent, if anything, and answer."""
+    def hear(self, readable: bool = True, writable: bool = False) -> None:
+        """Read what the caller has sent, if anything, and answer (from the reactor)."""
+        acceptor, mesh = self.acceptor, self.acceptor.mesh
         try:
-            data = self.read(self.handshake.room if self.auth_state else ROOM)
+            data = receive(self.sock, self.handshake.room if self.auth_state else ROOM)
             if data is None:
                 return
-            self._answer(data)
+            if not self.auth_state:
+                self.handshake = AcceptorHandshake(mesh.identity, mesh.token, acceptor.admit)
+                self.auth_state = 1
+            send(self.sock, self.handshake.receive(data))
         except Refused as refusal:
             if refusal.reason == HUNG_UP:  # no line in the log: port scanners do it all the time
-                self.acceptor.drop(self)
+                acceptor.drop(self)
                 return
-            self.say_farewell()
-            self.turn_away(refusal.reason)
-
-    def turn_away(self, reason: str) -> None:
-        """Close the connection, and log the reason."""
-        rank = self.handshake.peer if self.auth_state else None
-        who = self.host if rank is None else f"{self.host}, as rank {rank}"
-        self.acceptor.rejections.add(f"{who}: {reason}", rank=rank)
-        self.acceptor.drop(self)
-
-    def _on_ready(self, readable: bool, writable: bool) -> None:
-        self.hear()
-
-    def _answer(self, data: bytes) -> None:
-        mesh = self.mesh
-        if not self.auth_state:  # most silent callers stay silent: they cost no handshake
-            self.handshake = AcceptorHandshake(mesh.identity, mesh.token, self.acceptor.admit)
-            self.auth_state = 1
-        self.send(self.handshake.receive(data))
-        if self.handshake.peer is not None:
-            self.auth_state = 2
+            with suppress(OSError):  # it may have gone already
+                self.sock.send(self.handshake.farewell)
+            acceptor.turn_away(self, refusal.reason)
+            return
         if self.handshake.complete:
-            self.acceptor.pending.pop(self, None)
-            self.open()
+            del acceptor.pending[self]
+            assert self.handshake.peer is not None
+            mesh.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
+        elif self.handshake.peer is not None:
+            self.auth_state = 2
 
 
 # ------------------------------------------------------------------------------

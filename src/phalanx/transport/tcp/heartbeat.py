@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 
-from phalanx.transport.tcp.connection import Connection, MeshBase
+from phalanx.transport.tcp.connection import Connection, Mesh
 from phalanx.wire.frame import Kind
 
 VARIABLE = "PHALANX_HEARTBEAT"
@@ -50,16 +50,13 @@ class Heartbeat:
     poll       moves bytes without waiting; called by the thread that beats, lock held
     """
 
-    def __init__(self, mesh: MeshBase, seconds: float, poll: Callable[[], None]) -> None:
+    def __init__(self, mesh: Mesh, seconds: float, poll: Callable[[], None]) -> None:
         self._mesh = mesh
-        self._poll = poll
-        self._beat_every = seconds / 30
-        self._look_every = seconds / 30
-        self._limit = seconds * 5 / 6
         self._seconds = seconds
+        self._poll = poll
         self._processes: Mapping[int, int] = {}  # of the peers on this host
-        self._silent: defaultdict[int, float] = defaultdict(float)
-        self._last_look = self._next_look = float("inf")
+        self._silent: defaultdict[int, float] = defaultdict(float)  # seconds without a sign of life
+        self._last_look = self._next_look = math.inf
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -69,7 +66,7 @@ class Heartbeat:
             return
         self._processes = processes
         self._last_look = monotonic()
-        self._next_look = self._last_look + self._look_every
+        self._next_look = self._last_look + self._seconds / 30
         if any(peer not in processes for peer in self._mesh.connections):
             name = f"phalanx rank {self._mesh.rank} heartbeat"
             self._thread = threading.Thread(target=self._keep_beating, name=name, daemon=True)
@@ -86,48 +83,42 @@ class Heartbeat:
         now = monotonic()
         if now >= self._next_look:
             # A rank that was stopped itself, or had no processor, must not blame the others for it.
-            self._look(min(now - self._last_look, self._seconds / 6))
+            seconds = min(now - self._last_look, self._seconds / 6)
+            for connection in list(self._mesh.connections.values()):
+                self._look_at(connection, seconds)
             self._last_look = now
-            self._next_look = now + self._look_every
+            self._next_look = now + self._seconds / 30
         return self._next_look - now
 
-    def _look(self, seconds: float) -> None:
-        for peer, connection in list(self._mesh.connections.items()):
-            if connection.heard or not self._is_silent(connection):
-                connection.heard = False
-                self._silent[peer] = 0.0
-                continue
-            self._silent[peer] += seconds
-            if self._silent[peer] >= self._limit:
-                self._mesh.give_up(connection, self._obituary(peer))
-
-    def _is_silent(self, connection: Connection) -> bool:
-        if connection.given_up or connection.left or connection.paused:
-            return False
-        process = self._processes.get(connection.peer)
-        return process is None or is_stopped(process)
-
-    def _obituary(self, peer: int) -> str:
+    def _look_at(self, connection: Connection, seconds: float) -> None:
+        """Give a peer up that has been silent for too long, of which these seconds are new."""
+        peer = connection.peer
         process = self._processes.get(peer)
+        alive = connection.heard or connection.given_up or connection.left or connection.paused
+        if alive or (process is not None and not is_stopped(process)):
+            connection.heard = False
+            self._silent[peer] = 0.0
+            return
+        self._silent[peer] += seconds
+        if self._silent[peer] < self._seconds * 5 / 6:
+            return
         if process is not None:
-            return f"its process {process} is stopped (SIGSTOP, or a debugger holds it)"
-        return (
-            f"nothing was heard from it for {self._silent[peer]:.1f} s: it is stopped, it holds "
-            "the interpreter, or the network between the two is down"
-        )
+            reason = f"its process {process} is stopped (SIGSTOP, or a debugger holds it)"
+        else:
+            reason = (
+                f"nothing was heard from it for {self._silent[peer]:.1f} s: it is stopped, it "
+                "holds the interpreter, or the network between the two is down"
+            )
+        self._mesh.give_up(connection, reason)
 
     def _keep_beating(self) -> None:
-        lock = self._mesh.engine.lock
-        while not self._over.wait(self._beat_every):
-            with lock:
-                if self._mesh.engine.closed:
+        engine = self._mesh.engine
+        while not self._over.wait(self._seconds / 30):
+            with engine.lock:
+                if engine.closed:
                     return
-                for connection in list(self._mesh.connections.values()):
-                    if (
-                        connection.peer not in self._processes
-                        and connection.send_queue.idle
-                        and not connection.given_up
-                    ):
+                for peer, connection in list(self._mesh.connections.items()):
+                    if peer not in self._processes and connection.idle and not connection.given_up:
                         connection.send_control(Kind.HEARTBEAT)
                 # What came is read meanwhile, also if this rank computes: so beats do not pile up,
                 # and questions are answered.
@@ -138,14 +129,13 @@ class Heartbeat:
 # ------------------------------------------------------------------------------
 # Which host this is, and how its processes are.
 
-_NAMESPACES = ("net", "pid")  # containers that share neither are hosts of their own
-
 
 def host_id() -> str:
     """The same for all processes of one host, and different between hosts."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in _NAMESPACES]
+        # Containers that share neither are hosts of their own.
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
     except OSError:
         return socket.gethostname()
     return " ".join([boot, *spaces])

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-Callback = Callable[[bool, bool], None]  # (readable, writable)
-
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LONGEST_SLEEP = 3600.0
+Callback = Callable[[bool, bool], None]  # (readable, writable)
 
 
 class Reactor:
@@ -20,23 +20,15 @@ class Reactor:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        self.watch(self._woken, self._drain)
 
-    def watch(
-        self,
-        sock: socket.socket | int,
-        callback: Callback,
-        *,
-        read: bool = True,
-        write: bool = False,
-    ) -> None:
-        """From now on call back when the socket, or file, is readable, writable, or either."""
-        events = selectors.EVENT_READ * read | selectors.EVENT_WRITE * write
+    def watch(self, sock: socket.socket | int, callback: Callback, events: int = READ) -> None:
+        """From now on call back when the socket, or file, is ready for one of these events."""
         if not events:
             self.forget(sock)
             return
@@ -50,7 +42,7 @@ class Reactor:
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
         """Call back once, that many seconds from now."""
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
         self.wake()
@@ -68,7 +60,7 @@ class Reactor:
         for key, mask in events:
             now = watched.get(key.fd)
             if now is not None and now.fileobj is key.fileobj:  # not closed by an earlier one
-                now.data(bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE))
+                now.data(bool(mask & READ), bool(mask & WRITE))
         while self._timers and self._timers[0][0] <= monotonic():
             heapq.heappop(self._timers)[2]()
 

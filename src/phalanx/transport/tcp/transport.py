@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.segments import Piece
+from phalanx.transport.tcp.connection import MESSAGES, Mesh
 from phalanx.transport.tcp.heartbeat import Heartbeat
 from phalanx.transport.tcp.loop import Reactor
-from phalanx.transport.tcp.mesh import Mesh
-from phalanx.wire.control import Answer, Ask, FailureNotice, encode
+from phalanx.wire.control import encode
 from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
 
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
     from phalanx.core.steps import Source
     from phalanx.transport.shm.domain import HostDomain
 
-EXPIRY_CHECK = 0.25  # seconds between checks of the deadlines of works nobody waits for
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
 SLICE = 0.02  # seconds in a library's wait before the sockets are polled again
-FIRST_LOOK = 0.05  # seconds that a work is waited for before its deadline is checked
+FIRST_LOOK, EXPIRY_CHECK = 0.05, 0.25  # seconds
 LOOKS = 200  # polls of a step, one after the other, before the first sleep
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between later polls
-KINDS = {FailureNotice: Kind.FAILURE, Ask: Kind.ASK, Answer: Kind.ANSWER}
+KINDS = {message: kind for kind, message in MESSAGES.items()}
 
 
 class TcpTransport(Transport):
     """Moves bytes over the sockets of its mesh.
 
-    domain   what the ranks of this host share, if they do
+    domain         what the ranks of this host share, if they do
+    first_look     seconds that a work is waited for before its deadline is checked
+    expiry_check   seconds between checks of the deadlines of works nobody waits for
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class TcpTransport(Transport):
         *,
         loopback_only: bool,
         heartbeat: float,
+        first_look: float = FIRST_LOOK,
+        expiry_check: float = EXPIRY_CHECK,
     ) -> None:
         self.engine = engine
         engine.transport = self
@@ -65,6 +68,9 @@ class TcpTransport(Transport):
         self.mesh = Mesh(engine, self.reactor, identity, token, loopback_only=loopback_only)
         self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
         self.domain: HostDomain | None = None
+        self.first_look = first_look
+        self.expiry_check = expiry_check
+        self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
@@ -72,51 +78,51 @@ class TcpTransport(Transport):
         self._thread: threading.Thread | None = None
         self._thread_may_go_on = threading.Condition(engine.lock)
         self._thread_looks_at = 0.0  # when it wakes by itself
-        self._pause = Pause()
+        self._looks = 0  # at steps that are polled, since one was complete
 
     def share(self, domain: HostDomain) -> None:
         """From now on, groups have control blocks in the shared memory of this host."""
         self.domain = domain
-        self.reactor.watch(domain.wakeup, domain.on_wakeup, read=True)
+        self.reactor.watch(domain.wakeup, domain.on_wakeup)
         domain.begins_to_wait = self.watch
         for connection in self.mesh.connections.values():
-            connection.send_queue.ring = connection.ring
+            connection.out = connection.ring
 
     # Messages -------------------------------------------------------------------------------
 
     @override
     def send(self, send: PostedSend) -> None:
         # There is no connection if the peer's loss is just being reported.
-        connection = self.mesh.connections.get(send.peer)
+        connection = self._connections.get(send.peer)
         if connection is not None:
-            connection.send_queue.send(send)
+            connection.send(send)
 
     @override
     def cancel(self, send: PostedSend) -> None:
-        connection = self.mesh.connections.get(send.peer)
+        connection = self._connections.get(send.peer)
         if connection is not None:
-            connection.send_queue.cancel(send)
+            connection.cancel(send)
 
     @override
     def settle(self, send: PostedSend) -> bool:
-        connection = self.mesh.connections.get(send.peer)
-        return connection is not None and connection.send_queue.settle(send)
+        connection = self._connections.get(send.peer)
+        return connection is not None and connection.settle(send)
 
     @override
     def room(self, peer: int) -> None:
-        connection = self.mesh.connections.get(peer)
+        connection = self._connections.get(peer)
         if connection is not None and connection.held_back:
             connection.resume()
 
     @override
     def control(self, peer: int, group: int, message: Control) -> None:
-        connection = self.mesh.connections.get(peer)
+        connection = self._connections.get(peer)
         if connection is None or connection.left:
             return
         if message is None:
             connection.send_control(Kind.LEAVE_GROUP, group=group)
         else:
-            connection.send_control(KINDS[type(message)], encode(message), group)
+            connection.send_control(KINDS[type(message)], encode(message), group=group)
 
     # Memory ---------------------------------------------------------------------------------
 
@@ -142,16 +148,17 @@ class TcpTransport(Transport):
     def wait(self, until: Wait) -> None:
         engine, now = self.engine, self.engine.now
         with engine.lock:
-            left = min(until.deadline - now(), FIRST_LOOK)  # most are done by then
+            left = min(until.deadline - now(), self.first_look)  # most are done by then
             while not until.over:
-                step = _blocking_step(until)
+                # A thread may wait inside a step, a library's collective.
+                step = until.group.head_of_queue(until).step if isinstance(until, Work) else None
                 if left <= 0:
                     engine.run_ready()
-                elif step is not None and step.block(min(left, SLICE)):
+                elif isinstance(step, Step) and step.blocks and step.block(min(left, SLICE)):
                     self.look()
                     engine.run_ready()
                 elif self._driver is None:
-                    self.drive(until, now() + left)
+                    self.drive(lambda: until.over, now() + left)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.over:
@@ -186,11 +193,11 @@ class TcpTransport(Transport):
         if not domain.is_parked:
             self.reactor.wake()
 
-    def drive(self, until: Until, deadline: float) -> None:
-        """Run the reactor until `until` is over or the deadline has passed. Lock held."""
+    def drive(self, over: Callable[[], bool], deadline: float) -> None:
+        """Run the reactor until `over()`, or the deadline has passed. Lock held."""
         self._driver = threading.get_ident()
         try:
-            while not until.over and not self.engine.closed:
+            while not over() and not self.engine.closed:
                 remaining = deadline - self.engine.now()
                 if remaining <= 0:
                     return
@@ -209,7 +216,7 @@ class TcpTransport(Transport):
         if engine.polled:
             engine.look()
             if not all(step.wakes for step in engine.polled.values()):
-                seconds = min(seconds, self._pause.next())
+                seconds = min(seconds, self._pause())
         if engine.ready:
             seconds = 0.0
         engine.lock.release()
@@ -223,10 +230,22 @@ class TcpTransport(Transport):
             self.reactor.dispatch(events)
             if domain is not None:
                 domain.resume_stalled()
-            engine.look()
+            if engine.polled:
+                engine.look()
             if engine.ready:
-                self._pause.reset()
-            engine.run_ready()
+                self._looks = 0
+                engine.run_ready()
+
+    def _pause(self) -> float:
+        """How long to sleep before the next look at a step that does not wake this rank.
+
+        Not at all at first, since most waits are shorter than the shortest sleep.
+        """
+        self._looks += 1
+        if self._looks <= LOOKS:
+            os.sched_yield()
+            return 0.0
+        return min(SHORTEST_PAUSE * 2.0 ** min(self._looks - LOOKS, 16), LONGEST_PAUSE)
 
     @override
     def background(self, work: WorkBase, *, patience: float) -> None:
@@ -241,7 +260,7 @@ class TcpTransport(Transport):
                     daemon=True,
                 )
                 self._thread.start()
-            if self._driver is not None and work.timeout < 4 * EXPIRY_CHECK:
+            if self._driver is not None and work.timeout < 4 * self.expiry_check:
                 self.reactor.wake()  # or its deadline might pass unchecked
             self._wake_thread()
 
@@ -251,44 +270,40 @@ class TcpTransport(Transport):
             self._thread_may_go_on.notify()
 
     def _run_background(self) -> None:
-        with self.engine.lock:
-            try:
-                self._keep_moving()
-            except Exception as error:
-                # A bug: all groups fail, so that no thread waits for this one.
-                self.engine.fail_all(f"rank {self.engine.rank} stopped moving bytes: {error!r}")
-                raise
-
-    def _keep_moving(self) -> None:
         engine, soon = self.engine, 0.0
-        while not engine.closed:
-            young = min(self._background.values(), default=math.inf) - engine.now()
-            if not self._background:
-                self._sleep(math.inf)
-            elif self._driver is not None or young > 0:
-                self._sleep(min(soon, young) if young > 0 else soon)
-            else:
-                self.drive(NothingLeft(self._background), engine.now() + soon)
-            self.heartbeat.attend()
-            soon = EXPIRY_CHECK
-            for work in list(self._background):
-                soon = min(soon, max(0.0, work.attend()))
-            engine.run_ready()
-            self._run_callbacks()
+        try:
+            while not engine.closed:
+                with engine.lock:
+                    soon = self._move(soon)
+                engine.run_callbacks()
+        except Exception as error:
+            # A bug: all groups fail, so that no thread waits for this one.
+            with engine.lock:
+                engine.fail_all(f"rank {engine.rank} stopped moving bytes: {error!r}")
+            raise
 
-    def _sleep(self, seconds: float) -> None:
-        self._thread_looks_at = self.engine.now() + seconds
-        self._thread_may_go_on.wait(seconds if seconds < math.inf else None)
-        self._thread_looks_at = 0.0
+    def _move(self, soon: float) -> float:
+        """Move what nobody waits for, or sleep, so many seconds at most; seconds until the next.
 
-    def _run_callbacks(self) -> None:
-        """Run the callbacks of `Work.on_done`, without the lock."""
-        if self.engine.callbacks:
-            self.engine.lock.release()
-            try:
-                self.engine.run_callbacks()
-            finally:
-                self.engine.lock.acquire()
+        A work is left to other threads while it is young.
+        """
+        engine, now = self.engine, self.engine.now()
+        seconds = soon if self._background else math.inf
+        young = min(self._background.values(), default=math.inf) - now
+        if self._background and self._driver is None and young <= 0:
+            self.drive(lambda: not self._background, now + soon)
+        elif not engine.callbacks and not engine.closed:
+            if young > 0:
+                seconds = min(seconds, young)
+            self._thread_looks_at = now + seconds
+            self._thread_may_go_on.wait(seconds if seconds < math.inf else None)
+            self._thread_looks_at = 0.0
+        self.heartbeat.attend()
+        soon = self.expiry_check
+        for work in list(self._background):
+            soon = min(soon, max(0.0, work.attend()))
+        engine.run_ready()
+        return soon
 
     @override
     def wake(self, work: WorkBase) -> None:
@@ -305,7 +320,7 @@ class TcpTransport(Transport):
             if not connection.given_up:
                 connection.send_control(Kind.LEAVE)
         if self._take_over():
-            self.drive(AllSent(self.mesh), self.engine.now() + seconds)
+            self.drive(self.mesh.all_sent, self.engine.now() + seconds)
 
     def _take_over(self) -> bool:
         """Wait until no other thread drives; False if this thread does already. Lock held."""
@@ -313,7 +328,7 @@ class TcpTransport(Transport):
             if self._driver == threading.get_ident():
                 return False
             self.reactor.wake()
-            self._condition.wait(EXPIRY_CHECK)
+            self._condition.wait(self.expiry_check)
         return True
 
     def shut(self) -> None:
@@ -336,70 +351,3 @@ class TcpTransport(Transport):
                 thread.join()
         finally:
             self.engine.lock.acquire()
-
-
-def _blocking_step(until: Wait) -> Step | None:
-    """The step in which a thread may wait for this, if there is one: a library's collective."""
-    if not isinstance(until, Work):
-        return None
-    step = until.group.head_of_queue(until).step
-    return step if isinstance(step, Step) and step.blocks else None
-
-
-# ------------------------------------------------------------------------------
-# Conditions until which the reactor is run.
-
-
-class Until(Protocol):
-    """Something that will be over."""
-
-    @property
-    def over(self) -> bool:
-        """Whether it is."""
-        ...
-
-
-class Pause:
-    """How long to sleep between two polls of a step that does not wake this rank.
-
-    Not at all at first, since most waits are shorter than the shortest sleep.
-    """
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def next(self) -> float:
-        """Seconds to sleep before the next look."""
-        self._looks += 1
-        if self._looks <= LOOKS:
-            os.sched_yield()
-            return 0.0
-        return min(SHORTEST_PAUSE * 2.0 ** min(self._looks - LOOKS, 16), LONGEST_PAUSE)
-
-    def reset(self) -> None:
-        """A step was complete: begin again without sleeping."""
-        self._looks = 0
-
-
-class NothingLeft:
-    """Until no work is outstanding in the background."""
-
-    def __init__(self, works: Collection[WorkBase]) -> None:
-        self._works = works
-
-    @property
-    def over(self) -> bool:
-        """Whether none is."""
-        return not self._works
-
-
-class AllSent:
-    """Until everything has left this host."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    @property
-    def over(self) -> bool:
-        """Whether it has."""
-        return self._mesh.all_sent()
