@@ -26,18 +26,21 @@ WORLD = 0  # the group of all ranks
 
 
 class RawPeer:
-    """Rank 1 of a job of two, as a stream of bytes. Everything blocks, for 20 seconds at most."""
+    """A rank that has met rank 0, as a stream of bytes. All of it blocks, for 20 s at most."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, rank: int = 1, world_size: int = 2) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
-        handshake = DialerHandshake(Identity("", 0, 1, 2), TOKEN.encode(), 0)
+        handshake = DialerHandshake(Identity("", 0, rank, world_size), TOKEN.encode(), 0)
         self.sock.sendall(handshake.start())
         while not handshake.complete:
             self.sock.sendall(handshake.receive(self._some()))
         self._ahead = bytearray(handshake.surplus)
         self.send_control(Kind.ADDRESS, encode(Address("127.0.0.1", 1, "this host")))
+
+    def expect(self, kind: Kind) -> None:
+        """The next frame that came is of that kind."""
         header, _ = self.read_frame()
-        assert header.channel.kind is Kind.TABLE
+        assert header.channel.kind is kind
 
     def send_control(self, kind: Kind, payload: bytes = b"", group: int = WORLD) -> None:
         size = len(payload)
@@ -81,6 +84,7 @@ def rank_0_and_a_raw_peer() -> Iterator[tuple[TcpBackend, RawPeer]]:
             TcpBackend, 0, 2, f"127.0.0.1:{port}", token=TOKEN, timeout=TIMEOUT, listener=listener
         )
         peer = RawPeer(port)
+        peer.expect(Kind.TABLE)
         backend = made.result()
     try:
         with peer.sock:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from acceptor_step import lonely_transport
 from clusters import TOKEN, loopback_listener
+from raw_peer import RawPeer
 
 import phalanx
 from phalanx import (
@@ -21,6 +23,9 @@ from phalanx import (
     InvalidWorldSizeError,
     TcpBackend,
 )
+from phalanx.transport.tcp.rendezvous import Rendezvous
+from phalanx.wire.control import Attached, Endpoint, encode
+from phalanx.wire.frame import Kind
 
 PATIENT = 20.0
 Start = Callable[..., "Future[TcpBackend]"]
@@ -230,3 +235,41 @@ def test_a_token_that_can_be_tried_out_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PHALANX_TOKEN", "secret")
     with pytest.raises(AuthenticationError, match=r"PHALANX_TOKEN has 6 bytes"):
         TcpBackend(0, 2, "127.0.0.1:1", timeout=5)
+
+
+def test_a_rank_that_is_gone_does_not_stand_for_one_that_has_not_said_that_it_attached() -> None:
+    """Rank 1 says so and is gone; rank 0 waits for the word of rank 2 all the same."""
+    listener = loopback_listener()
+    port = listener.getsockname()[1]
+    transport = lonely_transport(0, 3)
+    rendezvous = Rendezvous(transport.mesh, Endpoint("127.0.0.1", port), lambda _: "", listener)
+    peers: dict[int, RawPeer] = {}
+    heard: list[set[int]] = []  # who had spoken when rank 1 was gone
+
+    def drive(over: Callable[[], bool], deadline: float) -> None:
+        gone = lambda: 1 in transport.engine.lost  # noqa: E731
+        transport.drive(lambda: over() or gone(), deadline)
+        if gone() and not heard:
+            heard.append(set(rendezvous.problems))
+            assert not over()
+            peers[2].send_control(Kind.MEMORY, encode(Attached("rank 2 has none")))
+            transport.drive(over, deadline)
+
+    def meet() -> None:
+        with transport.engine.lock:
+            rendezvous.run(PATIENT, drive)
+
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(meet)
+        peers.update({rank: RawPeer(port, rank, 3) for rank in (1, 2)})
+        for peer in peers.values():
+            peer.expect(Kind.TABLE)
+            peer.expect(Kind.MEMORY)
+        peers[1].send_control(Kind.MEMORY, encode(Attached("")))
+        peers[1].sock.close()
+        met.result()
+    peers[2].sock.close()
+    with transport.engine.lock:
+        transport.shut()
+    assert heard == [{0, 1}]
+    assert rendezvous.problems == {0: "", 1: "", 2: "rank 2 has none"}

@@ -39,22 +39,14 @@ class Collector:
         self.controls: list[tuple[Header, bytes]] = []
         self._left = refuse
 
-    def message(self, header: Header) -> _Sink | None:
-        if self._left:
-            self._left -= 1
-            return None
-        self._left = self.refuse
-        if header.offset == 0:
-            self.messages.append((header, bytearray()))
-        return _Sink(self.messages[-1][1], self.window)
-
-    def whole(self, header: Header, payload: memoryview) -> bool:
+    def message(self, header: Header, whole: memoryview | None) -> _Sink | bool:
         if self._left:
             self._left -= 1
             return False
         self._left = self.refuse
-        self.messages.append((header, bytearray(payload)))
-        return True
+        if header.offset == 0:
+            self.messages.append((header, bytearray(whole or b"")))
+        return whole is not None or _Sink(self.messages[-1][1], self.window)
 
     def control(self, header: Header, payload: bytes) -> None:
         self.controls.append((header, payload))

@@ -28,11 +28,9 @@ def test_whatever_comes_is_refused_or_understood(name: str) -> None:
 class _Never:
     """Takes nothing, and is told of nothing."""
 
-    def message(self, header: Header) -> None:
-        return None
-
-    def whole(self, header: Header, payload: memoryview) -> bool:
-        raise AssertionError("nothing whole has come")
+    def message(self, header: Header, whole: memoryview | None) -> bool:
+        assert whole is None, "nothing whole has come"
+        return False
 
     def control(self, header: Header, payload: bytes) -> None:
         raise AssertionError("nothing whole has come")

@@ -166,22 +166,17 @@ class Receiver:
         self._refusals = rng.choice((0.0, 0.0, 0.3))
         self._rng = rng
 
-    def message(self, header: Header) -> Sink | None:
+    def message(self, header: Header, whole: memoryview | None) -> Sink | bool:
         assert header.length <= MAX_PAYLOAD, header
         assert header.offset + header.length <= header.total, header
-        if self._refusals and self._rng.random() < self._refusals:
-            return None
-        content = bytearray()
-        self.found.append((header, content))
-        return Sink(content, self._room)
-
-    def whole(self, header: Header, payload: memoryview) -> bool:
-        assert header.offset == 0, header
-        assert len(payload) == header.length == header.total <= MAX_PAYLOAD, header
+        if whole is not None:
+            assert header.offset == 0, header
+            assert len(whole) == header.length == header.total, header
         if self._refusals and self._rng.random() < self._refusals:
             return False
-        self.found.append((header, bytearray(payload)))
-        return True
+        content = bytearray(whole or b"")
+        self.found.append((header, content))
+        return whole is not None or Sink(content, self._room)
 
     def control(self, header: Header, payload: bytes) -> None:
         assert len(payload) == header.length <= MAX_CONTROL, header

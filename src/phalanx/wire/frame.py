@@ -142,12 +142,12 @@ class Sink(Protocol):
 class FrameReceiver(Protocol):
     """Receives what a `FrameDecoder` finds."""
 
-    def message(self, header: Header) -> Sink | None:
-        """A frame of a message begins; returns its sink, or None to be asked again by `resume`."""
-        ...
+    def message(self, header: Header, whole: memoryview | None) -> Sink | bool:
+        """A frame of a message begins; returns its sink, or False to be asked again by `resume`.
 
-    def whole(self, header: Header, payload: memoryview) -> bool:
-        """A whole message, in memory valid for this call; False to be asked again by `resume`."""
+        whole   the message, if it is here in one piece; memory valid for this call. Then the answer
+                may be True: it is taken
+        """
         ...
 
     def control(self, header: Header, payload: bytes) -> None:
@@ -205,38 +205,35 @@ class FrameDecoder:
             return
         self._end += count
         self.paused = False
-        while not self.paused:
+        while True:
             staged = self._end - self._begin
             if self._left:
                 if not staged:
                     return
                 self._take_staged(min(self._left, staged))
-            elif staged < HEADER_SIZE:
+                continue
+            if staged < HEADER_SIZE:
                 return
+            header = unpack_header(self._staging, self._begin)
+            first = self._begin + HEADER_SIZE
+            stop = first + header.length
+            if header.channel.kind >= Kind.CANCEL:
+                self._control = (header, bytearray())
             else:
-                self.paused = not self._begin_frame()
-
-    def _begin_frame(self) -> bool:
-        """Read the header that is staged; False if its message is refused for now."""
-        header = unpack_header(self._staging, self._begin)
-        first = self._begin + HEADER_SIZE
-        stop = first + header.length
-        if header.channel.kind >= Kind.CANCEL:
-            self._control = (header, bytearray())
-        elif header.length == header.total and stop <= self._end and first % ALIGNED == 0:
-            if not self._receiver.whole(header, self._staging[first:stop]):
-                return False
-            self._begin = stop
-            return True
-        else:
-            self._sink = self._receiver.message(header)
-            if self._sink is None:
-                return False
-        self._begin = first
-        self._left = header.length
-        if not self._left:
-            self._advance(0)
-        return True
+                is_whole = header.length == header.total and stop <= self._end
+                whole = self._staging[first:stop] if is_whole and not first % ALIGNED else None
+                taken = self._receiver.message(header, whole)
+                if taken is False:
+                    self.paused = True
+                    return
+                if taken is True:
+                    self._begin = stop
+                    continue
+                self._sink = taken
+            self._begin = first
+            self._left = header.length
+            if not self._left:
+                self._advance(0)
 
     def _take_staged(self, count: int) -> None:
         """Move staged bytes to where the payload of the current frame goes, `count` at most."""

@@ -401,45 +401,34 @@ class Connection:
         """Tell the peer that there is no room for what it sends, or that there is again."""
         self.mesh.engine.watchdog.asked(self.peer)
 
-    def whole(self, header: Header, payload: memoryview) -> bool:
-        """A message came in one piece (from the decoder)."""
-        if not self._may_begin(header):
-            return False
-        self.mesh.engine.matching.deliver(header.channel, self.peer, payload, header.fingerprint)
-        return True
-
-    def message(self, header: Header) -> IncomingMessage | None:
-        """A frame of a message begins (from the decoder)."""
-        if header.offset == 0:
-            return self._arriving(header) if self._may_begin(header) else None
-        arrival = self._arriving(header)
-        matching = self.mesh.engine.matching
-        return arrival if matching.has_room(arrival, self.peer, header.length) else None
-
-    def _may_begin(self, header: Header) -> bool:
-        """Whether there is room for the message that begins with this frame."""
-        arrival, matching = self._arrival, self.mesh.engine.matching
+    def message(
+        self, header: Header, whole: memoryview | None, *, always: bool = False
+    ) -> IncomingMessage | bool:
+        """A frame of a message begins (from the decoder); `always`: read it without room, too."""
+        matching, arrival, peer = self.mesh.engine.matching, self._arrival, self.peer
+        channel = header.channel
+        if header.offset:
+            if (
+                arrival is None
+                or arrival.channel != channel
+                or arrival.filled != header.offset
+                or arrival.total != header.total
+            ):
+                raise FrameError("a frame that continues no message")
+            return (always or matching.has_room(arrival, peer, header.length)) and arrival
         if arrival is not None and arrival.filled < arrival.total:
             raise FrameError("a message begins inside another one")
-        return matching.is_wanted(header.channel, self.peer) or matching.has_room(
-            None, self.peer, header.length
-        )
-
-    def _arriving(self, header: Header) -> IncomingMessage:
-        """The message that begins with this frame, or that it goes on with."""
-        arrival = self._arrival
-        if header.offset == 0:
-            self._arrival = arrival = self.mesh.engine.matching.arriving(
-                header.channel, self.peer, header.total, header.fingerprint
-            )
-        elif (
-            arrival is None
-            or arrival.channel != header.channel
-            or arrival.filled != header.offset
-            or arrival.total != header.total
+        if not (
+            always
+            or matching.is_wanted(channel, peer)
+            or matching.has_room(None, peer, header.length)
         ):
-            raise FrameError("a frame that continues no message")
-        return arrival
+            return False
+        if whole is not None:
+            matching.deliver(channel, peer, whole, header.fingerprint)
+            return True
+        self._arrival = matching.arriving(channel, peer, header.total, header.fingerprint)
+        return self._arrival
 
     def control(self, header: Header, payload: bytes) -> None:
         """A control frame came (from the decoder). Raises `FrameError` if it makes no sense."""
@@ -495,11 +484,6 @@ class Connection:
             self._ring = RingBuffer(domain, self.peer)
         return self._ring
 
-    @property
-    def held_back(self) -> bool:
-        """Whether the peer waits for room, on the connection or in its ring buffer."""
-        return self._owed > 0 or self._decoder.paused
-
     def _piece_came(self, header: Header, payload: bytes) -> None:
         """A part of a message lies in the ring buffer.
 
@@ -509,10 +493,9 @@ class Connection:
         ring = self.ring
         if ring is None:
             raise FrameError("a piece in memory that was never shared")
-        whole, piece = ring.came(header, payload)
-        if whole.offset == 0:
-            self._may_begin(whole)
-        arrival = self._arriving(whole)
+        frame, piece = ring.came(header, payload)
+        arrival = self.message(frame, None, always=True)
+        assert not isinstance(arrival, bool)
         arrival.take(piece)
         self._owed += 1
         self._pay(arrival)

@@ -111,7 +111,7 @@ class TcpTransport(Transport):
     @override
     def room(self, peer: int) -> None:
         connection = self._connections.get(peer)
-        if connection is not None and connection.held_back:
+        if connection is not None:
             connection.resume()
 
     @override
@@ -205,7 +205,8 @@ class TcpTransport(Transport):
         finally:
             self._driver = None
             self._condition.notify_all()
-            self._wake_thread()
+            if self._background:
+                self._wake_thread()
 
     def _turn(self, seconds: float) -> None:
         """One turn: park, wait for sockets and wakeups, then handle what is ready."""
