@@ -11,10 +11,9 @@
     x          tensor                dtype as s, number of dimensions, their lengths, the elements
 
 Lengths are unsigned LEB128: seven bits a byte, the lowest first, the high bit set on all but the
-last byte. The encoder (object_encoder.py) refuses what has another type than these, a subclass too,
-so that types survive. The decoder (object_decoder.py) takes no memory for a length that the bytes
-at hand do not bear out, goes at most `DEPTH` levels deep, and runs nothing. Neither does I/O, and
-neither knows of ranks.
+last byte. The encoder refuses what has another type than these, a subclass too, so that types
+survive. The decoder takes no memory for a length that the bytes at hand do not bear out, goes at
+most `DEPTH` levels deep, and runs nothing. Neither does I/O, and neither knows of ranks.
 """
 
 from __future__ import annotations
@@ -65,115 +64,101 @@ def shown(key: object) -> str:
 
 def encode(obj: object) -> bytearray:
     """The bytes of an object. Raises `UnsupportedObjectError`, naming the part that is refused."""
-    encoder = _Encoder()
-    try:
-        encoder.put(obj)
-    except _RefusedError as refused:
-        path = "obj" + "".join(reversed(refused.steps))
-        raise UnsupportedObjectError(f"{path} {refused.problem}") from None
-    return encoder.out
+    out = bytearray()
+    _put(out, obj, ["obj"], set())
+    return out
 
 
-class _RefusedError(Exception):
-    """An object that cannot be encoded; `steps` leads to it, the last one first."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-        self.steps: list[str] = []
-
-
-class _Encoder:
-    def __init__(self) -> None:
-        self.out = bytearray()
-        self._around: set[int] = set()  # the containers around the object at hand, by id
-
-    def put(self, obj: Any) -> None:
-        kind = type(obj)
-        if kind in CONTAINERS:
-            self._put_container(obj)
-        elif isinstance(obj, Tensor):
-            self._put_tensor(obj)
-        elif kind is int:
-            self._put_bytes(b"i", obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
-        elif kind is str:
-            self._put_bytes(b"s", _utf8(obj))
-        elif kind is bytes:
-            self._put_bytes(b"b", obj)
-        elif kind is float:
-            self.out += b"f" + FLOAT.pack(obj)
-        elif obj is None or kind is bool:
-            self.out += CONSTANTS[obj]
-        else:
-            raise _RefusedError(f"is a {kind.__name__}, which cannot be sent; {_WHAT_CAN}")
-
-    def _put_container(self, obj: Any) -> None:
-        if id(obj) in self._around:
-            raise _RefusedError("contains itself, and cannot be sent")
-        if len(self._around) >= DEPTH:
-            raise _RefusedError(f"is inside of {DEPTH} others, and cannot be sent")
-        self._around.add(id(obj))
-        self.out += CONTAINERS[type(obj)]
-        self._put_length(len(obj))
-        step = ""
+def _put(out: bytearray, obj: Any, path: list[str], around: set[int]) -> None:
+    """Append an object; `path` leads to it, and `around` are the containers around it, by id."""
+    kind = type(obj)
+    if kind in CONTAINERS:
+        _put_container(out, obj, path, around)
+    elif isinstance(obj, Tensor):
+        _put_tensor(out, obj, path)
+    elif kind is int:
+        _put_bytes(out, b"i", obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    elif kind is bytes:
+        _put_bytes(out, b"b", obj)
+    elif kind is float:
+        out += b"f" + FLOAT.pack(obj)
+    elif obj is None or kind is bool:
+        out += CONSTANTS[obj]
+    elif kind is str:
         try:
-            if type(obj) is dict:
-                for key, value in obj.items():
-                    step = f".keys(): {shown(key)}" if isinstance(key, str) else ".keys()"
-                    self.put(key)
-                    step = f"[{shown(key)}]"
-                    self.put(value)
-            else:
-                for place, item in enumerate(obj):
-                    step = f"[{place}]"
-                    self.put(item)
-        except _RefusedError as refused:
-            refused.steps.append(step)
-            raise
-        self._around.remove(id(obj))
-
-    def _put_tensor(self, tensor: Tensor) -> None:
-        if type(tensor) not in (Tensor, nn.Parameter):
-            problem = f"is a {type(tensor).__name__}"
-        elif tensor.device.type != "cpu":
-            problem = f"is on {tensor.device}: move it with .cpu()"
-        elif tensor.layout is not torch.strided or tensor.is_nested:
-            problem = f"is {tensor.layout}: convert it with .to_dense()"
-        elif tensor.is_quantized:
-            problem = "is quantized"
-        elif tensor.dim() > DIMENSIONS:
-            problem = f"has {tensor.dim()} dimensions, and {DIMENSIONS} is the most"
-        else:
-            self._put_bytes(b"x", str(tensor.dtype).removeprefix("torch.").encode())
-            self._put_length(tensor.dim())
-            for length in tensor.shape:
-                self._put_length(length)
-            self.out += tensor_bytes(plain(tensor))
-            return
-        raise _RefusedError(f"is a tensor that cannot be sent: it {problem}")
-
-    def _put_bytes(self, tag: bytes, content: bytes) -> None:
-        self.out += tag
-        self._put_length(len(content))
-        self.out += content
-
-    def _put_length(self, length: int) -> None:
-        while length > 0x7F:
-            self.out.append(length & 0x7F | 0x80)
-            length >>= 7
-        self.out.append(length)
+            _put_bytes(out, b"s", obj.encode())
+        except UnicodeEncodeError as error:
+            raise _refused(
+                path,
+                f"is a str that is no text, and cannot be sent: its character {error.start} is "
+                f"half of a pair ({obj[error.start]!a}), which has no UTF-8; send bytes",
+            ) from None
+    else:
+        raise _refused(
+            path,
+            f"is a {kind.__name__}, which cannot be sent; what can is None, bool, int, float, str, "
+            "bytes, list, tuple, dict and tensors",
+        )
 
 
-_WHAT_CAN = "what can is None, bool, int, float, str, bytes, list, tuple, dict and tensors"
+def _put_container(out: bytearray, obj: Any, path: list[str], around: set[int]) -> None:
+    if id(obj) in around:
+        raise _refused(path, "contains itself, and cannot be sent")
+    if len(around) >= DEPTH:
+        raise _refused(path, f"is inside of {DEPTH} others, and cannot be sent")
+    around.add(id(obj))
+    path.append("")
+    out += CONTAINERS[type(obj)]
+    _put_length(out, len(obj))
+    if type(obj) is dict:
+        for key, value in obj.items():
+            path[-1] = f".keys(): {shown(key)}" if isinstance(key, str) else ".keys()"
+            _put(out, key, path, around)
+            path[-1] = f"[{shown(key)}]"
+            _put(out, value, path, around)
+    else:
+        for place, item in enumerate(obj):
+            path[-1] = f"[{place}]"
+            _put(out, item, path, around)
+    path.pop()
+    around.remove(id(obj))
 
 
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise _RefusedError(
-            f"is a str that is no text, and cannot be sent: its character {error.start} is half of "
-            f"a pair ({text[error.start]!a}), which has no UTF-8; send bytes"
-        ) from None
+def _put_tensor(out: bytearray, tensor: Tensor, path: list[str]) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        problem = f"is a {type(tensor).__name__}"
+    elif tensor.device.type != "cpu":
+        problem = f"is on {tensor.device}: move it with .cpu()"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem = f"is {tensor.layout}: convert it with .to_dense()"
+    elif tensor.is_quantized:
+        problem = "is quantized"
+    elif tensor.dim() > DIMENSIONS:
+        problem = f"has {tensor.dim()} dimensions, and {DIMENSIONS} is the most"
+    else:
+        _put_bytes(out, b"x", str(tensor.dtype).removeprefix("torch.").encode())
+        for length in (tensor.dim(), *tensor.shape):
+            _put_length(out, length)
+        out += tensor_bytes(plain(tensor))
+        return
+    raise _refused(path, f"is a tensor that cannot be sent: it {problem}")
+
+
+def _put_bytes(out: bytearray, tag: bytes, content: bytes) -> None:
+    out += tag
+    _put_length(out, len(content))
+    out += content
+
+
+def _put_length(out: bytearray, length: int) -> None:
+    while length > 0x7F:
+        out.append(length & 0x7F | 0x80)
+        length >>= 7
+    out.append(length)
+
+
+def _refused(path: list[str], problem: str) -> UnsupportedObjectError:
+    return UnsupportedObjectError(f"{''.join(path)} {problem}")
 
 
 # ------------------------------------------------------------------------------
@@ -186,99 +171,86 @@ def decode(content: memoryview) -> object:
     Tensors are new, contiguous, on the CPU, without a gradient; they need not stay with `content`.
     """
     decoder = _Decoder(content)
-    obj = decoder.take(DEPTH)
+    obj = decoder.next_object(DEPTH)
     if decoder.left:
         raise MalformedObjectError(f"{decoder.left} bytes are left over behind an object")
     return obj
 
 
 class _Decoder:
+    """Takes objects from `content`, the next of `left` bytes on; each of `depth` levels at most."""
+
     def __init__(self, content: memoryview) -> None:
         self._content = content
-        self._at = 0
+        self.left = len(content)
 
-    @property
-    def left(self) -> int:
-        return len(self._content) - self._at
-
-    def take(self, depth: int) -> object:
-        """The next object, which may contain `depth` levels."""
-        tag = self._take(1)[0]
+    def next_object(self, depth: int) -> object:
+        tag = self.take(1)[0]
         if tag not in _TAKE:
             raise MalformedObjectError(f"no object begins with byte {tag}")
         return _TAKE[tag](self, depth)
 
-    def _take(self, count: int) -> memoryview:
+    def take(self, count: int) -> memoryview:
         if count > self.left:
             raise MalformedObjectError(f"{count} bytes are announced, and {self.left} came")
-        self._at += count
-        return self._content[self._at - count : self._at]
+        at = len(self._content) - self.left
+        self.left -= count
+        return self._content[at : at + count]
 
-    def _length(self) -> int:
+    def length(self) -> int:
         length = 0
         for place in range(0, 63, 7):
-            byte = self._take(1)[0]
+            byte = self.take(1)[0]
             length |= (byte & 0x7F) << place
             if byte < 0x80:
                 return length
         raise MalformedObjectError("a length of more than 63 bits")
 
+    def sized(self) -> memoryview:
+        return self.take(self.length())
+
+    def text(self, depth: int = 0) -> str:
+        try:
+            return bytes(self.sized()).decode()
+        except UnicodeDecodeError as error:
+            raise MalformedObjectError(f"a str that is not UTF-8: {error}") from None
+
     def _count(self, depth: int, least: int = 1) -> int:
         """How many objects follow, of at least so many bytes each."""
         if depth == 0:
             raise MalformedObjectError(f"an object of more than {DEPTH} levels")
-        count = self._length()
+        count = self.length()
         if count * least > self.left:
             raise MalformedObjectError(f"{count} objects are announced in {self.left} bytes")
         return count
 
-    def _int(self, depth: int) -> int:
-        return int.from_bytes(self._take(self._length()), "little", signed=True)
+    def items(self, depth: int) -> list[object]:
+        return [self.next_object(depth - 1) for _ in range(self._count(depth))]
 
-    def _float(self, depth: int) -> float:
-        value: float = FLOAT.unpack(self._take(8))[0]
-        return value
-
-    def _bytes(self, depth: int) -> bytes:
-        return bytes(self._take(self._length()))
-
-    def _str(self, depth: int) -> str:
-        try:
-            return self._bytes(depth).decode()
-        except UnicodeDecodeError as error:
-            raise MalformedObjectError(f"a str that is not UTF-8: {error}") from None
-
-    def _list(self, depth: int) -> list[object]:
-        return [self.take(depth - 1) for _ in range(self._count(depth))]
-
-    def _tuple(self, depth: int) -> tuple[object, ...]:
-        return tuple(self._list(depth))
-
-    def _dict(self, depth: int) -> dict[object, object]:
-        count = self._count(depth, least=2)
+    def pairs(self, depth: int) -> dict[object, object]:
         taken: dict[object, object] = {}
-        for _ in range(count):
-            key = self.take(depth - 1)
+        for _ in range(self._count(depth, least=2)):
+            key = self.next_object(depth - 1)
             try:
                 again = key in taken
             except TypeError:
                 raise MalformedObjectError(f"a {type(key).__name__} as the key of a dict") from None
             if again:
                 raise MalformedObjectError(f"a dict with the key {shown(key)} twice")
-            taken[key] = self.take(depth - 1)
+            taken[key] = self.next_object(depth - 1)
         return taken
 
-    def _tensor(self, depth: int) -> Tensor:
-        name = self._str(depth)
+    def tensor(self, depth: int) -> Tensor:
+        name = self.text()
         dtype = DTYPES.get(name)
         if dtype is None:
             raise MalformedObjectError(f"a tensor of dtype {shown(name)}, which torch has not")
-        dimensions = self._length()
+        dimensions = self.length()
         if dimensions > DIMENSIONS:
             raise MalformedObjectError(f"a tensor of {dimensions} dimensions")
-        shape = [self._length() for _ in range(dimensions)]
+        shape = [self.length() for _ in range(dimensions)]
         count = prod(shape)
-        data = self._take(count * dtype.itemsize)
+        data = self.take(count * dtype.itemsize)
         try:
             tensor = torch.empty(shape, dtype=dtype)
         except (RuntimeError, TypeError, OverflowError) as error:
@@ -293,14 +265,14 @@ _TAKE: Mapping[int, Callable[[_Decoder, int], object]] = MappingProxyType(
         ord("N"): lambda decoder, depth: None,
         ord("T"): lambda decoder, depth: True,
         ord("F"): lambda decoder, depth: False,
-        ord("i"): _Decoder._int,
-        ord("f"): _Decoder._float,
-        ord("s"): _Decoder._str,
-        ord("b"): _Decoder._bytes,
-        ord("l"): _Decoder._list,
-        ord("t"): _Decoder._tuple,
-        ord("d"): _Decoder._dict,
-        ord("x"): _Decoder._tensor,
+        ord("i"): lambda decoder, depth: int.from_bytes(decoder.sized(), "little", signed=True),
+        ord("f"): lambda decoder, depth: FLOAT.unpack(decoder.take(8))[0],
+        ord("s"): _Decoder.text,
+        ord("b"): lambda decoder, depth: bytes(decoder.sized()),
+        ord("l"): _Decoder.items,
+        ord("t"): lambda decoder, depth: tuple(decoder.items(depth)),
+        ord("d"): _Decoder.pairs,
+        ord("x"): _Decoder.tensor,
     }
 )
 """What follows each tag."""
