@@ -20,7 +20,7 @@ def lonely_transport(rank: int, world_size: int) -> TcpTransport:
     """The transport of a rank that has met nobody."""
     engine = Engine(rank, world_size)
     identity = Identity("", 0, rank, world_size)
-    return TcpTransport(engine, identity, TOKEN.encode(), loopback_only=False, heartbeat=math.inf)
+    return TcpTransport(engine, identity, TOKEN.encode(), heartbeat=math.inf)
 
 
 def drive_until(transport: TcpTransport, done: Callable[[], bool]) -> None:

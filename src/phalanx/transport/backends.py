@@ -62,7 +62,6 @@ class MeshBackend(Backend):
             engine,
             Identity(job, generation, rank, world_size),
             secret.encode(),
-            loopback_only=not secret,
             heartbeat=seconds,
         )
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)

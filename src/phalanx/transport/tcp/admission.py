@@ -186,7 +186,7 @@ class Acceptor:
                 self._rest(error)
                 return
             host = str(address[0])
-            if self.mesh.loopback_only and not is_loopback(host):
+            if not self.mesh.token and not is_loopback(host):
                 sock.close()
                 self._reject(f"{host}: without a token (PHALANX_TOKEN) only this host is let in")
                 continue

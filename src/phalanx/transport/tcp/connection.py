@@ -53,6 +53,7 @@ LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
 class Mesh:
     """Who is connected, and who has left.
 
+    token       the job's secret; without one only callers of this host are let in
     host        the host's name, if it is given; "": the machine decides
     domain      what this rank shows to others of its host, if anything
     left        peers that have closed in good order
@@ -63,21 +64,12 @@ class Mesh:
     All methods are called with the engine's lock held.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        reactor: Reactor,
-        identity: Identity,
-        token: bytes,
-        *,
-        loopback_only: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, identity: Identity, token: bytes) -> None:
         self.engine = engine
-        self.reactor = reactor
+        self.reactor = Reactor()
         self.identity = identity
         self.rank, self.world_size = identity.rank, identity.world_size
         self.token = token
-        self.loopback_only = loopback_only
         self.connections: dict[int, Connection] = {}
         self.left: set[int] = set()
         self.addresses: dict[int, Address] = {}

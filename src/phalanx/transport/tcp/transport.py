@@ -26,7 +26,6 @@ from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.segments import Piece
 from phalanx.transport.tcp.connection import MESSAGES, Mesh
 from phalanx.transport.tcp.heartbeat import Heartbeat
-from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import encode
 from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
@@ -57,15 +56,14 @@ class TcpTransport(Transport):
         identity: Identity,
         token: bytes,
         *,
-        loopback_only: bool,
         heartbeat: float,
         first_look: float = FIRST_LOOK,
         expiry_check: float = EXPIRY_CHECK,
     ) -> None:
         self.engine = engine
         engine.transport = self
-        self.reactor = Reactor()
-        self.mesh = Mesh(engine, self.reactor, identity, token, loopback_only=loopback_only)
+        self.mesh = Mesh(engine, identity, token)
+        self.reactor = self.mesh.reactor
         self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
         self.domain: HostDomain | None = None
         self.first_look = first_look
