@@ -64,19 +64,9 @@ class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an er
     final     the two will never agree; otherwise the connection failed, and another may not
     """
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        peer: int | None = None,
-        by_peer: bool = False,
-        final: bool = True,
-    ) -> None:
+    def __init__(self, reason: str, *, by_peer: bool = False, final: bool = True) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.peer = peer
-        self.by_peer = by_peer
-        self.final = final
+        self.reason, self.by_peer, self.final = reason, by_peer, final
 
 
 class Handshake:
@@ -120,7 +110,7 @@ class Handshake:
             if kind == REFUSE:
                 words = content.decode("utf-8", "replace")
                 reason = "".join(c if c.isprintable() else "?" for c in words)  # it gets logged
-                raise Refused(reason, peer=self.peer, by_peer=True)
+                raise Refused(reason, by_peer=True)
             reply += self._answer(kind, content)
         return reply
 
@@ -130,7 +120,7 @@ class Handshake:
     def _next_message(self) -> tuple[int, bytes] | None:
         buffer = self._buffer
         if not _MAGIC.startswith(bytes(buffer[: len(_MAGIC)])):
-            raise Refused("what came is not Phalanx's handshake", peer=self.peer)
+            raise Refused("what came is not Phalanx's handshake")
         if len(buffer) < _HEAD.size:
             return None
         _, kind, length = _HEAD.unpack_from(buffer)
@@ -145,7 +135,7 @@ class Handshake:
 
     def _refuse(self, reason: str) -> Refused:
         self.farewell = _message(REFUSE, reason.encode()[:LIMIT])
-        return Refused(reason, peer=self.peer)
+        return Refused(reason)
 
     def _expect(self, kind: int, content: bytes, wanted: int, size: int) -> None:
         if kind != wanted or len(content) != size:

@@ -15,22 +15,17 @@ from phalanx.errors import UnsupportedOperationError
 Buffer = Any  # bytes, bytearray, memoryview, array: the buffer protocol has no type before 3.12
 
 
-def check_on_cpu(tensor: Tensor) -> None:
-    """Raise `UnsupportedOperationError` unless the tensor's memory is the processor's."""
-    if tensor.device.type != "cpu":
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
+
+    By way of ctypes, since NumPy knows no bfloat16 and need not be installed. Raises
+    `UnsupportedOperationError` for a tensor of another device.
+    """
+    if not tensor.is_cpu:
         raise UnsupportedOperationError(
             f"this backend moves CPU memory and was given a tensor on {tensor.device}; "
             "move it with .cpu(), or use a backend for that device"
         )
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
-
-    By way of ctypes, since NumPy knows no bfloat16 and need not be installed.
-    """
-    if not tensor.is_cpu:
-        check_on_cpu(tensor)
     count = tensor.nbytes
     if count == 0:
         return memoryview(bytearray())

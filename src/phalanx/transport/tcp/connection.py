@@ -106,13 +106,6 @@ class Mesh:
                 self.addresses.pop(peer, None)
                 log.warning("rank 0: rank %d came and was lost: %s", peer, reason)
 
-    def give_up(self, connection: Connection, reason: str) -> None:
-        """A peer gives no sign of life: it counts as lost, and is told so if it comes back."""
-        connection.given_up = True
-        peer = connection.peer
-        who = f"rank {self.rank} gave rank {peer} up"
-        self.engine.peer_lost(peer, f"rank {peer} was lost: {who}, since {reason}")
-
     def close_in_child(self) -> None:
         """After a fork: this copy of the sockets would hide this rank's death from its peers."""
         for connection in self.connections.values():

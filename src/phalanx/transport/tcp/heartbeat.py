@@ -109,7 +109,9 @@ class Heartbeat:
                 f"nothing was heard from it for {self._silent[peer]:.1f} s: it is stopped, it "
                 "holds the interpreter, or the network between the two is down"
             )
-        self._mesh.give_up(connection, reason)
+        connection.given_up = True  # it counts as lost, and is told so if it comes back
+        who = f"rank {self._mesh.rank} gave rank {peer} up"
+        self._mesh.engine.peer_lost(peer, f"rank {peer} was lost: {who}, since {reason}")
 
     def _keep_beating(self) -> None:
         engine = self._mesh.engine

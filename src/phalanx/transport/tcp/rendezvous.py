@@ -388,7 +388,7 @@ class Dial:
                 self.trouble = os.strerror(error.errno or 0)
                 self.refusals += error.errno not in _MAY_PASS
                 if not self._patient and self.refusals >= len(self._addresses):
-                    self.refusal = Refused(self.trouble, peer=self.peer, final=False)
+                    self.refusal = Refused(self.trouble, final=False)
             except Refused as refusal:
                 self.trouble = refusal.reason
                 if self._sock is not None:
