@@ -163,7 +163,7 @@ class Acceptor:
     def _admit(self, peer: int) -> str | None:
         """Why a peer is rejected although it is authenticated, or None."""
         mesh = self.mesh
-        if peer in mesh.connections or peer in mesh.left or peer in mesh.engine.lost:
+        if peer in mesh.connections or peer in mesh.engine.left or peer in mesh.engine.lost:
             return f"rank {peer} is, or was, connected already: is a second copy of it running?"
         if peer < mesh.rank:
             return f"rank {mesh.rank} calls rank {peer}, not the other way round"

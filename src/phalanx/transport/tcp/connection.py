@@ -51,12 +51,11 @@ LONGEST_RETRANSMIT = 1000  # milliseconds, the least that the kernel takes
 
 
 class Mesh:
-    """Who is connected, and who has left.
+    """Who is connected.
 
     token       the job's secret; without one only callers of this host are let in
     host        the host's name, if it is given; "": the machine decides
     domain      what this rank shows to others of its host, if anything
-    left        peers that have closed in good order
     addresses   where each rank listens, once that is known: before, the rendezvous decides what the
                 end of a connection (`gone`, by rank) and word of a failure (`told`) mean
     rendezvous  takes its control frames (peer, kind, payload), while the ranks meet
@@ -71,7 +70,6 @@ class Mesh:
         self.rank, self.world_size = identity.rank, identity.world_size
         self.token = token
         self.connections: dict[int, Connection] = {}
-        self.left: set[int] = set()
         self.addresses: dict[int, Address] = {}
         self.gone: dict[int, str] = {}
         self.told: Failure | None = None
@@ -434,7 +432,6 @@ class Connection:
             engine.on_control(peer, group, None)
         elif kind is Kind.LEAVE:
             self.left = True
-            mesh.left.add(peer)
             engine.peer_left(peer)
         elif kind is not Kind.HEARTBEAT:  # whose arrival is its meaning
             if mesh.rendezvous is None:

@@ -159,7 +159,7 @@ class Rendezvous:
     def _unconnected(self) -> set[int]:
         """Peers whose connection is not open, and that are not known to be gone."""
         mesh = self.mesh
-        known = {mesh.rank, *mesh.connections, *mesh.left, *mesh.engine.lost}
+        known = {mesh.rank, *mesh.connections, *mesh.engine.left, *mesh.engine.lost}
         return set(range(mesh.world_size)) - known
 
     def _listener_beside(self, sock: socket.socket) -> socket.socket:
