@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -28,17 +28,6 @@ CALLS = ("train_step", "evaluate")
 NO_BATCH = -1  # in place of a number of samples
 
 
-class StepHandshake(NamedTuple):
-    """What all ranks have agreed on.
-
-    samples    in the batch
-    metadata   a hash of what shapes may depend on, over all ranks
-    """
-
-    samples: int
-    metadata: int
-
-
 def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Backend) -> None:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
@@ -46,9 +35,7 @@ def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Ba
     problem is raised on the rank that has it, an error of its kind on the others; different lines
     are a `DesyncError` that names the first.
     """
-    rows = _gathered([int(problem is not None)], "the making of a pipeline", backend)
-    if any(flag for [flag] in rows):
-        _raise_problem("Pipeline", problem, backend)
+    _exchange([], "Pipeline", "the making of a pipeline", problem, backend)
     differ = difference(lines, backend, end="nothing more")
     if differ is not None:
         raise DesyncError(
@@ -58,6 +45,50 @@ def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Ba
             peer=differ.odd[0],
             op="Pipeline",
         )
+
+
+def handshake(
+    call: str,
+    samples: tuple[int, int],
+    metadata: int,
+    problem: Exception | None,
+    backend: Backend,
+    *,
+    timeout: float | None = None,
+) -> tuple[int, int]:
+    """Begin a step together: the batch's samples, and a hash of all ranks' metadata. Blocks.
+
+    call       one of `CALLS`
+    samples    in this rank's inputs and targets; NO_BATCH where it has none
+    metadata   this rank's `step_metadata`
+
+    Costs a message of 40 bytes. Raises on every rank: if one has a problem, an error of its kind;
+    `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
+    """
+    rank, number = backend.rank, CALLS.index(call)
+    mine = [number, *samples, metadata]
+    rows = _exchange(mine, call, f"the beginning of {call}", problem, backend, timeout)
+    first_call, count, _, _ = rows[0]
+    for peer, row in enumerate(rows):
+        if row[0] != first_call:
+            raise DesyncError(
+                f"rank {rank}: Pipeline: rank 0 began {CALLS[first_call]} while rank {peer} began "
+                f"{CALLS[row[0]]}. Every rank has to make the same calls",
+                rank=rank,
+                peer=peer if peer != rank else 0,
+                op=call,
+            )
+    for peer, row in enumerate(rows):
+        for what, theirs in (("inputs", row[1]), ("targets", row[2])):
+            if theirs not in (NO_BATCH, count):
+                raise SizeMismatchError(
+                    f"rank {rank}: {call}: the inputs on rank 0 have {count} samples, the {what} "
+                    f"on rank {peer} {theirs}. Give all ranks the same batch, or None where it is "
+                    "not used",
+                    rank=rank,
+                    op=call,
+                )
+    return count, _digest(number, *(row[3] for row in rows))
 
 
 def step_metadata(module: nn.Module, inputs: Tree) -> int:
@@ -77,68 +108,30 @@ def step_metadata(module: nn.Module, inputs: Tree) -> int:
     )
 
 
-def handshake(
-    call: str,
-    samples: tuple[int, int],
-    metadata: int,
-    problem: Exception | None,
-    backend: Backend,
-    *,
-    timeout: float | None = None,
-) -> StepHandshake:
-    """Begin a step together; blocks until all ranks have begun it.
-
-    call       one of `CALLS`
-    samples    in this rank's inputs and targets; NO_BATCH where it has none
-    metadata   this rank's `step_metadata`
-
-    Costs a message of 40 bytes. Raises on every rank: if one has a problem, an error of its kind;
-    `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
-    """
-    rank, number = backend.rank, CALLS.index(call)
-    mine = [int(problem is not None), number, *samples, metadata]
-    rows = _gathered(mine, f"the beginning of {call}", backend, timeout)
-    if any(row[0] for row in rows):
-        _raise_problem(call, problem, backend)
-    _, first_call, count, _, _ = rows[0]
-    for peer, row in enumerate(rows):
-        if row[1] != first_call:
-            raise DesyncError(
-                f"rank {rank}: Pipeline: rank 0 began {CALLS[first_call]} while rank {peer} began "
-                f"{CALLS[row[1]]}. Every rank has to make the same calls",
-                rank=rank,
-                peer=peer if peer != rank else 0,
-                op=call,
-            )
-    for peer, row in enumerate(rows):
-        for what, theirs in (("inputs", row[2]), ("targets", row[3])):
-            if theirs not in (NO_BATCH, count):
-                raise SizeMismatchError(
-                    f"rank {rank}: {call}: the inputs on rank 0 have {count} samples, the {what} "
-                    f"on rank {peer} {theirs}. Give all ranks the same batch, or None where it is "
-                    "not used",
-                    rank=rank,
-                    op=call,
-                )
-    return StepHandshake(count, _digest(number, *(row[4] for row in rows)))
-
-
 def _digest(*parts: object) -> int:
     """A hash of plain values, as an int that a tensor can hold."""
     return xxh3_64_intdigest(msgspec.json.encode(parts)) >> 1
 
 
-def _gathered(
-    row: list[int], doing: str, backend: Backend, timeout: float | None = None
+def _exchange(
+    row: list[int],
+    call: str,
+    doing: str,
+    problem: Exception | None,
+    backend: Backend,
+    timeout: float | None = None,
 ) -> list[list[int]]:
+    """Every rank's row, unless a rank has a problem: then this raises on all of them."""
     try:
-        rows = all_gather(torch.tensor([row]), backend, timeout=timeout)
+        mine = torch.tensor([[int(problem is not None), *row]])
+        rows: list[list[int]] = all_gather(mine, backend, timeout=timeout).tolist()
     except DistributedError as error:
         rank = backend.rank
         error.message = f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {doing}"
         raise
-    everyone: list[list[int]] = rows.tolist()
-    return everyone
+    if any(has_problem for has_problem, *_ in rows):
+        _raise_problem(call, problem, backend)
+    return [rest for _, *rest in rows]
 
 
 def _raise_problem(call: str, problem: Exception | None, backend: Backend) -> NoReturn:

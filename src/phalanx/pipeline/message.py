@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -102,18 +103,13 @@ class MessageLayout(NamedTuple):
     @classmethod
     def decode(cls, content: bytearray) -> MessageLayout:
         """From bytes. Raises `MalformedObjectError` for what is no layout."""
-        found: Any = decode(memoryview(content))
         try:
-            structure, rows = found
-            specs = tuple(
-                TensorSpec(str(dtype), tuple(map(int, shape)), bool(grad))
-                for dtype, shape, grad in rows
-            )
-        except (TypeError, ValueError):
+            layout = msgspec.convert(decode(memoryview(content)), cls)
+        except msgspec.ValidationError:
             raise MalformedObjectError("what came is no layout of tensors") from None
-        if not all(spec.dtype in DTYPES for spec in specs):
+        if not all(spec.dtype in DTYPES for spec in layout.specs):
             raise MalformedObjectError("what came is a layout of dtypes that are not known here")
-        return cls(structure, specs)
+        return layout
 
     def empty(self) -> list[Tensor]:
         """Memory for the tensors, uninitialized."""

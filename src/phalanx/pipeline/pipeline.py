@@ -10,8 +10,7 @@ The schedule that is drawn is 1F1B; all are in schedules.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -29,16 +28,16 @@ from phalanx.errors import (
     SizeMismatchError,
 )
 from phalanx.parallel.wrapper import Wrapper
-from phalanx.pipeline.handshake import (
-    NO_BATCH,
-    check_same_plan,
-    handshake,
-    step_metadata,
-)
+from phalanx.pipeline.handshake import NO_BATCH, check_same_plan, handshake, step_metadata
 from phalanx.pipeline.message import Tree, map_tensors
-from phalanx.pipeline.plan import PipelineParallelConfig, PipelinePlan, make_plan, named_layers
+from phalanx.pipeline.plan import (
+    PipelineParallelConfig,
+    PipelinePlan,
+    PipelineStage,
+    make_plan,
+    named_layers,
+)
 from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
-from phalanx.pipeline.split import PipelineStage
 from phalanx.pipeline.stage_p2p import Layouts, StageP2P
 from phalanx.pipeline.step import PipelineStep
 
@@ -198,8 +197,13 @@ class Pipeline(Wrapper):
         Restores the modes afterwards. A batch with fewer samples than micro-batches is cut into as
         many micro-batches as it has samples.
         """
-        with _eval_mode(self.module):
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()
+        try:
             return self._run("evaluate", inputs, targets, loss, timeout)[1]
+        finally:
+            for part, training in modes:
+                part.training = training
 
     def pipeline_bubble(self) -> PipelineBubble:
         """The share of the last train_step in which ranks waited, measured, beside the theory.
@@ -234,98 +238,75 @@ class Pipeline(Wrapper):
     ) -> tuple[PipelineStep, Tensor]:
         """Carry out a step; the mean loss."""
         config, backend, plan = self.config, self.backend, self._plan
-        rank, size = backend.rank, backend.world_size
+        rank, p = backend.rank, backend.world_size
         train = call == "train_step"
-        samples, problem = (NO_BATCH, NO_BATCH), None
+        counts, problem = (NO_BATCH, NO_BATCH), None
         try:
             if timeout is not None:
                 check_timeout(timeout)
-            samples = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
+            counts = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
         except Exception as error:
             problem = error
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
-        agreed = handshake(
-            call, samples, metadata, problem, backend, timeout=timeout if problem is None else None
+        samples, metadata = handshake(
+            call, counts, metadata, problem, backend, timeout=timeout if problem is None else None
         )
-        m = min(config.num_micro_batches, agreed.samples)
-        ranges = chunk_ranges(agreed.samples, m)
+        m = min(config.num_micro_batches, samples)
+        ranges = chunk_ranges(samples, m)
         sizes = [end - start for start, end in ranges]
         seconds = backend.timeout if timeout is None else timeout
-        p2p = StageP2P(
-            backend, self._layouts, agreed.metadata, sizes, len(plan.stages), timeout=seconds
-        )
         step = PipelineStep(
             plan,
             self.module,
-            p2p,
+            StageP2P(backend, self._layouts, metadata, sizes, len(plan.stages), seconds),
             inputs=_micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
-            targets=_micro_batches(targets, ranges, "targets") if rank == size - 1 else [],
-            weights=[count / agreed.samples for count in sizes],
+            targets=_micro_batches(targets, ranges, "targets") if rank == p - 1 else [],
+            weights=[size / samples for size in sizes],
             loss_function=loss,
-            rank=rank,
-            num_ranks=size,
             train=train,
         )
-        actions = SCHEDULES[config.schedule].generator(rank, size, m, config.chunks)
-        with self._failing_all(step):
+        actions = SCHEDULES[config.schedule].generator(rank, p, m, config.chunks)
+        try:
             return step, step.run([a for a in actions if train or a.kind is ActionKind.F])
+        except RankStopped:
+            raise
+        except BaseException as error:
+            backend.fail(_told_to_all(error, rank, step.doing))
+            raise
 
     def _samples(
         self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
     ) -> tuple[int, int]:
         """The samples of the inputs and of the targets, if they are there and can be used."""
         rank, last = self.backend.rank, self.backend.world_size - 1
-        for name, tree, user in (("inputs", inputs, 0), ("targets", targets, last)):
+        given = (("inputs", inputs, 0), ("targets", targets, last))
+        for name, tree, user in given:
             if tree is None and rank == user:
                 raise MisuseError(f"there are no {name}, and this is the rank that uses them")
         if rank == last and not callable(loss):
             raise MisuseError(f"the loss has to be a function of outputs and targets, not {loss!r}")
-        counts = (
-            NO_BATCH if inputs is None else _samples_in(inputs, "inputs"),
-            NO_BATCH if targets is None else _samples_in(targets, "targets"),
-        )
+        counts = [NO_BATCH if tree is None else _samples_in(tree, name) for name, tree, _ in given]
         for count in counts:
             if NO_BATCH < count < needed:
                 raise SizeMismatchError(
                     f"a batch of {count} samples cannot be {needed} micro-batches: each needs a "
                     "sample. Give a larger batch, or leave the last one out (drop_last)"
                 )
-        return counts
-
-    @contextmanager
-    def _failing_all(self, step: PipelineStep) -> Iterator[None]:
-        """Fail the group with the error that ends this rank's step: the others wait for it."""
-        rank = self.backend.rank
-        try:
-            yield
-        except RankStopped:
-            raise
-        except DistributedError as error:
-            if not error.message.startswith("rank "):
-                error.message = f"rank {rank}: {error.message}"
-            error.message = (
-                f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {step.doing}"
-            )
-            error.rank = rank
-            self.backend.fail(error)
-            raise
-        except BaseException as error:
-            reason = f"Pipeline: {step.doing} failed: {error!r}"
-            self.backend.fail(PeerLostError(f"rank {rank}: {reason}", rank=rank, op="Pipeline"))
-            if hasattr(error, "add_note"):  # since Python 3.11
-                error.add_note(f"rank {rank}: {reason}")
-            raise
+        return counts[0], counts[1]
 
 
-@contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
+def _told_to_all(error: BaseException, rank: int, doing: str) -> DistributedError:
+    """The error that fails the group, whose other ranks wait; says in both what was being done."""
+    if isinstance(error, DistributedError):
+        if not error.message.startswith("rank "):
+            error.message = f"rank {rank}: {error.message}"
+        error.message = f"{error.message.rstrip('.')}. Pipeline: rank {rank} was in {doing}"
+        error.rank = rank
+        return error
+    text = f"rank {rank}: Pipeline: {doing} failed: {error!r}"
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(text)
+    return PeerLostError(text, rank=rank, op="Pipeline")
 
 
 def _samples_in(tree: Tree, name: str) -> int:
@@ -362,4 +343,4 @@ def _micro_batches(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list
     def rows(start: int, end: int) -> Tree:
         return map_tensors(lambda _, tensor: tensor[start:end], tree, name)
 
-    return [rows(start, end) for start, end in ranges]
+    return [rows(*run) for run in ranges]

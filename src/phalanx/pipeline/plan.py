@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import chain
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from operator import index
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -15,8 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
 from phalanx.pipeline.message import Tree, flatten, map_tensors
-from phalanx.pipeline.schedules import SCHEDULES
-from phalanx.pipeline.split import PipelineStage, split_into_stages
+from phalanx.pipeline.schedules import SCHEDULES, even_sizes
 
 MOST_PASSES = 2**29  # each has a tag
 
@@ -44,11 +48,9 @@ class PipelineParallelConfig(
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_micro_batches", "num_chunks"):
             value = getattr(self, name)
-            if value is None and name == "num_chunks":
-                continue
-            if type(value) is not int:
+            if type(value) is not int and (value is not None or name != "num_chunks"):
                 raise TypeError(f"{name} has to be a whole number, not {value!r}")
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} has to be 1 or more, not {value}")
         if self.schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
@@ -86,6 +88,114 @@ class PipelineParallelConfig(
     def from_json(cls, text: str | bytes) -> PipelineParallelConfig:
         """From JSON. Raises ValueError for text that is none, and for what a config cannot be."""
         return msgspec.json.decode(text, type=cls)
+
+
+# ------------------------------------------------------------------------------
+# How layers are cut into stages: by equal numbers of layers, or by equal costs.
+
+
+class PipelineStage(NamedTuple):
+    """The layers [start_layer, end_layer), and the rank that they are on."""
+
+    start_layer: int
+    end_layer: int
+    rank: int
+
+
+def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
+    """Cut layers into stages one after the other, of sizes that differ by at most one.
+
+        split_into_stages(7, 3)      [0, 3) on rank 0, [3, 5) on rank 1, [5, 7) on rank 2
+
+    The larger stages come first. Raises ValueError for no stages, and for more than there are
+    layers.
+    """
+    num_layers, num_stages = index(num_layers), index(num_stages)
+    _check_number(num_layers, num_stages)
+    return _stages([0, *accumulate(even_sizes(num_layers, num_stages))])
+
+
+def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStage]:
+    """Cut layers into stages so that the one that costs most costs as little as it can.
+
+    costs        of each layer, in any unit, 0 or more: seconds (see `measure_layer_costs`), FLOPs,
+                 bytes of parameters
+
+        balance_stages([1, 1, 1, 3], 2)      [0, 3) on rank 0, [3, 4) on rank 1
+
+    A pipeline is as fast as its slowest stage. No stage is empty. Of several such splits this gives
+    the one whose stages differ least (the sum of squares), and of those the one with the larger
+    first: equal costs are split as by `split_into_stages`. Exact for floats, too; takes about
+    n * n operations for n layers. Raises ValueError for a cost that is negative or not finite, and
+    as `split_into_stages` does.
+    """
+    _check_number(len(costs), num_stages)
+    for layer, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"the cost of layer {layer} is {cost!r}; it has to be 0 or more")
+    exact = [Fraction(cost) for cost in costs]
+    scale = math.lcm(*(cost.denominator for cost in exact))  # sums of whole numbers are exact
+    upto = [0, *accumulate(int(cost * scale) for cost in exact)]
+    most = _smallest_maximum(upto, num_stages)
+    n = len(costs)
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, int]:
+        """The least sum of squares of the layers from `start` on, and where its first stage ends.
+
+        It is infinite if these layers cannot be so many stages.
+        """
+        if stages == 1:
+            total = upto[n] - upto[start]
+            return (total * total if total <= most else math.inf), n
+        least, first_end = math.inf, n
+        furthest = min(bisect_right(upto, upto[start] + most) - 1, n - stages + 1)
+        for end in range(furthest, start, -1):  # the longest first, which wins a tie
+            rest, _ = best(end, stages - 1)
+            if rest == math.inf:
+                break  # a shorter stage leaves even more to the others
+            squares = (upto[end] - upto[start]) ** 2 + rest
+            if squares < least:
+                least, first_end = squares, end
+        return least, first_end
+
+    ends = [0]
+    for stages in range(num_stages, 0, -1):
+        ends.append(best(ends[-1], stages)[1])
+    return _stages(ends)
+
+
+def _check_number(num_layers: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"there have to be 1 or more stages, not {num_stages}")
+    if num_stages > num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot be {num_stages} stages: each needs a layer. Use fewer "
+            "stages, or fewer chunks on each"
+        )
+
+
+def _stages(ends: list[int]) -> list[PipelineStage]:
+    return [PipelineStage(start, end, rank) for rank, (start, end) in enumerate(pairwise(ends))]
+
+
+def _smallest_maximum(upto: list[int], num_stages: int) -> int:
+    """The least that the largest of `num_stages` stages can cost, by bisection."""
+
+    def fits(most: int) -> bool:
+        start = 0
+        for _ in range(num_stages):
+            start = bisect_right(upto, upto[start] + most) - 1
+        return start == len(upto) - 1
+
+    low, high = 0, upto[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+# ------------------------------------------------------------------------------
 
 
 class PipelinePlan(NamedTuple):
@@ -153,7 +263,13 @@ def make_plan(
         stages = split_into_stages(len(layers), count)
     else:
         _check_stages(stages, len(layers), count)
-    lines = _describe(layers, config, stages)
+    lines = [
+        *(f"layer {name}: {_describe(layer)}" for name, layer in layers.items()),
+        f"num_micro_batches={config.num_micro_batches}",
+        f"schedule={config.schedule!r}",
+        f"num_chunks={config.chunks}",
+        f"stages {[tuple(stage[:2]) for stage in stages]}",
+    ]
     on_ranks = tuple(stage._replace(rank=number % p) for number, stage in enumerate(stages))
     plan = PipelinePlan(tuple(layers), on_ranks, lines)
     _check_parameters(plan, layers, rank)
@@ -180,25 +296,14 @@ def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) 
         raise ValueError(f"the stages end with layer {start} of {num_layers}")
 
 
-def _describe(
-    layers: dict[str, nn.Module], config: PipelineParallelConfig, stages: Sequence[PipelineStage]
-) -> list[str]:
-    """The pipeline for a comparison. Ranks may differ in what is frozen, and on which device."""
-    lines = []
-    for name, layer in layers.items():
-        shapes = [
-            f"{key} {str(p.dtype).removeprefix('torch.')} "
-            + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
-            for key, p in layer.named_parameters()
-        ]
-        lines.append(f"layer {name}: {type(layer).__qualname__}({', '.join(shapes)})")
-    return [
-        *lines,
-        f"num_micro_batches={config.num_micro_batches}",
-        f"schedule={config.schedule!r}",
-        f"num_chunks={config.chunks}",
-        f"stages {[tuple(stage[:2]) for stage in stages]}",
+def _describe(layer: nn.Module) -> str:
+    """A layer for a comparison. Ranks may differ in what is frozen, and on which device."""
+    shapes = [
+        f"{key} {str(p.dtype).removeprefix('torch.')} "
+        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
+        for key, p in layer.named_parameters()
     ]
+    return f"{type(layer).__qualname__}({', '.join(shapes)})"
 
 
 def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: int) -> None:
@@ -243,13 +348,20 @@ def measure_layer_costs(
     Two ranks measure different costs, and have to cut alike: let one of them measure, and
     `broadcast_object` the result.
     """
+
+    def with_grad(_: str, tensor: Tensor) -> Tensor:  # a copy that may be changed in place
+        copy = tensor.detach().clone()
+        if copy.is_floating_point() or copy.is_complex():
+            return copy.requires_grad_().clone()
+        return copy
+
     costs = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for layer in named_layers(layers).values():
             copied = deepcopy(layer)
             times = []
             for _ in range(repeats + 1):
-                given = map_tensors(_with_grad, inputs, "inputs")
+                given = map_tensors(with_grad, inputs, "inputs")
                 began = perf_counter()
                 outputs = copied(given)
                 results = [t for t in flatten(outputs, "outputs")[1] if t.requires_grad]
@@ -258,11 +370,3 @@ def measure_layer_costs(
             costs.append(median(times[1:]))
             inputs = map_tensors(lambda _, tensor: tensor.detach(), outputs, "outputs")
     return costs
-
-
-def _with_grad(_: str, tensor: Tensor) -> Tensor:
-    """A copy through which a gradient goes back, and that may be changed in place."""
-    copy = tensor.detach().clone()
-    if copy.is_floating_point() or copy.is_complex():
-        return copy.requires_grad_().clone()
-    return copy

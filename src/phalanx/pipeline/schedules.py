@@ -39,13 +39,12 @@ rules, which every executor keeps:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
-
-from phalanx.pipeline.split import even_sizes
 
 
 class ActionKind(enum.IntEnum):
@@ -120,9 +119,11 @@ def interleaved_1f1b(i: int, p: int, m: int, v: int = 2) -> Schedule:
     to 2p - 1 micro-batches, the larger first; no rank waits longer then. With a group of less than
     p, a rank would wait for the first rank to end its part of the group.
     """
-    groups = even_sizes(m, max(1, m // p))
-    forward = [F(j, c) for j, c in _in_groups(groups, range(v))]
-    backward = [B(j, c) for j, c in _in_groups(groups, range(v)[::-1])]
+    groups, forward, backward = even_sizes(m, max(1, m // p)), [], []
+    for size, end in zip(groups, accumulate(groups), strict=True):
+        group = range(end - size, end)
+        forward += [F(j, c) for c in range(v) for j in group]
+        backward += [B(j, c) for c in reversed(range(v)) for j in group]
     yield from _in_turn(forward, backward, ahead=(v - 1) * groups[0] + 2 * (p - i - 1))
 
 
@@ -136,13 +137,9 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Sched
     yield from backward[len(forward) - ahead :]
 
 
-def _in_groups(groups: list[int], chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """(micro-batch, chunk): each group through one chunk after the other."""
-    order, first = [], 0
-    for size in groups:
-        order += [(j, c) for c in chunks for j in range(first, first + size)]
-        first += size
-    return order
+def even_sizes(total: int, parts: int) -> list[int]:
+    """Cut `total` into sizes that differ by at most one; the larger first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 class ScheduleRow(NamedTuple):

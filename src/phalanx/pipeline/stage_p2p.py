@@ -36,7 +36,7 @@ _LOSS_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class StageMessage(NamedTuple):
-    """Activations (F) or gradients (B) of one micro-batch, sent to stage `stage`."""
+    """Activations (F) or gradients (B) of one micro-batch: what this pass of `stage` needs."""
 
     kind: ActionKind
     stage: int
@@ -78,15 +78,16 @@ class StageP2P:
         """Begin to receive a message if its layout is known; does not block."""
         known, key = self._known(message)
         if key in known and message not in self._received and not self._all_local:
-            self._receive(message, known[key])
+            tensors = known[key].empty()
+            pending = [self._irecv(message, tensor) for tensor in tensors]
+            self._received[message] = known[key], tensors, pending
 
     def recv(self, message: StageMessage) -> tuple[MessageLayout, list[Tensor]]:
         """The layout and the tensors of a message; blocks until they have arrived."""
-        if message not in self._received:
-            known, key = self._known(message)
-            if key not in known:
-                known[key] = self._receive_layout(message)
-            self._receive(message, known[key])
+        known, key = self._known(message)
+        if key not in known:
+            known[key] = self._recv_layout(message)
+        self.post_recv(message)
         layout, tensors, pending = self._received.pop(message)
         for work in pending:
             work.wait(self.timeout)
@@ -106,8 +107,8 @@ class StageP2P:
             known[key] = found
             if not self._all_local:
                 content = found.encode()
-                self._send(message, _LENGTH.pack(len(content)))
-                self._send(message, content)
+                self._isend(message, _LENGTH.pack(len(content)))
+                self._isend(message, content)
         layout = known[key]
         if message.kind is ActionKind.B and layout.structure != found.structure:
             # The receiver expects a gradient where there is none this time: it gets zeros.
@@ -128,10 +129,15 @@ class StageP2P:
             )
         if self._all_local:
             self._received[message] = layout, [leaf.detach() for leaf in leaves], []
-        else:
-            self._forget_ended_sends()
-            for leaf in leaves:
-                self._send(message, leaf.detach())
+            return layout, leaves
+        sends, self._sends = self._sends, []
+        for work in sends:
+            if work.done():
+                work.wait()  # raises its error, if it failed
+            else:
+                self._sends.append(work)
+        for leaf in leaves:
+            self._isend(message, leaf.detach())
         return layout, leaves
 
     def isend_loss(self, loss: Tensor) -> None:
@@ -155,19 +161,18 @@ class StageP2P:
             work.wait(self.timeout)
         self._sends.clear()
 
-    def _forget_ended_sends(self) -> None:
-        pending = []
-        for work in self._sends:
-            if work.done():
-                work.wait()  # raises its error, if it failed
-            else:
-                pending.append(work)
-        self._sends = pending
-
     def _known(self, message: StageMessage) -> tuple[Edge, tuple[int, int]]:
         """The layouts of the message's edge that have been sent, and the key of its own."""
         key = self.metadata, self.sizes[message.micro_batch]
         return self.layouts.setdefault(message[:2], {}), key
+
+    def _isend(self, message: StageMessage, content: Any) -> None:
+        receiver, tag = message.stage % self.backend.world_size, self._tag(message)
+        self._sends.append(isend(content, receiver, self.backend, tag=tag, timeout=A_DAY))
+
+    def _irecv(self, message: StageMessage, into: Any) -> PendingCollective[int]:
+        sender, tag = self._sender(message), self._tag(message)
+        return irecv(into, sender, self.backend, tag=tag, timeout=A_DAY)
 
     def _sender(self, message: StageMessage) -> int:
         stage = message.stage + (-1 if message.kind is ActionKind.F else 1)
@@ -177,21 +182,7 @@ class StageP2P:
         edge = message.kind * self.num_stages + message.stage
         return FIRST_TAG + edge * len(self.sizes) + message.micro_batch
 
-    def _send(self, message: StageMessage, content: Any) -> None:
-        receiver = message.stage % self.backend.world_size
-        tag = self._tag(message)
-        self._sends.append(isend(content, receiver, self.backend, tag=tag, timeout=A_DAY))
-
-    def _irecv(self, message: StageMessage, into: Any) -> PendingCollective[int]:
-        sender, tag = self._sender(message), self._tag(message)
-        return irecv(into, sender, self.backend, tag=tag, timeout=A_DAY)
-
-    def _receive(self, message: StageMessage, layout: MessageLayout) -> None:
-        tensors = layout.empty()
-        pending = [self._irecv(message, tensor) for tensor in tensors]
-        self._received[message] = layout, tensors, pending
-
-    def _receive_layout(self, message: StageMessage) -> MessageLayout:
+    def _recv_layout(self, message: StageMessage) -> MessageLayout:
         announced = bytearray(_LENGTH.size)
         self._irecv(message, announced).wait(self.timeout)
         (length,) = _LENGTH.unpack(announced)

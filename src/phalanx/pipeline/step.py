@@ -80,18 +80,10 @@ class _SendBoundary(torch.autograd.Function):
         return None, *gradients
 
 
-@dataclass
-class _Activations:
-    """What is kept of a micro-batch in a stage between its forward and its backward pass.
-
-    root       its `backward()` is the backward pass: the loss, or a SendBoundary's scalar
-    received   the stage's input; without tensors on the first stage
-    sent       the stage's output; without tensors on the last stage
-    """
-
-    root: Tensor
-    received: StageBoundary
-    sent: StageBoundary
+# What is kept of a micro-batch in a stage between its passes: the tensor whose `backward()` is the
+# backward pass (the loss, or a SendBoundary's scalar); the stage's input, without tensors on the
+# first stage; its output, without tensors on the last.
+_Activations = tuple[Tensor, StageBoundary, StageBoundary]
 
 
 @dataclass
@@ -117,8 +109,6 @@ class PipelineStep:
     targets: list[Tree]
     weights: list[float]
     loss_function: Callable[[Tree, Tree], Tensor]
-    rank: int
-    num_ranks: int
     train: bool
     loss: Tensor | None = None
     busy: float = 0.0
@@ -131,49 +121,44 @@ class PipelineStep:
     def run(self, actions: Sequence[Action]) -> Tensor:
         """Carry them out; the loss of the step. Blocks until all messages have been sent."""
         began = perf_counter()
+        p, i = self.p2p.backend.world_size, self.p2p.backend.rank
+        needed = [StageMessage(kind, c * p + i, j) for kind, j, c in actions]
         with torch.set_grad_enabled(self.train):
-            for number, action in enumerate(actions):
-                stage = self._stage_of(action)
-                self.doing = f"{action} of {self.plan.describe_stage(stage)}"
-                for soon in actions[number : number + 1 + AHEAD]:
+            for number, (action, message) in enumerate(zip(actions, needed, strict=True)):
+                self.doing = f"{action} of {self.plan.describe_stage(message.stage)}"
+                for soon in needed[number : number + 1 + AHEAD]:
                     self._post_recv(soon)
                 if action.kind is ActionKind.F:
-                    self._forward(stage, action.micro_batch)
+                    self._forward(message)
                 else:  # where train_step is under autocast, gradients have the dtypes of forward
                     with torch.autocast("cpu", enabled=False):
-                        self._backward(stage, action.micro_batch)
+                        self._backward(message)
             self.doing = "the end of the step"
             self.p2p.wait_sends()
             loss = self.p2p.recv_loss() if self.loss is None else self.loss
         self.span = perf_counter() - began
         return loss
 
-    def _stage_of(self, action: Action) -> int:
-        return action.chunk * self.num_ranks + self.rank
-
-    def _is_last(self, stage: int) -> bool:
-        return stage == len(self.plan.stages) - 1
-
-    def _post_recv(self, action: Action) -> None:
-        """Begin to receive what an action needs, if anything, and if its layout is known."""
-        stage = self._stage_of(action)
-        if action.kind is ActionKind.F:
-            needed = stage > 0
+    def _post_recv(self, message: StageMessage) -> None:
+        """Begin to receive what a pass needs, if anything, and if its layout is known."""
+        kind, stage, j = message
+        if kind is ActionKind.F:
+            is_sent = stage > 0
         else:
-            alive = self._alive.get((stage, action.micro_batch))
-            needed = alive is not None and bool(alive.sent.places)
-        if needed:
-            self.p2p.post_recv(StageMessage(action.kind, stage, action.micro_batch))
+            is_sent = (stage, j) in self._alive and bool(self._alive[stage, j][2].places)
+        if is_sent:
+            self.p2p.post_recv(message)
 
-    def _forward(self, stage: int, j: int) -> None:
+    def _forward(self, message: StageMessage) -> None:
+        _, stage, j = message
         if stage == 0:
             outputs, received = self.inputs[j], StageBoundary()
         else:
-            outputs, received = self._recv_inputs(StageMessage(ActionKind.F, stage, j))
+            outputs, received = self._recv_inputs(message)
         began = perf_counter()
         for name in self.plan.names_in(stage):
             outputs = getattr(self.module, name)(outputs)
-        if self._is_last(stage):
+        if stage == len(self.plan.stages) - 1:
             root, sent = self._loss_of(outputs, j), StageBoundary()
             self.busy += perf_counter() - began
         else:
@@ -184,7 +169,7 @@ class PipelineStep:
             needing = [leaves[place] for place in sent.places if leaves[place].requires_grad]
             root = _SendBoundary.apply(sent, *needing)  # type: ignore[no-untyped-call]
         if self.train:
-            self._alive[stage, j] = _Activations(root, received, sent)
+            self._alive[stage, j] = root, received, sent
             self.most_alive = max(self.most_alive, len(self._alive))
 
     def _recv_inputs(self, message: StageMessage) -> tuple[Tree, StageBoundary]:
@@ -219,17 +204,18 @@ class PipelineStep:
             self.p2p.isend_loss(self.loss)
         return loss
 
-    def _backward(self, stage: int, j: int) -> None:
-        alive, is_last = self._alive.pop((stage, j)), self._is_last(stage)
-        received, sent = alive.received, alive.sent
+    def _backward(self, message: StageMessage) -> None:
+        _, stage, j = message
+        root, received, sent = self._alive.pop((stage, j))
+        is_last = stage == len(self.plan.stages) - 1
         if sent.places:
-            layout, leaves = self.p2p.recv(StageMessage(ActionKind.B, stage, j))
+            layout, leaves = self.p2p.recv(message)
             returned = zip(unflatten(layout.structure, leaves), sent.connected, strict=True)
             sent.gradients = [gradient for gradient, connected in returned if connected]
         if is_last or any(gradient is not None for gradient in sent.gradients):
             began = perf_counter()
             weight = self.weights[j] if is_last else 1.0
-            torch.autograd.backward(alive.root, torch.full_like(alive.root, weight))
+            torch.autograd.backward(root, torch.full_like(root, weight))
             self.busy += perf_counter() - began
         if received.places:
             name = f"the gradients of {self.plan.describe_stage(stage)}"
