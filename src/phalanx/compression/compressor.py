@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.compression.state import CommittedState, State, strip_prefix
+from phalanx.compression.state import NamedTensors, State, strip_prefix
 from phalanx.errors import UnsupportedOperationError
 
 # ------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Compressor(ABC):
         """
         return self
 
-    def remembers(self) -> Mapping[str, CommittedState]:
+    def remembers(self) -> Mapping[str, NamedTensors | Compressor]:
         """The parts of its state, by the prefix of the keys under which they are saved."""
         return {}
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,6 @@ from phalanx.compression.state import (
     INNER,
     OWNED,
     RESIDUAL,
-    CommittedState,
     NamedTensors,
     State,
     read_slice_key,
@@ -42,7 +42,8 @@ from phalanx.errors import SizeMismatchError
 class ErrorFeedback(Compressor, ResidualStore):
     """A compressor that loses nothing: what it leaves out is sent later.
 
-    compressor   any other one. Quantized rounds to nearest in here, unless it is told otherwise
+    compressor   any other one. Quantized rounds to nearest in here, unless it is told otherwise;
+                 `inner` is the compressor in the form that is used
 
     Sums are float32 (float64 for that), residuals too, whatever the gradients' dtype. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values
@@ -62,58 +63,48 @@ class ErrorFeedback(Compressor, ResidualStore):
         check_compressor(compressor, "ErrorFeedback")
         if isinstance(compressor, ErrorFeedback):
             raise ValueError(f"{compressor!r} forgets nothing already")  # noqa: TRY004 - not a type
-        self._inner = compressor.contraction()
+        self.inner = compressor.contraction()
         self._residuals = NamedTensors()
         self._owned = NamedTensors()
         self._parts = 1  # of the averages of this pass
 
     def __repr__(self) -> str:
-        return f"ErrorFeedback({self._inner!r})"
-
-    @property
-    def inner(self) -> Compressor:
-        """The compressor inside, in the form that is used."""
-        return self._inner
-
-    # By itself ------------------------------------------------------------------------------
+        return f"ErrorFeedback({self.inner!r})"
 
     def compress(self, tensor: Tensor, name: str = "") -> Any:
         """The compressor's message for the tensor and the residual of that name."""
         check_floating(tensor, self)
         bucket = GradientBucket.of([tensor], [name])
         wanted = self.add_residual(bucket, Member(0, 1))
-        message = self._inner.compress(narrowed(wanted, tensor.dtype).view(tensor.shape))
-        sent = self._inner.decompress(message).flatten()
+        message = self.inner.compress(narrowed(wanted, tensor.dtype).view(tensor.shape))
+        sent = self.inner.decompress(message).flatten()
         self.store_residual(bucket, lambda: wanted - sent.to(wanted.dtype))
         self.commit()
         return message
 
     def decompress(self, message: Any) -> Tensor:
         """What the compressor makes of it."""
-        return self._inner.decompress(message)
+        return self.inner.decompress(message)
 
     def residual(self, name: str = "") -> Tensor | None:
         """The residual of that gradient on this member: flat; a copy. None: there is none yet."""
-        residual = self._residuals.get(name)
+        residual = self._residuals.committed.get(name)
         return residual.clone() if residual is not None else None
 
     def scale_(self, factor: float) -> None:
         """Multiply all residuals: when the scale of the loss changes by that factor."""
-        for residuals in (self._residuals, self._owned):
-            for _, residual in residuals.items():
-                residual.mul_(factor)
-
-    # Together -------------------------------------------------------------------------------
+        for residual in chain(self._residuals.committed.values(), self._owned.committed.values()):
+            residual.mul_(factor)
 
     def average_(self, bucket: GradientBucket, member: Member, feedback: object = None) -> Rounds:
         """The compressor's rounds, with the residuals kept here."""
-        yield from self._inner.average_(bucket, member, self)
+        yield from self.inner.average_(bucket, member, self)
 
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: object = None
     ) -> Rounds:
         """The compressor's rounds, with the residuals kept here."""
-        yield from self._inner.average_shard_(bucket, member, self)
+        yield from self.inner.average_shard_(bucket, member, self)
 
     def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
         """Gradients and their residuals: flat, new."""
@@ -135,7 +126,7 @@ class ErrorFeedback(Compressor, ResidualStore):
         """Keep it, if the pass counts."""
         flat = residual()
         for place in bucket.pieces:
-            self._residuals.put(place.name, flat[place.start : place.stop])
+            self._residuals.pending[place.name] = flat[place.start : place.stop]
 
     def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
         """A mean and what was left out of the last one: new."""
@@ -151,24 +142,22 @@ class ErrorFeedback(Compressor, ResidualStore):
     ) -> None:
         """Keep it, if the pass counts."""
         for key, part in _owned_slices(bucket, start, residual()):
-            self._owned.put(key, part)
+            self._owned.pending[key] = part
 
-    # State ----------------------------------------------------------------------------------
-
-    def remembers(self) -> Mapping[str, CommittedState]:
+    def remembers(self) -> Mapping[str, NamedTensors | Compressor]:
         """The residuals, and the compressor's own state."""
-        return {RESIDUAL: self._residuals, OWNED: self._owned, INNER: self._inner}
+        return {RESIDUAL: self._residuals, OWNED: self._owned, INNER: self.inner}
 
     def commit(self) -> None:
         """The pass counts: its residuals are for the next one. What was left out of means of which
         another member is the owner now is added to this member's own residuals.
         """
-        for key, left in self._owned.items():
+        for key, left in list(self._owned.committed.items()):
             name, start, stop = read_slice_key(key)
-            residual = self._residuals.pending(name)
-            if residual is not None and self._owned.pending(key) is None:
+            residual = self._residuals.pending.get(name)
+            if residual is not None and key not in self._owned.pending:
                 residual[start:stop].add_(left, alpha=self._parts)
-                self._owned.drop(key)
+                del self._owned.committed[key]
         super().commit()
 
     def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
@@ -176,7 +165,7 @@ class ErrorFeedback(Compressor, ResidualStore):
         averages lack, summed in float64 and rounded once.
         """
         known = [state for state in states if state is not None]
-        inner = self._inner.reshard(
+        inner = self.inner.reshard(
             [None if state is None else strip_prefix(INNER, state) for state in states], parts
         )
         resharded = [{INNER + key: value for key, value in own.items()} for own in inner]

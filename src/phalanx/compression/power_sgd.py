@@ -15,7 +15,6 @@ feedback.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,28 +34,9 @@ from phalanx.compression.compressor import (
     narrowed,
     wide,
 )
-from phalanx.compression.state import CommittedState, NamedTensors
+from phalanx.compression.state import NamedTensors
 
-
-class _Approximation(NamedTuple):
-    """The gradients of a bucket, by name: factors P and Q, or the whole gradient, flat."""
-
-    factors: dict[str, tuple[Tensor, Tensor]]
-    whole: dict[str, Tensor]
-
-    def values(self, bucket: GradientBucket, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements start:stop of the bucket, gradient by gradient: where among them one begins, and
-        its values, flat. One at a time, so that what is multiplied stays in the caches.
-        """
-        for place, low, high in bucket.overlaps(start, stop):
-            first, last = low - place.start, high - place.start
-            if place.name in self.whole:
-                yield low - start, self.whole[place.name][first:last]
-                continue
-            p, q = self.factors[place.name]
-            top, bottom = first // len(q), -(-last // len(q))  # rows that have some of them
-            rows = (p[top:bottom] @ q.T).flatten()
-            yield low - start, rows[first - top * len(q) : last - top * len(q)]
+Approximation = dict[str, tuple[Tensor, ...]]  # of gradients by name: P and Q, or all of it, flat
 
 
 class PowerSGD(Compressor):
@@ -111,7 +91,7 @@ class PowerSGD(Compressor):
         if len(bucket.flat) == 0:
             return
         found = yield from self._approximate(bucket, member, feedback)
-        for start, mean in found.values(bucket, 0, len(bucket.flat)):
+        for start, mean in _values(found, bucket, 0, len(bucket.flat)):
             bucket.flat[start : start + len(mean)] = mean
 
     def average_shard_(
@@ -123,40 +103,38 @@ class PowerSGD(Compressor):
         found = yield from self._approximate(bucket.unpadded(), member, feedback)
         shard = bucket.shards(member.parts)[member.number]
         first = member.number * len(shard)
-        for start, mean in found.values(bucket, first, first + len(shard)):
+        for start, mean in _values(found, bucket, first, first + len(shard)):
             shard[start : start + len(mean)] = mean
 
     def _approximate(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore
-    ) -> Generator[Request, Tensor, _Approximation]:
-        """The rounds; the factors of the mean."""
+    ) -> Generator[Request, Tensor, Approximation]:
+        """The rounds; an approximation of the mean."""
         wanted = feedback.add_residual(bucket, member)
         wanted = wanted.to(wide(wanted.dtype))
-        low = [(i, m.flatten(1)) for i, m in bucket.cut(wanted) if self._pays(i.shape)]
-        names = [place.name for place, _ in low]
-        others = {i.name: m.flatten() for i, m in bucket.cut(wanted) if i.name not in names}
-        whole = list(others.values())
+        low = {i.name: m.flatten(1) for i, m in bucket.cut(wanted) if self._pays(i.shape)}
+        whole = {i.name: m.flatten() for i, m in bucket.cut(wanted) if i.name not in low}
 
-        ps = [m @ self._last_q(place.name, m) for place, m in low]
-        sent = self._rounded(torch.cat([*(p.flatten() for p in ps), *whole]), member.parts)
-        sizes = [p.numel() for p in ps] + [len(values) for values in whole]
-        mine = torch.split(sent.to(wanted), sizes)[len(ps) :]
+        ps = [m @ self._last_q(name, m) for name, m in low.items()]
+        like = [*ps, *whole.values()]
+        sent = self._rounded(torch.cat([part.flatten() for part in like]), member.parts)
+        own_whole = _like(like, sent.to(wanted))[len(ps) :]
         mean = yield AllReduceMean(sent.clone())
-        means = torch.split(mean.to(wanted), sizes)
-        ps = [_orthogonal(flat.view_as(p)) for flat, p in zip(means, ps, strict=False)]
+        means = _like(like, mean.to(wanted))
+        ps = [_orthogonal(p) for p in means[: len(ps)]]
 
-        qs = [m.T @ p for (_, m), p in zip(low, ps, strict=True)]
+        qs = [m.T @ p for m, p in zip(low.values(), ps, strict=True)]
         sent = self._rounded(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), member.parts)
         qs = _like(qs, sent.to(wanted))
 
-        def approximation(qs: Sequence[Tensor], whole: Sequence[Tensor]) -> _Approximation:
-            factors = dict(zip(names, zip(ps, qs, strict=True), strict=True))
-            return _Approximation(factors, dict(zip(others, whole, strict=True)))
+        def approximation(qs: Sequence[Tensor], whole_parts: Sequence[Tensor]) -> Approximation:
+            found: Approximation = dict(zip(low, zip(ps, qs, strict=True), strict=True))
+            return found | {name: (part,) for name, part in zip(whole, whole_parts, strict=True)}
 
-        own = approximation(qs, mine)
+        own = approximation(qs, own_whole)
 
         def residual() -> Tensor:
-            for start, values in own.values(bucket, 0, bucket.size):
+            for start, values in _values(own, bucket, 0, bucket.size):
                 wanted[start : start + len(values)] -= values
             return wanted
 
@@ -164,11 +142,10 @@ class PowerSGD(Compressor):
         if qs:
             mean = yield AllReduceMean(sent.clone())
             qs = _like(qs, mean.to(wanted))
-            for name, q in zip(names, qs, strict=True):
-                self._q.put(name, q.clone())
+            self._q.pending.update((name, q.clone()) for name, q in zip(low, qs, strict=True))
         return approximation(qs, means[len(ps) :])
 
-    def remembers(self) -> Mapping[str, CommittedState]:
+    def remembers(self) -> Mapping[str, NamedTensors]:
         """The Q of each matrix."""
         return {"q.": self._q}
 
@@ -184,7 +161,7 @@ class PowerSGD(Compressor):
 
     def _last_q(self, name: str, matrix: Tensor) -> Tensor:
         """The last step's Q; a new one if that is zeros, whose product with anything is zeros."""
-        q = self._q.get(name)
+        q = self._q.committed.get(name)
         if q is None or q.shape != (matrix.shape[1], self.rank) or not q.any():
             return self._first_q(name, matrix)
         return q.to(matrix)
@@ -196,6 +173,23 @@ class PowerSGD(Compressor):
         return torch.randn(matrix.shape[1], self.rank, generator=drawn).to(matrix)
 
 
+def _values(
+    found: Approximation, bucket: GradientBucket, start: int, stop: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Elements start:stop of the bucket, gradient by gradient: where among them one begins, and
+    its values, flat. One at a time, so that what is multiplied stays in the caches.
+    """
+    for place, low, high in bucket.overlaps(start, stop):
+        first, last = low - place.start, high - place.start
+        values, *factors = found[place.name]
+        if factors:
+            (q,) = factors
+            top, bottom = first // len(q), -(-last // len(q))  # rows that have some of them
+            values = (values[top:bottom] @ q.T).flatten()
+            first, last = first - top * len(q), last - top * len(q)
+        yield low - start, values[first:last]
+
+
 def _orthogonal(p: Tensor) -> Tensor:
     """An orthonormal basis of what the columns span; NaN, if they are not finite."""
     basis: Tensor = torch.linalg.qr(p).Q
@@ -205,4 +199,4 @@ def _orthogonal(p: Tensor) -> Tensor:
 def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """Flat memory as tensors of those shapes."""
     pieces = torch.split(flat, [one.numel() for one in tensors])
-    return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=False)]
+    return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=True)]

@@ -38,7 +38,7 @@ from phalanx.compression.compressor import (
     narrowed,
     wide,
 )
-from phalanx.compression.state import CallCounter, CommittedState
+from phalanx.compression.state import CallCounter
 
 
 class TwoRounds(Compressor):
@@ -247,7 +247,7 @@ class Quantized(TwoRounds):
         values = self._decode(message.sent[0][None], message.shape.numel())[0]
         return values.to(message.dtype).view(message.shape)
 
-    def remembers(self) -> Mapping[str, CommittedState]:
+    def remembers(self) -> Mapping[str, CallCounter]:
         """How often it has drawn random numbers."""
         return {"calls": self._calls}
 

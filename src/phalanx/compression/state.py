@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,70 +11,38 @@ from torch import Tensor
 State: TypeAlias = Mapping[str, Tensor]
 
 
-class CommittedState(Protocol):
-    """State that a pass changes, and that keeps the changes when the pass is committed."""
-
-    def commit(self) -> None:
-        """The pass counts."""
-
-    def rollback(self) -> None:
-        """The pass does not count: the state is that of the last commit."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The state after the last commit; copies."""
-
-    def load_state_dict(self, state: State) -> None:
-        """Take over that state."""
-
-
 class NamedTensors:
-    """Tensors by name. Those that a pass puts in replace the others when it is committed."""
+    """Tensors by name. Those that a pass puts in replace the others when it is committed.
+
+    committed   as of the last commit
+    pending     what this pass has put in, which nobody else writes
+    """
 
     def __init__(self) -> None:
-        self._committed: dict[str, Tensor] = {}
-        self._pending: dict[str, Tensor] = {}
-
-    def get(self, name: str) -> Tensor | None:
-        """The tensor of that name, as of the last commit."""
-        return self._committed.get(name)
-
-    def pending(self, name: str) -> Tensor | None:
-        """What this pass has put in under that name."""
-        return self._pending.get(name)
+        self.committed: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
 
     def latest(self, name: str) -> Tensor | None:
         """What this pass has put in under that name; else the committed tensor."""
-        return self._pending.get(name, self._committed.get(name))
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor, which nobody else writes, when this pass is committed."""
-        self._pending[name] = tensor
-
-    def drop(self, name: str) -> None:
-        """Forget a committed tensor now."""
-        self._committed.pop(name, None)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, as of the last commit."""
-        yield from list(self._committed.items())
+        return self.pending.get(name, self.committed.get(name))
 
     def commit(self) -> None:
         """The pass counts."""
-        self._committed.update(self._pending)
-        self._pending.clear()
+        self.committed.update(self.pending)
+        self.pending.clear()
 
     def rollback(self) -> None:
-        """The pass does not count."""
-        self._pending.clear()
+        """The pass does not count: the state is that of the last commit."""
+        self.pending.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Names and committed tensors; copies."""
-        return {name: tensor.clone() for name, tensor in self._committed.items()}
+        return {name: tensor.clone() for name, tensor in self.committed.items()}
 
     def load_state_dict(self, state: State) -> None:
         """Replace all by copies of these."""
-        self._committed = {name: tensor.detach().clone() for name, tensor in state.items()}
-        self._pending.clear()
+        self.committed = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self.pending.clear()
 
 
 class CallCounter(NamedTensors):
@@ -90,9 +58,8 @@ class CallCounter(NamedTensors):
 
     def next(self) -> int:
         """The number of this call."""
-        number = self.latest("")
-        assert number is not None
-        self.put("", number + 1)
+        number = self.pending.get("", self.committed[""])
+        self.pending[""] = number + 1
         return int(number)
 
     def load_state_dict(self, state: State) -> None:

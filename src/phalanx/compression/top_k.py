@@ -33,7 +33,7 @@ from phalanx.compression.compressor import (
     wide,
 )
 from phalanx.compression.sparse import CompressedGradient, index_dtype
-from phalanx.compression.state import CallCounter, CommittedState
+from phalanx.compression.state import CallCounter
 from phalanx.errors import SizeMismatchError
 
 
@@ -347,7 +347,7 @@ class RandomK(Compressor):
             return places, torch.full_like(values, torch.nan)
         return places, values.clone()
 
-    def remembers(self) -> Mapping[str, CommittedState]:
+    def remembers(self) -> Mapping[str, CallCounter]:
         """How often it has drawn."""
         return {"draws": self._calls}
 
