@@ -234,9 +234,9 @@ def test_nobody_is_ever_further_ahead_and_every_push_counts_once(
     applied = dict.fromkeys(ranks, 0)
 
     def act() -> None:
-        before = dict(state.clocks.of)
+        before = dict(state.clocks)
         for action in state.actions():
-            after = dict(state.clocks.of)
+            after = dict(state.clocks)
             for rank, clock in after.items():
                 if clock > before.get(rank, clock):  # it did a step: it was near enough to begin it
                     assert clock - before[rank] == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,19 +153,28 @@ class CompressedAggregator(GradientAggregator):
     @torch.no_grad()
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The means, new tensors."""
-        listed = checked(gradients, "CompressedAggregator", self.backend)
+        rank, listed = self.backend.rank, checked(gradients, "CompressedAggregator", self.backend)
         for number, gradient in enumerate(listed):
-            which = f"rank {self.backend.rank}: gradient {number}: {self.compressor}"
-            check_floating(gradient, which)
+            check_floating(gradient, f"rank {rank}: gradient {number}: {self.compressor}")
         who = f"CompressedAggregator({self.compressor!r})"
         check_same_list(listed, self.backend, who)
-        self._check_shapes(listed)
+        for number, gradient in enumerate(listed):  # or residuals of others would be added to them
+            before = self._shapes.get(number, gradient.shape)
+            if before != gradient.shape:
+                raise SizeMismatchError(
+                    f"rank {rank}: {self.compressor}: gradient {number} has the shape "
+                    f"{list(gradient.shape)}, and what is left over is of one of {list(before)}: "
+                    "give the gradients of the same parameters in the same order in every call, or "
+                    "make a new aggregator for others",
+                    rank=rank,
+                    op="aggregate",
+                )
         groups = flattened(listed)
         buckets = [
             GradientBucket(flat, [*map(str, numbers)], [listed[n].shape for n in numbers])
             for numbers, flat in groups
         ]
-        member = Member(self.backend.rank, self.backend.world_size)
+        member = Member(rank, self.backend.world_size)
         try:
             under_way = [
                 self._exchange.begin(self.compressor.average_(bucket, member), who)
@@ -178,7 +186,8 @@ class CompressedAggregator(GradientAggregator):
             raise
         if all(is_finite(flat) for _, flat in groups):
             self.compressor.commit()
-            self._shapes.update((number, g.shape) for number, g in enumerate(listed))
+            if RESIDUAL in self.compressor.remembers():
+                self._shapes.update((number, g.shape) for number, g in enumerate(listed))
         else:
             self.compressor.rollback()
         return unflattened(groups, listed)
@@ -197,23 +206,6 @@ class CompressedAggregator(GradientAggregator):
         """
         load_own(self.compressor, state, self.backend)
         self._shapes.clear()
-
-    def _check_shapes(self, listed: Sequence[Tensor]) -> None:
-        """Refuse gradients in another order: residuals of others would be added to them."""
-        if RESIDUAL not in self.compressor.remembers():
-            return
-        for number, gradient in enumerate(listed):
-            before = self._shapes.get(number, gradient.shape)
-            if before != gradient.shape:
-                rank = self.backend.rank
-                raise SizeMismatchError(
-                    f"rank {rank}: {self.compressor}: gradient {number} has the shape "
-                    f"{list(gradient.shape)}, and what is left over is of one of {list(before)}: "
-                    "give the gradients of the same parameters in the same order in every call, or "
-                    "make a new aggregator for others",
-                    rank=rank,
-                    op="aggregate",
-                )
 
 
 # ------------------------------------------------------------------------------
@@ -254,11 +246,7 @@ def check_same_list(
 # Lists of tensors as flat memory, one piece for each dtype and device, and back.
 
 
-class FlatGroup(NamedTuple):
-    """Copies of some tensors of a list, one after the other, and their numbers in the list."""
-
-    numbers: list[int]
-    flat: Tensor
+FlatGroup = tuple[list[int], Tensor]  # numbers in the list; copies, one after the other
 
 
 def flattened(tensors: Sequence[Tensor]) -> list[FlatGroup]:
@@ -267,7 +255,7 @@ def flattened(tensors: Sequence[Tensor]) -> list[FlatGroup]:
     for number, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
     return [
-        FlatGroup(numbers, torch.cat([tensors[n].detach().reshape(-1) for n in numbers]))
+        (numbers, torch.cat([tensors[n].detach().reshape(-1) for n in numbers]))
         for numbers in kinds.values()
     ]
 
@@ -397,18 +385,9 @@ class ParameterServer(GradientAggregator):
         before anything is sent. A rank serves once at a time; its n-th `serve` goes with each
         worker's n-th `connect`.
         """
-        server = Server(
-            params,
-            optimizer,
-            backend,
-            servers=servers,
-            workers=workers,
-            mode=mode,
-            quorum=quorum,
-            timeout=timeout,
-            on_step=on_step,
-        )
-        return server.run()
+        return Server(
+            params, optimizer, backend, servers, workers, mode, quorum, timeout, on_step
+        ).run()
 
     @staticmethod
     def connect(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from phalanx.aggregation.parameter_server.wire import (
     described,
     local_rank,
     numbers_by_server,
-    pair_of,
 )
 from phalanx.collectives import PendingCollective
 from phalanx.compression.compressor import listed_tensors
@@ -91,7 +90,7 @@ class ParameterClient:
         self._closed = False
         shares = numbers_by_server(self.params, len(self.servers))
         self._connections = [
-            ServerConnection(pair_of(backend, server), server, numbers, self.params)
+            ServerConnection(backend.subgroup((backend.rank, server)), server, numbers, self.params)
             for server, numbers in zip(self.servers, shares, strict=True)
         ]
         try:
@@ -150,14 +149,16 @@ class ParameterClient:
             who = f"rank {self.backend.rank}: ParameterClient.pull_"
             into = checked_gradients(params, self.params, who, what="tensor")
         self._call(MessageKind.PULL, self.pushes, "pull", timeout)
-        self._copy_to(into)
+        for connection in self._connections:
+            connection.copy_to(into)
 
     def step(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> None:
         """`push`, then `pull_` into the client's parameters; both are under way together."""
         self._fill(gradients, "step")
         self._call(MessageKind.PUSH, self.pushes + 1, "step", timeout, pull=True)
         self.pushes += 1
-        self._copy_to(self.params)
+        for connection in self._connections:
+            connection.copy_to(self.params)
 
     def close(self, *, timeout: float | None = None) -> None:
         """Leave: nobody waits for this worker any more. May be repeated.
@@ -186,14 +187,13 @@ class ParameterClient:
         else:
             self._end(error)
 
-    # --------------------------------------------------------------------------------------
-
     def _join(self) -> None:
         mine = ParameterList(self.params, self.servers)
-        call = self._call(MessageKind.HELLO, mine.digest, "connect", None)
+        answers = self._call(MessageKind.HELLO, mine.digest, "connect", None)
         for server in self.servers:
-            if server in call.texts:
-                rank, (here, there) = self.backend.rank, mine.first_difference(call.texts[server])
+            text = answers[server][1]
+            if text:
+                rank, (here, there) = self.backend.rank, mine.first_difference(text)
                 raise DesyncError(
                     f"rank {rank}: {WHO}: the lists of parameters differ: worker rank {rank} has "
                     f"{here}, server rank {server} has {there}. Give tensors alike, in the same "
@@ -202,7 +202,7 @@ class ParameterClient:
                     peer=server,
                     op="connect",
                 )
-        clock = max(header.number for header in call.answers.values())
+        clock = max(header.number for header, _ in answers.values())
         self._call(MessageKind.JOIN, clock, "connect", None)
 
     def _fill(self, gradients: Sequence[Tensor], op: str) -> None:
@@ -213,14 +213,9 @@ class ParameterClient:
         for connection in self._connections:
             connection.fill(listed)
 
-    def _copy_to(self, params: list[Tensor]) -> None:
-        with torch.no_grad():
-            for connection in self._connections:
-                connection.copy_to(params)
-
     def _call(
         self, kind: MessageKind, number: int, op: str, timeout: float | None, *, pull: bool = False
-    ) -> ServerCall:
+    ) -> Answers:
         """Ask all servers the same, and wait for their answers; `pull`: and for parameters."""
         self._check_usable(op)
         seconds = self.timeout if timeout is None else check_timeout(timeout)
@@ -228,9 +223,8 @@ class ParameterClient:
         if pull:
             headers.append(MessageHeader(MessageKind.PULL, self._requests + 2, number))
         self._requests += 2
-        call = ServerCall(self.backend, self._connections, headers, seconds)
         try:
-            call.run()
+            return ask_all(self.backend, self._connections, headers, seconds)
         except CollectiveTimeoutError as error:
             raise self._translated(error, op, number) from error
         except DistributedError as error:
@@ -240,7 +234,6 @@ class ParameterClient:
         except BaseException as error:
             self._end(error)
             raise
-        return call
 
     def _translated(self, error: DistributedError, op: str, number: int) -> DistributedError:
         """The error in this backend's numbers, and of this call."""
@@ -315,85 +308,69 @@ def checked_gradients(
 SHORTEST = 1e-3  # seconds that are left at least
 
 
-class PendingMessage(NamedTuple):
-    """A message under way: of a receive, which request it answers, and where it will be."""
-
-    connection: ServerConnection
-    request: int = -1
-    into: Tensor | None = None
-    tag: int = HEADERS
+Answers = dict[int, tuple[MessageHeader, bytes]]  # by server
 
 
-class ServerCall:
-    """Some messages to each server. In the end:
-
-    answers   by server, the last answer without tensors
-    texts     by server, the text that followed it, if there was one
+def ask_all(
+    backend: Backend,
+    connections: Sequence[ServerConnection],
+    headers: Sequence[MessageHeader],
+    seconds: float,
+) -> Answers:
+    """Send the same messages to all servers; by server the last answer without tensors, and the
+    text that followed it. Blocks until all have answered. On an error nothing of it is under way
+    any more.
     """
+    answers: Answers = {}
+    deadline = monotonic() + seconds
+    # Of a receive, which request it answers, where it will be, and its tag.
+    under_way: dict[PendingCollective[Any], tuple[ServerConnection, int, Tensor | None, int]] = {}
 
-    def __init__(
-        self,
-        backend: Backend,
-        connections: Sequence[ServerConnection],
-        headers: Sequence[MessageHeader],
-        seconds: float,
-    ) -> None:
-        self.answers: dict[int, MessageHeader] = {}
-        self.texts: dict[int, bytes] = {}
-        self._backend = backend
-        self._connections = connections
-        self._headers = headers
-        self._deadline = monotonic() + seconds
-        self._under_way: dict[PendingCollective[Any], PendingMessage] = {}
+    def expect(server: ServerConnection, request: int, tag: int, size: int = HEADER_SIZE) -> None:
+        pending, into = server.receive(tag, size)
+        under_way[pending] = server, request, into, tag
 
-    def run(self) -> None:
-        """Blocks until all have answered. On an error nothing of it is under way any more."""
-        try:
-            for connection in self._connections:
-                for header in self._headers:
-                    if header.kind is not MessageKind.JOIN:  # which has no answer
-                        tag = TENSORS if header.kind is MessageKind.PULL else HEADERS
-                        self._expect(connection, header.request, tag)
-                    self._under_way[connection.send(header)] = PendingMessage(connection)
-            while self._under_way:
-                left = max(self._deadline - monotonic(), SHORTEST)
-                self._backend.wait_any([*self._under_way], timeout=left)
-                for pending in [each for each in self._under_way if each.over]:
-                    self._take(pending)
-        finally:
-            for pending in self._under_way:
-                pending.cancel("another message of this call failed")
-
-    def _expect(
-        self, connection: ServerConnection, request: int, tag: int, size: int = HEADER_SIZE
-    ) -> None:
-        pending, into = connection.receive(tag, size)
-        self._under_way[pending] = PendingMessage(connection, request, into, tag)
-
-    def _take(self, pending: PendingCollective[Any]) -> None:
-        """A message is sent, or has come: of an answer, keep it, and expect what follows it."""
-        connection, request, into, tag = self._under_way.pop(pending)
-        pending.wait()
-        if into is None:
-            return
+    def take(connection: ServerConnection, request: int, into: Tensor, tag: int) -> None:
+        """Of an answer that has come, keep it, and expect what follows it."""
+        server = connection.server
         if tag == TEXT:
-            self.texts[connection.server] = bytes(tensor_bytes(into))
+            answers[server] = answers[server][0], bytes(tensor_bytes(into))
             return
         header = MessageHeader.read(into)
         if header.request != request:  # of a call that did not wait for it
-            self._expect(connection, request, tag)
+            expect(connection, request, tag)
             return
         if tag == HEADERS:
-            self.answers[connection.server] = header
+            answers[server] = header, b""
         if header.kind is MessageKind.DIFFERS:
             if header.number > LONGEST_TEXT:
                 raise SizeMismatchError(
-                    f"rank {self._backend.rank}: server rank {connection.server} announces a list "
-                    f"of parameters of {header.number} bytes, and {LONGEST_TEXT} are taken at most",
-                    rank=self._backend.rank,
-                    peer=connection.server,
+                    f"rank {backend.rank}: server rank {server} announces a list of parameters of "
+                    f"{header.number} bytes, and {LONGEST_TEXT} are taken at most",
+                    rank=backend.rank,
+                    peer=server,
                 )
-            self._expect(connection, request, TEXT, header.number)
+            expect(connection, request, TEXT, header.number)
+
+    try:
+        for connection in connections:
+            for header in headers:
+                if header.kind is not MessageKind.JOIN:  # which has no answer
+                    tag = TENSORS if header.kind is MessageKind.PULL else HEADERS
+                    expect(connection, header.request, tag)
+                under_way[connection.send(header)] = connection, -1, None, HEADERS
+        while under_way:
+            left = max(deadline - monotonic(), SHORTEST)
+            backend.wait_any([*under_way], timeout=left)
+            for pending in [each for each in under_way if each.over]:
+                connection, request, into, tag = under_way.pop(pending)
+                pending.wait()
+                if into is not None:
+                    take(connection, request, into, tag)
+    finally:
+        for pending in under_way:
+            pending.cancel("another message of this call failed")
+    return answers
 
 
 class ServerConnection:
@@ -421,6 +398,7 @@ class ServerConnection:
         for view, number in zip(self._layout.views(self._gradients), self.numbers, strict=True):
             view.copy_(gradients[number].detach())
 
+    @torch.no_grad()
     def copy_to(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters that have come last to where they belong."""
         for view, number in zip(self._layout.views(self._values), self.numbers, strict=True):

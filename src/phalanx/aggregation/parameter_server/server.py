@@ -33,7 +33,6 @@ from phalanx.aggregation.parameter_server.wire import (
     checked_servers,
     local_rank,
     numbers_by_server,
-    pair_of,
 )
 from phalanx.collectives import PendingCollective
 from phalanx.core.backend import Backend, SubBackend
@@ -61,7 +60,6 @@ class Server:
         params: Sequence[Tensor],
         optimizer: OptimizerFactory,
         backend: Backend,
-        *,
         servers: Sequence[int],
         workers: Sequence[int] | None,
         mode: ServerMode,
@@ -83,26 +81,25 @@ class Server:
         self._mode = mode
         self._on_step = on_step
         numbers = numbers_by_server(listed, len(places))[places.index(backend.rank)]
-        self._shard = ShardStore([listed[number] for number in numbers], optimizer)
+        own = [listed[number] for number in numbers]
         self._list = ParameterList(listed, places)
         self._state = ServerState(ranks, mode, quorum, self._list.digest)
-        self._record = ServiceRecord(
-            backend.rank, numbers, self._shard.params, self._shard.optimizer
-        )
+        self._record = ServiceRecord(backend.rank, numbers, own, optimizer(own) if own else None)
         self._connections: dict[int, WorkerConnection] = {}
 
     def run(self) -> ServiceRecord:
         """Serve until every worker is gone. Blocks."""
-        layout = ShardLayout(self._shard.params)
-        connections = self._connections
+        layout = ShardLayout(self._record.params)
+        connections, backend = self._connections, self._backend
         try:
             for worker in self._state.sessions:
-                connections[worker] = WorkerConnection(pair_of(self._backend, worker), layout)
+                pair = backend.subgroup((backend.rank, worker))
+                connections[worker] = WorkerConnection(pair, layout)
             while self._state.is_open or any(each.pending() for each in connections.values()):
                 if not any(each.error for each in connections.values()):
                     pending = [each for c in connections.values() for each in c.pending()]
                     try:
-                        self._backend.wait_any(pending, timeout=self._timeout)
+                        backend.wait_any(pending, timeout=self._timeout)
                     except CollectiveTimeoutError as error:
                         raise self._silence() from error
                 for worker, connection in connections.items():
@@ -137,10 +134,7 @@ class Server:
         """Do what the state asks for."""
         for action in self._state.actions():
             if isinstance(action, ApplyUpdate):
-                self._shard.step([self._connections[w].pushed() for w in action.workers])
-                self._update_record()
-                if self._on_step is not None:
-                    self._on_step(self._record)
+                self._step([self._connections[worker].pushed() for worker in action.workers])
                 continue
             connection = self._connections[action.worker]
             if isinstance(action, ReleaseBuffer):
@@ -148,32 +142,49 @@ class Server:
             elif isinstance(action, Disconnect):
                 connection.end()
             elif action.header.kind is MessageKind.VALUES:
-                connection.send_values(action.header, self._shard.copy_to)
+                connection.send_values(action.header, self._record.params)
             elif action.header.kind is MessageKind.DIFFERS:
                 text = self._list.text
                 connection.send(action.header._replace(number=len(text)), text)
             else:
                 connection.send(action.header)
 
+    def _step(self, pushed: Sequence[list[Tensor]]) -> None:
+        """One step of the optimizer along the mean of some workers' gradients.
+
+        These are used as memory. Sums are in the order given; of float16 and bfloat16, in float32.
+        """
+        record = self._record
+        if record.optimizer is not None:
+            for param, gradients in zip(record.params, zip(*pushed, strict=True), strict=True):
+                param.grad = _mean(gradients).to(param.device)
+            record.optimizer.step()
+            for param in record.params:
+                param.grad = None
+        self._update_record()
+        if self._on_step is not None:
+            self._on_step(record)
+
     def _update_record(self) -> None:
         record, state = self._record, self._state
         record.steps = state.steps
-        record.clocks = dict(state.clocks.of)
+        record.clocks = dict(state.clocks)
         record.pushes = {worker: session.pushes for worker, session in state.sessions.items()}
-
-    # When a worker is lost ----------------------------------------------------------------
 
     def _lose(self, worker: int, connection: WorkerConnection, error: Exception) -> None:
         """A worker is gone: it is dropped, or nobody can go on."""
         state, rank = self._state, self._backend.rank
-        reason = connection.why(error)
-        if connection.pair.failure is None:  # it lives, and sends what makes no sense
+        failure = connection.pair.failure
+        reason, culprit = str(error), worker
+        if failure is None:  # it lives, and sends what makes no sense
             connection.pair.fail(
                 PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}")
             )
+        else:  # without the words of the message that noticed it; and whose fault it says it is
+            reason, blamed = failure.reason, local_rank(self._backend, failure.culprit)
+            culprit = worker if blamed is None or blamed == rank else blamed
         if self._mode.together:
             kind = DesyncError if isinstance(error, DesyncError) else PeerLostError
-            culprit = connection.culprit(self._backend, worker)
             whose = f"worker rank {worker} was lost" if culprit == worker else "the others end"
             raise kind(
                 f"rank {rank}: {WHO}: {whose} in step {state.round + 1}: {reason}",
@@ -280,7 +291,7 @@ class WorkerConnection:
         self._pushed: Tensor | None = None
         self._values: Tensor | None = None
         self._values_sent: PendingCollective[None] | None = None
-        self._deferred: tuple[MessageHeader, Callable[[list[Tensor]], None]] | None = None
+        self._deferred: tuple[MessageHeader, Sequence[Tensor]] | None = None
         self._is_expecting = True
         self._expect(self._header, HEADERS)
 
@@ -331,18 +342,20 @@ class WorkerConnection:
         if text:
             self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), TEXT)
 
-    def send_values(self, header: MessageHeader, write: Callable[[list[Tensor]], None]) -> None:
-        """Send a header and the parameters, which `write` copies into views of the message.
+    @torch.no_grad()
+    def send_values(self, header: MessageHeader, params: Sequence[Tensor]) -> None:
+        """Send a header and the parameters, as they are when they are sent.
 
         Later, if the last ones are still on their way to a worker that has asked again.
         """
         if self._values_sent is not None and not self._values_sent.over:
-            self._deferred = header, write
+            self._deferred = header, params
             return
         assert self._values is not None
         self._deferred = None
         header.write(self._values)
-        write(self._layout.views(self._values))
+        for view, param in zip(self._layout.views(self._values), params, strict=True):
+            view.copy_(param)
         self._values_sent = self._send(self._values, TENSORS)
 
     def end(self, *, lost: bool = False) -> None:
@@ -354,17 +367,6 @@ class WorkerConnection:
         self._deferred = self.error = None
         if lost:
             self._sends.clear()
-
-    def why(self, error: Exception) -> str:
-        """Why the connection has ended, without the words of the message that noticed it."""
-        failure = self.pair.failure
-        return failure.reason if failure is not None else str(error)
-
-    def culprit(self, backend: Backend, worker: int) -> int:
-        """Whose fault that is, as a rank of the backend: the worker's, or of whom it says so."""
-        failure = self.pair.failure
-        named = None if failure is None else local_rank(backend, failure.culprit)
-        return worker if named is None or named == backend.rank else named
 
     def _expect(self, into: Tensor, tag: int) -> None:
         try:
@@ -384,41 +386,6 @@ class WorkerConnection:
             return None
         self._sends.add(pending)
         return pending
-
-
-# ------------------------------------------------------------------------------
-# The parameters that one server has, and their optimizer.
-
-
-class ShardStore:
-    """One server's parameters: the caller's tensors, changed in place.
-
-    optimizer   made by `make` for exactly these; None where there are none
-    """
-
-    def __init__(self, params: list[Tensor], make: OptimizerFactory) -> None:
-        self.params = params
-        self.optimizer = make(params) if params else None
-
-    def step(self, pushed: Sequence[list[Tensor]]) -> None:
-        """One step of the optimizer along the mean of some workers' gradients.
-
-        These are used as memory. Sums are in the order given; of float16 and bfloat16, in float32.
-        """
-        if self.optimizer is None:
-            return
-        means = [_mean(gradients) for gradients in zip(*pushed, strict=True)]
-        for param, mean in zip(self.params, means, strict=True):
-            param.grad = mean.to(param.device)
-        self.optimizer.step()
-        for param in self.params:
-            param.grad = None
-
-    @torch.no_grad()
-    def copy_to(self, views: Sequence[Tensor]) -> None:
-        """Write the parameters into a message."""
-        for view, param in zip(views, self.params, strict=True):
-            view.copy_(param)
 
 
 def _mean(gradients: tuple[Tensor, ...]) -> Tensor:

@@ -123,11 +123,11 @@ class SessionState(Enum):
     GONE = 3
 
 
-_HERE = frozenset({SessionState.GREETED, SessionState.JOINED})  # a push may overtake its JOIN
-_VALID_IN: Mapping[MessageKind, frozenset[SessionState]] = MappingProxyType(
+_HERE = (SessionState.GREETED, SessionState.JOINED)  # a push may overtake its JOIN
+_VALID_IN: Mapping[MessageKind, tuple[SessionState, ...]] = MappingProxyType(
     {
-        MessageKind.HELLO: frozenset({SessionState.COMING}),
-        MessageKind.JOIN: frozenset({SessionState.GREETED}),
+        MessageKind.HELLO: (SessionState.COMING,),
+        MessageKind.JOIN: (SessionState.GREETED,),
         MessageKind.PULL: _HERE,
         MessageKind.PUSH: _HERE,
         MessageKind.SKIP: _HERE,
@@ -136,6 +136,7 @@ _VALID_IN: Mapping[MessageKind, frozenset[SessionState]] = MappingProxyType(
 )
 
 
+@dataclass
 class WorkerSession:
     """One worker, as a server knows it.
 
@@ -144,78 +145,36 @@ class WorkerSession:
     pull     the parameters that it waits for; a later request takes the place of an earlier one
     """
 
-    def __init__(self) -> None:
-        self.state = SessionState.COMING
-        self.pushes = 0
-        self.held: deque[MessageHeader] = deque()
-        self.pull: MessageHeader | None = None
-
-
-# Clocks: how many steps each worker has done. They count pushes, from where the slowest was when
-# the worker joined:
-#
-#     rank 1   0 - 1 - 2 - 3 - 4 - 5      with a bound of 2, rank 1 may not begin its next step:
-#     rank 2   0 - 1 - 2                  it is 5 - 2 = 3 ahead. Rank 3 came late, and began where
-#     rank 3           2 - 3 - 4          the slowest was
-
-
-class WorkerClocks:
-    """Those of all workers of one server.
-
-    of       the clocks of the workers that have joined and not left
-    coming   the workers that have not joined yet, and may
-    """
-
-    def __init__(self, workers: Iterable[int], quorum: int) -> None:
-        self.of: dict[int, int] = {}
-        self.coming = set(workers)
-        self._quorum = quorum
-        self._joined = 0
-        self._latest_slowest = 0
-
-    @property
-    def slowest(self) -> int:
-        """The clock of the slowest that has joined; if none is there, what it was last."""
-        if self.of:
-            self._latest_slowest = min(self.of.values())
-        return self._latest_slowest
-
-    @property
-    def has_quorum(self) -> bool:
-        """Whether as many have joined as steps wait for, or as many as can."""
-        return self._joined >= min(self._quorum, self._joined + len(self.coming))
-
-    def join(self, worker: int, clock: int) -> None:
-        """A worker has joined, and counts as one that has done so many steps."""
-        self.coming.remove(worker)
-        self.of[worker] = clock
-        self._joined += 1
-
-    def leave(self, worker: int) -> None:
-        """It is not waited for any more."""
-        self._latest_slowest = self.slowest
-        self.coming.discard(worker)
-        self.of.pop(worker, None)
-
-
-# ------------------------------------------------------------------------------
+    state: SessionState = SessionState.COMING
+    pushes: int = 0
+    held: deque[MessageHeader] = field(default_factory=deque)
+    pull: MessageHeader | None = None
 
 
 class ServerState:
     """What one server knows of its workers.
 
-    steps   of the optimizer
-    round   of a mode that applies together: how many steps of all are over, which have no more
-            steps of the optimizer than that
+    steps    of the optimizer
+    round    of a mode that applies together: how many steps of all are over, which have no more
+             steps of the optimizer than that
+    clocks   how many steps each worker has done that has joined and not left. They count pushes,
+             from where the slowest was when the worker joined:
+
+        rank 1   0 - 1 - 2 - 3 - 4 - 5      with a bound of 2, rank 1 may not begin its next step:
+        rank 2   0 - 1 - 2                  it is 5 - 2 = 3 ahead. Rank 3 came late, and began where
+        rank 3           2 - 3 - 4          the slowest was
     """
 
     def __init__(self, workers: Iterable[int], mode: ServerMode, quorum: int, digest: int) -> None:
         self.sessions = {worker: WorkerSession() for worker in workers}
-        self.clocks = WorkerClocks(self.sessions, quorum)
+        self.clocks: dict[int, int] = {}
         self.steps = 0
         self.round = 0
         self._mode = mode
+        self._quorum = quorum
         self._digest = digest
+        self._joined = 0  # ever
+        self._latest_slowest = 0
         self._in_round: dict[int, MessageKind] = {}  # who has done this round's step, and how
         self._out: deque[Action] = deque()
 
@@ -225,9 +184,20 @@ class ServerState:
         return any(s.state is not SessionState.GONE for s in self.sessions.values())
 
     @property
-    def _now(self) -> int:
-        """The clock of a worker that joins now."""
-        return self.round if self._mode.together else self.clocks.slowest
+    def _slowest(self) -> int:
+        """The clock of the slowest that has joined; if none is there, what it was last."""
+        if self.clocks:
+            self._latest_slowest = min(self.clocks.values())
+        return self._latest_slowest
+
+    @property
+    def _has_quorum(self) -> bool:
+        """Whether as many have joined as steps wait for, or as many as can."""
+        may_join = (SessionState.COMING, SessionState.GREETED)
+        return self._joined >= self._quorum or not self._any_is(*may_join)
+
+    def _any_is(self, *states: SessionState) -> bool:
+        return any(session.state in states for session in self.sessions.values())
 
     def received(self, worker: int, header: MessageHeader) -> None:
         """A message of a worker; with a PUSH, its gradients are all here. ValueError for one that
@@ -237,28 +207,35 @@ class ServerState:
         kind, request, number = header
         if session.state not in _VALID_IN.get(kind, ()):
             raise ValueError(f"it says {kind.name} when it is {session.state.name}")
+        now = self.round if self._mode.together else self._slowest
         if kind is MessageKind.HELLO and number != self._digest:
             self._reply(worker, MessageKind.DIFFERS, request)
         elif kind is MessageKind.HELLO:
             session.state = SessionState.GREETED
-            self._reply(worker, MessageKind.WELCOME, request, self._now)
+            self._reply(worker, MessageKind.WELCOME, request, now)
         elif kind is MessageKind.JOIN:
             session.state = SessionState.JOINED
-            self.clocks.join(worker, max(number, self._now))
+            self.clocks[worker] = max(number, now)
+            self._joined += 1
         elif kind is MessageKind.PULL:
             session.pull = header
         elif kind is MessageKind.BYE:
-            self._leave(worker, session)
+            self.lost(worker)
             self._reply(worker, MessageKind.DONE, request)
             self._out.append(Disconnect(worker))
         else:
             session.held.append(header)
 
     def lost(self, worker: int) -> None:
-        """A worker is gone without a BYE: it is not waited for any more."""
+        """A worker is gone: it is not waited for any more, and what it has pushed that does not
+        count is dropped.
+        """
         session = self.sessions[worker]
-        if session.state is not SessionState.GONE:
-            self._leave(worker, session)
+        session.state = SessionState.GONE
+        session.held.clear()
+        session.pull = None
+        self._latest_slowest = self._slowest
+        self.clocks.pop(worker, None)
 
     def actions(self) -> Iterator[Action]:
         """What is to be done now, in this order; what has been done counts for what comes next."""
@@ -281,47 +258,34 @@ class ServerState:
     def _reply(self, worker: int, kind: MessageKind, request: int, number: int = 0) -> None:
         self._out.append(Reply(worker, MessageHeader(kind, request, number)))
 
-    def _leave(self, worker: int, session: WorkerSession) -> None:
-        """What it has pushed that does not count is dropped."""
-        session.state = SessionState.GONE
-        session.held.clear()
-        session.pull = None
-        self.clocks.leave(worker)
-
     def _take_one_push(self) -> bool:
-        """Let one push count that may, if there is one."""
+        """Let one push count that may, if there is one; of a round, its gradients are kept."""
         for worker, session in self.sessions.items():
             if not session.held or session.state is not SessionState.JOINED:
                 continue
             kind, request, number = session.held[0]
-            is_new = number > session.pushes
-            if is_new and not (self.clocks.has_quorum and self._may_begin(worker)):
+            is_new, has_gradients = number > session.pushes, kind is MessageKind.PUSH
+            if is_new and not (self._has_quorum and self._may_begin(worker)):
                 continue
             session.held.popleft()
-            kept = is_new and self._count(worker, session, kind)
-            if kind is MessageKind.PUSH and not kept:
+            if is_new:
+                session.pushes += 1
+                self.clocks[worker] += 1
+            if is_new and self._mode.together:
+                self._in_round[worker] = kind
+            elif has_gradients:
+                if is_new:
+                    self.steps += 1
+                    self._out.append(ApplyUpdate([worker]))
                 self._out.append(ReleaseBuffer(worker))
             self._reply(worker, MessageKind.DONE, request, number)
             return True
         return False
 
-    def _count(self, worker: int, session: WorkerSession, kind: MessageKind) -> bool:
-        """A step of a worker counts; whether its gradients are kept for the round."""
-        session.pushes += 1
-        self.clocks.of[worker] += 1
-        if self._mode.together:
-            self._in_round[worker] = kind
-            return kind is MessageKind.PUSH
-        if kind is MessageKind.PUSH:
-            self.steps += 1
-            self._out.append(ApplyUpdate([worker]))
-        return False
-
     def _end_round(self) -> bool:
         """Apply what all that have joined have pushed, if they have."""
-        joining = any(s.state is SessionState.GREETED for s in self.sessions.values())
-        behind = any(clock <= self.round for clock in self.clocks.of.values())
-        if not self._in_round or joining or behind:
+        behind = any(clock <= self.round for clock in self.clocks.values())
+        if not self._in_round or self._any_is(SessionState.GREETED) or behind:
             return False
         pushed = sorted(w for w, kind in self._in_round.items() if kind is MessageKind.PUSH)
         self._in_round.clear()
@@ -334,10 +298,10 @@ class ServerState:
 
     def _may_begin(self, worker: int) -> bool:
         """Whether a worker that has joined may begin its next step."""
-        clock = self.clocks.of[worker]
+        clock = self.clocks[worker]
         if self._mode.together:  # the last one is over, also where that waits for who is greeted
             return clock <= self.round
-        return clock - self.clocks.slowest <= self._mode.bound
+        return clock - self._slowest <= self._mode.bound
 
 
 # ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from phalanx.compression.compressor import listed_tensors
-from phalanx.core.backend import Backend, SubBackend
+from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, UnsupportedOperationError
 from phalanx.wire.memory import tensor_bytes
 
@@ -195,7 +195,7 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
 #     workers            2   3
 #
 # Each pair is a group of its own, so that it breaks alone: a lost rank breaks the groups that it is
-# in. Making one sends nothing, and does not need the others of the backend's group to be there.
+# in. Both make it; that sends nothing, and does not need the others of the backend's group there.
 
 
 def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple[int, ...]:
@@ -210,14 +210,6 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
     if len(set(listed)) < len(listed):
         raise ValueError(f"{who}: servers={listed} names a rank twice")
     return listed
-
-
-def pair_of(backend: Backend, peer: int) -> SubBackend:
-    """The group of this rank and another one. Both make it; no bytes are sent.
-
-    A group for each pair of server and worker, so that a lost rank breaks its own pairs only.
-    """
-    return backend.subgroup((backend.rank, peer))
 
 
 def local_rank(backend: Backend, rank: int) -> int | None:
