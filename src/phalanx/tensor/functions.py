@@ -66,7 +66,7 @@ def scatter_to_ranks(
 
     Forward sends nothing; backward joins the shards' gradients: an all_gather.
     """
-    return _shard("scatter_to_ranks", x, dim, cut, backend, label)
+    return _along("scatter_to_ranks", x, dim, cut, backend, label)
 
 
 def gather_from_ranks(
@@ -82,7 +82,7 @@ def gather_from_ranks(
     Forward is an all_gather (and one of 8 bytes, unless `cut` tells the sizes); backward takes
     this rank's shard of the gradient and sends nothing.
     """
-    return _gather("gather_from_ranks", x, dim, cut, backend, label)
+    return _along("gather_from_ranks", x, dim, cut, backend, label)
 
 
 def gather_sequence(
@@ -98,7 +98,7 @@ def gather_sequence(
     Forward is an all_gather (and one of 8 bytes, unless `cut` tells the sizes); backward sums the
     ranks' gradients of it and takes this rank's shard: a reduce_scatter.
     """
-    return _gather("gather_sequence", x, dim, cut, backend, label)
+    return _along("gather_sequence", x, dim, cut, backend, label)
 
 
 def scatter_sum(
@@ -113,7 +113,7 @@ def scatter_sum(
 
     Forward is a reduce_scatter, backward an all_gather.
     """
-    return _shard("scatter_sum", x, dim, cut, backend, label)
+    return _along("scatter_sum", x, dim, cut, backend, label)
 
 
 def _apply(name: str, x: Tensor, cut: ShardSpec, dim: int, backend: Backend, label: str) -> Tensor:
@@ -122,44 +122,29 @@ def _apply(name: str, x: Tensor, cut: ShardSpec, dim: int, backend: Backend, lab
     return cast(Tensor, _BetweenRanks.apply(x, name, cut, dim, backend, label))  # type: ignore[no-untyped-call]
 
 
-def _shard(
+def _along(
     name: str, x: Tensor, dim: int, cut: ShardSpec | None, backend: Backend, label: str
 ) -> Tensor:
-    dim = _checked_dim(x, dim, label)
-    cut = cut or ShardSpec.of(x.shape[dim], backend.world_size)
-    _check_size(x, dim, cut.total, backend, label)
-    return _apply(name, x, cut, dim, backend, label)
-
-
-def _gather(
-    name: str, x: Tensor, dim: int, cut: ShardSpec | None, backend: Backend, label: str
-) -> Tensor:
-    dim = _checked_dim(x, dim, label)
-    if backend.world_size == 1:
-        return x
-    if cut is None:
-        cut = sequence_cut(x, dim, backend, label)
-    else:
-        _check_size(x, dim, cut.sizes()[backend.rank], backend, label)
-    return _apply(name, x, cut, dim, backend, label)
-
-
-def _checked_dim(x: Tensor, dim: int, label: str) -> int:
-    """Counted from the left: plans are cached, and ranks compared, alike for -1 and 2."""
+    """A function that gathers shards, or gives one, along a dim that `x` has to have."""
+    rank, gathers = backend.rank, name.startswith("gather")
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{label}: a tensor of shape {list(x.shape)} has no dim {dim}")
-    return dim % x.dim()
-
-
-def _check_size(x: Tensor, dim: int, size: int, backend: Backend, label: str) -> None:
+    dim %= x.dim()  # plans are cached, and ranks compared, alike for -1 and 2
+    if gathers and backend.world_size == 1:
+        return x
+    if cut is None and gathers:
+        cut = sequence_cut(x, dim, backend, label)
+    elif cut is None:
+        cut = ShardSpec.of(x.shape[dim], backend.world_size)
+    size = cut.sizes()[rank] if gathers else cut.total
     if x.shape[dim] != size:
-        rank = backend.rank
         raise SizeMismatchError(
             f"rank {rank}: {label}: a tensor of shape {list(x.shape)} should be {size} long "
             f"along dim {dim}, as it was cut",
             rank=rank,
             op=label,
         )
+    return _apply(name, x, cut, dim, backend, label)
 
 
 # ------------------------------------------------------------------------------
@@ -191,9 +176,8 @@ def reduce_scatter_shards(
     if _lies_in_rank_order(cut, sizes, dim):
         source = plain(x).view(len(sizes), longest, *x.shape[1:])
     else:
-        source = torch.stack(
-            [_padded(shard, longest, dim) for shard in cut.shards(x.detach(), dim)]
-        )
+        shards = cut.shards(x.detach(), dim)
+        source = torch.stack([_padded(shard, longest, dim) for shard in shards])
     own = reduce_scatter(source, backend, label=label)[0]
     return own.narrow(dim, 0, sizes[backend.rank])
 

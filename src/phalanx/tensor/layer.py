@@ -65,13 +65,11 @@ class ParallelLayer(nn.Module):
     weight: Tensor | None
 
     def __init__(self, plain: nn.Module, backend: Backend, style: Style) -> None:
-        super().__init__()
-        self.style = style
         label = type(self).__name__
         splits = checked_splits(plain, style, backend.world_size, label)
         lines = [f"{label} of {plain} with {style}", *described(plain)]
         check_agreement(lines, backend, op=label, remedy=SAME_MODEL)
-        self.shard_from(plain, splits, backend, label=label)
+        self.shard_from(plain, style, splits, backend, label=label)
 
     @classmethod
     def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
@@ -80,28 +78,22 @@ class ParallelLayer(nn.Module):
         ParallelLayer.__init__(layer, plain, backend, style)
         return layer
 
-    @classmethod
-    def empty(cls, style: Style) -> Self:
-        """A layer without parameters yet: `shard_from` comes next."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.style = style
-        return layer
-
     def shard_from(
         self,
         plain: nn.Module,
+        style: Style,
         splits: Mapping[str, Split],
         backend: Backend,
         *,
         label: str,
         tied: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
-        """Take this rank's part of a plain layer. Nothing is sent.
+        """Be this rank's part of a plain layer: of a layer that is new. Nothing is sent.
 
         tied   this rank's parts of parameters that other layers have too
         """
-        self.backend, self.splits, self.label = backend, dict(splits), label
+        nn.Module.__init__(self)
+        self.style, self.backend, self.splits, self.label = style, backend, dict(splits), label
         for name, parameter in plain._parameters.items():
             own = None
             if parameter is not None:
@@ -158,16 +150,9 @@ def described(plain: nn.Module) -> list[str]:
 
 
 def checked_splits(plain: nn.Module, style: Style, ranks: int, label: str) -> dict[str, Split]:
-    """How a layer's parameters are cut. Raises, naming `label`, if they cannot be."""
-    _check_plain(plain, style, label)
-    try:
-        return style.splits(plain, ranks)
-    except (ValueError, UnsupportedOperationError) as error:
-        raise type(error)(f"{label}: {error}") from None
-
-
-def _check_plain(plain: nn.Module, style: Style, label: str) -> None:
-    """Raise unless `plain` is a layer that the style knows, and nothing else is attached to it."""
+    """How a layer's parameters are cut. Raises, naming `label`, unless `plain` is a layer that the
+    style knows and can cut, and nothing else is attached to it.
+    """
     kinds = " or ".join(f"nn.{kind.__name__}" for kind in style.takes)
     if isinstance(plain, ParallelLayer):
         raise UnsupportedOperationError(f"{label}: it is a {type(plain).__name__} already")
@@ -185,6 +170,10 @@ def _check_plain(plain: nn.Module, style: Style, label: str) -> None:
             f"{label}: this {kinds} has {what} (weight_norm and parametrizations are such), which "
             "would be lost. Take it off, and put it on the parallel layer"
         )
+    try:
+        return style.splits(plain, ranks)
+    except (ValueError, UnsupportedOperationError) as error:
+        raise type(error)(f"{label}: {error}") from None
 
 
 def check_units(total: int, unit: int, ranks: int, what: str) -> None:

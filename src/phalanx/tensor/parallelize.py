@@ -96,8 +96,8 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     for name, style in styles.items():
         plain = module.get_submodule(name)
         if plain not in replaced:  # else it is in two places
-            replaced[plain] = layer = style.makes.empty(style)
-            layer.shard_from(plain, splits[name], backend, label=name, tied=tied)
+            replaced[plain] = layer = style.makes.__new__(style.makes)
+            layer.shard_from(plain, style, splits[name], backend, label=name, tied=tied)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in replaced:
