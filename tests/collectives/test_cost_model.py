@@ -10,7 +10,7 @@ from schedule_proof import ROWS
 from topologies import crossing, on_all_hosts, topologies
 
 from phalanx import Backend, simulate
-from phalanx.collectives.cost import FORMULAS, Choice, Pace, choose, seconds, walk
+from phalanx.collectives.cost import FORMULAS, LARGE, Choice, Pace, choose, seconds, walk
 from phalanx.collectives.schedules import COLLECTIVES, Hosts, row_for
 from phalanx.core.backend import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 
@@ -20,9 +20,11 @@ ROUNDS = Links(inside=FREE, between=FREE._replace(latency=2.0))  # those that wa
 MESSAGES = Links(inside=FREE._replace(overhead=1.0), between=FREE._replace(overhead=1.0))
 
 
-def pace(collective: str, algorithm: str, hosts: Hosts, links: Links) -> Pace:
+def pace(
+    collective: str, algorithm: str, hosts: Hosts, links: Links, *, large: int = LARGE
+) -> Pace:
     share = 1 / len(hosts) if collective == "all_to_all" else None
-    return walk(row_for(collective, algorithm, hosts), hosts, links, share=share)
+    return walk(row_for(collective, algorithm, hosts), hosts, links, share=share, large=large)
 
 
 @pytest.mark.checkered
@@ -137,16 +139,14 @@ def test_auto_takes_two_levels_with_many_ranks_on_each_host() -> None:
         assert {each.algorithm for each in choices("all_reduce", count, hosts)} == {"two_level"}
 
 
-def test_some_hosts_of_a_large_group_tell_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_hosts_of_a_large_group_tell_what_all_do() -> None:
     links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
     for hosts in (tuple(rank // 4 for rank in range(32)), tuple(rank % 8 for rank in range(32))):
         every = {row: pace(*row, hosts, links) for row in ROWS}
-        monkeypatch.setattr("phalanx.collectives.cost.LARGE", 31)
         for row, due in every.items():
-            some = pace(*row, hosts, links)
+            some = pace(*row, hosts, links, large=31)
             assert 0.7 * due.fixed <= some.fixed <= 1.1 * due.fixed
             assert 0.7 * due.per_byte <= some.per_byte <= 1.001 * due.per_byte
-        monkeypatch.undo()
 
 
 def test_a_thousand_ranks_are_looked_at_in_seconds() -> None:

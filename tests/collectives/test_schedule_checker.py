@@ -24,14 +24,10 @@ from phalanx.collectives.schedules import (
     ScheduleFunction,
     Send,
     Step,
-    direct_broadcast,
-    ring_all_gather,
-    rooted,
-    sparing,
-    star_reduce,
-    then,
-    tree_reduce,
 )
+from phalanx.collectives.schedules.linear import direct_broadcast, ring_all_gather, star_reduce
+from phalanx.collectives.schedules.steps import rooted, sparing, then
+from phalanx.collectives.schedules.tree import tree_reduce
 
 
 def script(*ranks: list[Round]) -> ScheduleFunction:

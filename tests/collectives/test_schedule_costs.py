@@ -9,14 +9,13 @@ from schedule_checker import run
 from schedule_proof import SIZES, every_row, prove, start
 
 from phalanx.collectives.cost import FORMULAS
-from phalanx.collectives.schedules import (
-    COLLECTIVES,
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.collectives.schedules.halving_doubling import (
     core_chunks,
     doubling_all_gather,
     halving_reduce,
-    tree_gather,
-    tree_scatter,
 )
+from phalanx.collectives.schedules.tree import tree_gather, tree_scatter
 
 
 def log2(size: int) -> int:

@@ -22,8 +22,8 @@ from phalanx.collectives.schedules import (
     Schedule,
     Send,
     schedule,
-    turned,
 )
+from phalanx.collectives.schedules.steps import turned
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
 

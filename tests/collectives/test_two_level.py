@@ -23,22 +23,24 @@ from topologies import (
 
 from phalanx.collectives.schedules import (
     ROOTED,
-    Agents,
     Combine,
     Hosts,
     Recv,
     Schedule,
     Send,
     Step,
-    backwards,
     for_root,
     row_for,
     schedule,
+)
+from phalanx.collectives.schedules.steps import backwards
+from phalanx.collectives.schedules.tree import (
     tree_broadcast,
     tree_gather,
     tree_reduce,
     tree_scatter,
 )
+from phalanx.collectives.schedules.two_level import Agents
 
 
 def roots(collective: str, hosts: Hosts) -> range:

@@ -73,104 +73,87 @@ def _log(p: int) -> int:
     return (p - 1).bit_length()
 
 
-def _core(p: int) -> tuple[int, int]:
-    """For halving and doubling: the ranks in the core, and its rounds."""
-    rounds = p.bit_length() - 1
-    return 1 << rounds, rounds
+def _one_way(rounds: float, messages: float, bytes: float, total: float = 0.0) -> CriticalPath:
+    return CriticalPath(rounds, messages, bytes, both_ways=False, total=total)
+
+
+# Halving and doubling: q ranks in the core; those outside hand everything in, and get it back.
 
 
 def _halving_doubling(p: int, n: float) -> CriticalPath:
-    q, rounds = _core(p)
-    extra = 2 if q != p else 0  # ranks outside the core hand everything in and get it back
+    rounds = p.bit_length() - 1
+    q, extra = 1 << rounds, 2 if 1 << rounds != p else 0
     return CriticalPath(2 * rounds + extra, 2 * rounds + extra, 2 * n * (q - 1) / q + extra * n)
 
 
+def _doubling(p: int, n: float, handed: float | None = None) -> CriticalPath:
+    """handed   the bytes that ranks outside the core hand over; by default n"""
+    rounds = p.bit_length() - 1
+    q, extra = 1 << rounds, 1 << rounds != p
+    moved = n * (q - 1) / q + extra * (n if handed is None else handed)
+    return CriticalPath(rounds + 2 * extra, rounds + 2 * extra, moved)
+
+
 def _halving(p: int, n: float) -> CriticalPath:
-    q, rounds = _core(p)
-    extra = q != p
-    return CriticalPath(
-        rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n * (1 + 1 / p)
-    )
+    return _doubling(p, n, n * (1 + 1 / p))
 
 
-def _doubling(p: int, n: float) -> CriticalPath:
-    q, rounds = _core(p)
-    extra = q != p
-    return CriticalPath(rounds + 2 * extra, rounds + 2 * extra, n * (q - 1) / q + extra * n)
+def _and_tree(path: CriticalPath, p: int, n: float) -> CriticalPath:
+    """Besides, a tree scatters or gathers the chunks."""
+    rounds, messages, moved, *_ = path
+    return CriticalPath(rounds + _log(p), messages + _log(p), moved + n * (p - 1) / p)
 
 
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: CriticalPath(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
         "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "tree": lambda p, n: CriticalPath(
-            2 * _log(p), 2 * _log(p), 2 * n * _log(p), both_ways=False, total=2 * n * (p - 1)
+        "tree": lambda p, n: _one_way(
+            2 * _log(p), 2 * _log(p), 2 * n * _log(p), total=2 * n * (p - 1)
         ),
         "halving_doubling": _halving_doubling,
-        "star": lambda p, n: CriticalPath(
-            2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1), both_ways=False
-        ),
+        "star": lambda p, n: _one_way(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1)),
         "two_level": lambda p, n: CriticalPath(2, 2 * (p - 1), _FOLDED * 2 * n * (p - 1) / p),
     },
     "reduce_scatter": {
         "ring": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
         "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
-        "tree": lambda p, n: CriticalPath(
-            2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
-        ),
+        "tree": lambda p, n: _one_way(2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p),
         "halving_doubling": _halving,
-        "star": lambda p, n: CriticalPath(
-            2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p), both_ways=False
-        ),
+        "star": lambda p, n: _one_way(2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p)),
         "two_level": lambda p, n: CriticalPath(1, p - 1, _FOLDED * n * (p - 1) / p),
     },
     "all_gather": {
         "ring": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
         "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
-        "tree": lambda p, n: CriticalPath(
-            2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p, both_ways=False
-        ),
+        "tree": lambda p, n: _one_way(2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p),
         "halving_doubling": _doubling,
-        "star": lambda p, n: CriticalPath(
-            2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p), both_ways=False
-        ),
+        "star": lambda p, n: _one_way(2, 2 * (p - 1), n * (p - 1) * (1 + 1 / p)),
         "two_level": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
     },
     "broadcast": {
         "ring": lambda p, n: CriticalPath(2 * p - 2, 2 * p - 2, n * (2 * p - 2) / p),
         "direct": lambda p, n: CriticalPath(2, 2 * p - 2, n * 2 * (p - 1) / p),
-        "tree": lambda p, n: CriticalPath(
-            _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
-        ),
-        "halving_doubling": lambda p, n: CriticalPath(
-            _log(p) + _doubling(p, n).rounds,
-            _log(p) + _doubling(p, n).messages,
-            n * (p - 1) / p + _doubling(p, n).bytes,
-        ),
-        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1), both_ways=False),
+        "tree": lambda p, n: _one_way(_log(p), _log(p), n * _log(p), total=n * (p - 1)),
+        "halving_doubling": lambda p, n: _and_tree(_doubling(p, n), p, n),
+        "star": lambda p, n: _one_way(1, p - 1, n * (p - 1)),
         "two_level": lambda p, n: CriticalPath(2, 2 * p - 2, n * 2 * (p - 1) / p),
     },
     "reduce": {
         "ring": lambda p, n: CriticalPath(p, 2 * (p - 1), 2 * n * (p - 1) / p),
         "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "tree": lambda p, n: CriticalPath(
-            _log(p), _log(p), n * _log(p), both_ways=False, total=n * (p - 1)
-        ),
-        "halving_doubling": lambda p, n: CriticalPath(
-            _halving(p, n).rounds + _log(p),
-            _halving(p, n).messages + _log(p),
-            _halving(p, n).bytes + n * (p - 1) / p,
-        ),
-        "star": lambda p, n: CriticalPath(1, p - 1, _FOLDED * n * (p - 1), both_ways=False),
+        "tree": lambda p, n: _one_way(_log(p), _log(p), n * _log(p), total=n * (p - 1)),
+        "halving_doubling": lambda p, n: _and_tree(_halving(p, n), p, n),
+        "star": lambda p, n: _one_way(1, p - 1, _FOLDED * n * (p - 1)),
         "two_level": lambda p, n: CriticalPath(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
     },
     "gather": {
-        "tree": lambda p, n: CriticalPath(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
-        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p, both_ways=False),
+        "tree": lambda p, n: _one_way(_log(p), _log(p), n * (p - 1) / p),
+        "star": lambda p, n: _one_way(1, p - 1, n * (p - 1) / p),
     },
     "scatter": {
-        "tree": lambda p, n: CriticalPath(_log(p), _log(p), n * (p - 1) / p, both_ways=False),
-        "star": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p, both_ways=False),
+        "tree": lambda p, n: _one_way(_log(p), _log(p), n * (p - 1) / p),
+        "star": lambda p, n: _one_way(1, p - 1, n * (p - 1) / p),
     },
     "all_to_all": {
         "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
@@ -208,20 +191,20 @@ def choose(collective: str, count: int, backend: Backend) -> Choice:
     """
 
     def estimate() -> Choice:
+        hosts, links, tuning = backend.topology, backend.links, ""
         known = measured(collective, count, backend)
         if known is not None:
-            times = known.seconds
-            return Choice(min(times, key=times.__getitem__), times, known.tuning)
-        if len(set(backend.topology)) == 1:
-            size, links = backend.world_size, backend.links
-            estimates = {
+            times, tuning = known
+        elif len(set(hosts)) == 1:
+            size = len(hosts)
+            times = {
                 name: seconds(formula(size, count), links.inside, size, links.processors)
                 for name, formula in FORMULAS[collective].items()
             }
         else:
             paces = remembered(backend, ("paces", collective), lambda: _paces(collective, backend))
-            estimates = {name: pace.seconds(count) for name, pace in paces.items()}
-        return Choice(min(estimates, key=estimates.__getitem__), estimates)
+            times = {name: pace.seconds(count) for name, pace in paces.items()}
+        return Choice(min(times, key=times.__getitem__), times, tuning)
 
     return remembered(backend, (collective, count), estimate)
 
@@ -250,7 +233,7 @@ def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
 #
 # and an algorithm takes the sum of its rounds: a constant and a time for each byte, found here.
 
-LARGE = 64  # ranks; in a larger group not all are looked at
+LARGE = 64  # ranks; of a larger group not all are looked at
 HELD_ASIDE = 1.25  # cost of a byte that is staged on arrival and reduced afterwards
 
 
@@ -265,43 +248,29 @@ class Pace(NamedTuple):
         return self.fixed + self.per_byte * count
 
 
-class _Traffic:
-    """What one rank, or one host, sends and receives in one round."""
-
-    def __init__(self) -> None:
-        self.out = self.in_ = 0.0
-
-    def seconds(self, link: LinkCost) -> float:
-        moved = max(self.out, self.in_) if link.duplex else self.out + self.in_
-        return moved / link.bandwidth
-
-
-def walk(row: Algorithm, hosts: Hosts, links: Links, *, share: float | None = None) -> Pace:
+def walk(
+    row: Algorithm, hosts: Hosts, links: Links, *, share: float | None = None, large: int = LARGE
+) -> Pace:
     """The pace of an algorithm for ranks on these hosts.
 
     share   of the tensor that a chunk is; by default, one of all chunks
-
-    In a large group it looks at the ranks of four hosts: the largest, the smallest, that of rank 0,
-    which has most to do in a tree or a star, and that of the last, where a chain ends.
+    large   in a group of more ranks it looks at the ranks of four hosts: the largest, the smallest,
+            that of rank 0, which has most to do in a tree or a star, and that of the last, where a
+            chain ends
     """
-    size = len(hosts)
+    size, seen = len(hosts), list(range(len(hosts)))
+    if size > large:
+        counts = Counter(hosts)
+        largest, smallest = (find(counts, key=counts.__getitem__) for find in (max, min))
+        looked_at = (largest, smallest, hosts[0], hosts[-1])
+        seen = [rank for rank in seen if hosts[rank] in looked_at]
     part = share or 1 / row.chunks(size)
-    seen = _ranks_to_look_at(hosts)
     fixed = per_byte = 0.0
     for ranks in zip(*(row.schedule(rank, size) for rank in seen), strict=True):
         once, each = _round(dict(zip(seen, ranks, strict=True)), hosts, links)
         fixed += once
         per_byte += each * part
     return Pace(fixed, per_byte)
-
-
-def _ranks_to_look_at(hosts: Hosts) -> list[int]:
-    ranks = range(len(hosts))
-    if len(hosts) <= LARGE:
-        return list(ranks)
-    counts = Counter(hosts)
-    largest, smallest = (find(counts, key=counts.__getitem__) for find in (max, min))
-    return [rank for rank in ranks if hosts[rank] in (largest, smallest, hosts[0], hosts[-1])]
 
 
 def _round(ranks: Mapping[int, Round], hosts: Hosts, links: Links) -> tuple[float, float]:
@@ -311,26 +280,28 @@ def _round(ranks: Mapping[int, Round], hosts: Hosts, links: Links) -> tuple[floa
     woken. A peer that is not looked at is taken to do as the rank does.
     """
     latency = busiest = inside = 0.0
-    crossing = {hosts[rank]: _Traffic() for rank in ranks}
+    crossing = {hosts[rank]: [0.0, 0.0] for rank in ranks}  # chunks out of, and into, each host
     for rank, steps in ranks.items():
-        here, work, own = hosts[rank], 0.0, _Traffic()
-        held = _held_aside(steps)
+        here, work, own = hosts[rank], 0.0, [0.0, 0.0]
+        combined = [step.chunk for step in steps if isinstance(step, Combine)]
+        staged = HELD_ASIDE if len(set(combined)) < len(combined) else 1
         both_ways = len({isinstance(step, Send) for step in steps}) == 2
         for step in steps:
-            link = links.inside if hosts[step.peer] == here else links.between
-            traffic = own if hosts[step.peer] == here else crossing[here]
-            work += link.overhead
-            if isinstance(step, Send):
-                traffic.out += step.count
+            is_here, sends = hosts[step.peer] == here, isinstance(step, Send)
+            link = links.inside if is_here else links.between
+            traffic = own if is_here else crossing[here]
+            if sends:
+                traffic[0] += step.count
             else:
-                traffic.in_ += step.count * (HELD_ASIDE if held and traffic is own else 1)
-            if not isinstance(step, Send) or step.peer not in ranks:
+                traffic[1] += step.count * (staged if is_here else 1)
+            work += link.overhead
+            if not sends or step.peer not in ranks:
                 latency = max(latency, link.latency / 2 if both_ways else link.latency)
-        busiest, inside = max(busiest, work), max(inside, own.seconds(links.inside))
-    between = max(traffic.seconds(links.between) for traffic in crossing.values())
+        busiest, inside = max(busiest, work), max(inside, _moved(own, links.inside))
+    between = max(_moved(traffic, links.between) for traffic in crossing.values())
     return latency + busiest, max(inside, between)
 
 
-def _held_aside(steps: Round) -> bool:
-    chunks = [step.chunk for step in steps if isinstance(step, Combine)]
-    return len(set(chunks)) < len(chunks)
+def _moved(traffic: list[float], link: LinkCost) -> float:
+    """Seconds for so many bytes out and in."""
+    return (max(traffic) if link.duplex else sum(traffic)) / link.bandwidth

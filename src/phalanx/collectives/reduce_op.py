@@ -85,32 +85,13 @@ _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _TRUTH = frozenset({torch.bool})
 
 
-def _sum(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.add(first, second, out=out)
+def _into(function: Callable[..., Tensor]) -> Combination:
+    return lambda first, second, out: function(first, second, out=out)
 
 
-def _product(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.mul(first, second, out=out)
-
-
-def _min(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.minimum(first, second, out=out)
-
-
-def _max(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.maximum(first, second, out=out)
-
-
-def _and(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.bitwise_and(first, second, out=out)
-
-
-def _or(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.bitwise_or(first, second, out=out)
-
-
-def _xor(first: Tensor, second: Tensor, out: Tensor) -> object:
-    return torch.bitwise_xor(first, second, out=out)
+_sum, _product = _into(torch.add), _into(torch.mul)
+_min, _max = _into(torch.minimum), _into(torch.maximum)
+_and, _or, _xor = map(_into, (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor))
 
 
 def _as_signed(combine: Combination) -> Combination:

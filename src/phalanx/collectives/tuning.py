@@ -19,8 +19,7 @@ import os
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from xxhash import xxh3_64_hexdigest
@@ -56,19 +55,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     tables: tuple[TuningTable, ...]
 
 
-class Measured(NamedTuple):
-    """What each algorithm takes, in seconds, and the hash of the file that says so."""
-
-    seconds: Mapping[str, float]
-    tuning: str
-
-
-class _Known(NamedTuple):
-    tuning: str
-    tables: Mapping[tuple[str, tuple[int, ...], str], TuningTable]
-
-
-_NOTHING = _Known("", MappingProxyType({}))
+Known = tuple[str, Mapping[tuple[str, tuple[int, ...], str], TuningTable]]  # the hash; tables
 
 
 def root_of(backend: Backend) -> Backend:
@@ -78,29 +65,32 @@ def root_of(backend: Backend) -> Backend:
     return backend
 
 
-def measured(collective: str, count: int, backend: Backend) -> Measured | None:
-    """What was measured for a message of `count` bytes in such a group, if anything was.
+def measured(
+    collective: str, count: int, backend: Backend
+) -> tuple[Mapping[str, float], str] | None:
+    """What was measured for a message of `count` bytes in such a group, if anything was: seconds
+    of each algorithm, and the hash of the file that says so.
 
     `MisuseError` if PHALANX_TUNING names no file of this kind.
     """
-    known = remembered(backend, "tuning", _load)
+    tuning, tables = remembered(backend, "tuning", _load)
     kind = type(root_of(backend)).__name__
-    table = known.tables.get((kind, _renumbered(backend.topology), collective))
+    table = tables.get((kind, _renumbered(backend.topology), collective))
     if table is None:
         return None
     at = partial(_at, table.sizes, count)
-    return Measured({name: at(seconds) for name, seconds in table.seconds.items()}, known.tuning)
+    return {name: at(seconds) for name, seconds in table.seconds.items()}, tuning
 
 
 def tuning_of(backend: Backend) -> str:
     """The hash of this rank's file; empty without one."""
-    return remembered(backend, "tuning", _load).tuning
+    return remembered(backend, "tuning", _load)[0]
 
 
-def _load() -> _Known:
+def _load() -> Known:
     path = os.environ.get(VARIABLE, "")
     if not path:
-        return _NOTHING
+        return "", {}
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -112,14 +102,17 @@ def _load() -> _Known:
         (table.backend, _renumbered(table.hosts), table.collective): table
         for table in read_tuning(content, path).tables
     }
-    return _Known(xxh3_64_hexdigest(content)[:8], MappingProxyType(tables))
+    return xxh3_64_hexdigest(content)[:8], tables
 
 
 def read_tuning(content: bytes, path: str) -> Tuning:
     """The file, checked. `MisuseError` says what is wrong with it."""
     try:
         tuning = msgspec.json.decode(content, type=Tuning)
-        _check(tuning)
+        if tuning.format != FORMAT:
+            raise ValueError(f"its format is {tuning.format!r}, not {FORMAT!r}")
+        for table in tuning.tables:
+            _check(table)
     except (msgspec.DecodeError, ValueError) as error:
         raise MisuseError(
             f"{path} is no table of what algorithms took ({error}): write it again with `phalanx "
@@ -128,21 +121,18 @@ def read_tuning(content: bytes, path: str) -> Tuning:
     return tuning
 
 
-def _check(tuning: Tuning) -> None:
-    if tuning.format != FORMAT:
-        raise ValueError(f"its format is {tuning.format!r}, not {FORMAT!r}")
-    for table in tuning.tables:
-        where = f"{table.backend}, {len(table.hosts)} ranks, {table.collective}"
-        sizes = table.sizes
-        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-            raise ValueError(f"{where}: sizes are not positive and ascending")
-        if not table.seconds:
-            raise ValueError(f"{where}: no algorithm")
-        for name, seconds in table.seconds.items():
-            if name not in COLLECTIVES.get(table.collective, {}):
-                raise ValueError(f"{where}: there is no algorithm {name!r}")
-            if len(seconds) != len(sizes) or not all(0 < s < math.inf for s in seconds):
-                raise ValueError(f"{where}, {name}: it takes one positive time for each size")
+def _check(table: TuningTable) -> None:
+    where = f"{table.backend}, {len(table.hosts)} ranks, {table.collective}"
+    sizes = table.sizes
+    if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"{where}: sizes are not positive and ascending")
+    if not table.seconds:
+        raise ValueError(f"{where}: no algorithm")
+    for name, seconds in table.seconds.items():
+        if name not in COLLECTIVES.get(table.collective, {}):
+            raise ValueError(f"{where}: there is no algorithm {name!r}")
+        if len(seconds) != len(sizes) or not all(0 < s < math.inf for s in seconds):
+            raise ValueError(f"{where}, {name}: it takes one positive time for each size")
 
 
 def _renumbered(hosts: tuple[int, ...]) -> tuple[int, ...]:

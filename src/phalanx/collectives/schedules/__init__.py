@@ -18,31 +18,6 @@ and overwrite what it has there; in `0 +2:4+> 1` they are reduced into it.
 to 1,000 ranks, and proves that every contribution counts exactly once.
 """
 
-from __future__ import annotations
-
-from phalanx.collectives.schedules.halving_doubling import (
-    core_chunks,
-    doubling_all_gather,
-    doubling_collect,
-    halving_doubling_all_gather,
-    halving_doubling_broadcast,
-    halving_reduce,
-    halving_spread,
-)
-from phalanx.collectives.schedules.linear import (
-    direct_all_gather,
-    direct_all_to_all,
-    direct_broadcast,
-    direct_reduce_scatter,
-    pairwise_all_to_all,
-    ring_all_gather,
-    ring_broadcast,
-    ring_reduce_scatter,
-    star_broadcast,
-    star_gather,
-    star_reduce,
-    star_scatter,
-)
 from phalanx.collectives.schedules.steps import (
     Combine,
     Recv,
@@ -51,12 +26,7 @@ from phalanx.collectives.schedules.steps import (
     ScheduleFunction,
     Send,
     Step,
-    backwards,
     picture,
-    rooted,
-    sparing,
-    then,
-    turned,
 )
 from phalanx.collectives.schedules.table import (
     COLLECTIVES,
@@ -67,29 +37,12 @@ from phalanx.collectives.schedules.table import (
     row_for,
     schedule,
 )
-from phalanx.collectives.schedules.tree import (
-    tree_broadcast,
-    tree_gather,
-    tree_reduce,
-    tree_scatter,
-)
-from phalanx.collectives.schedules.two_level import (
-    Agents,
-    Hosts,
-    two_level_all_gather,
-    two_level_broadcast,
-    two_level_collect,
-    two_level_combine,
-    two_level_reduce,
-    two_level_reduce_scatter,
-    two_level_share,
-)
+from phalanx.collectives.schedules.two_level import Hosts
 
 __all__ = [
     "COLLECTIVES",
     "REDUCING",
     "ROOTED",
-    "Agents",
     "Algorithm",
     "Combine",
     "Hosts",
@@ -99,43 +52,8 @@ __all__ = [
     "ScheduleFunction",
     "Send",
     "Step",
-    "backwards",
-    "core_chunks",
-    "direct_all_gather",
-    "direct_all_to_all",
-    "direct_broadcast",
-    "direct_reduce_scatter",
-    "doubling_all_gather",
-    "doubling_collect",
     "for_root",
-    "halving_doubling_all_gather",
-    "halving_doubling_broadcast",
-    "halving_reduce",
-    "halving_spread",
-    "pairwise_all_to_all",
     "picture",
-    "ring_all_gather",
-    "ring_broadcast",
-    "ring_reduce_scatter",
-    "rooted",
     "row_for",
     "schedule",
-    "sparing",
-    "star_broadcast",
-    "star_gather",
-    "star_reduce",
-    "star_scatter",
-    "then",
-    "tree_broadcast",
-    "tree_gather",
-    "tree_reduce",
-    "tree_scatter",
-    "turned",
-    "two_level_all_gather",
-    "two_level_broadcast",
-    "two_level_collect",
-    "two_level_combine",
-    "two_level_reduce",
-    "two_level_reduce_scatter",
-    "two_level_share",
 ]

@@ -24,16 +24,6 @@ from __future__ import annotations
 from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send, sparing, then
 from phalanx.collectives.schedules.tree import tree_scatter
 
-__all__ = [
-    "core_chunks",
-    "doubling_all_gather",
-    "doubling_collect",
-    "halving_doubling_all_gather",
-    "halving_doubling_broadcast",
-    "halving_reduce",
-    "halving_spread",
-]
-
 EVEN, ODD = 0, 1
 Run = tuple[int, int]  # (chunk, count)
 
@@ -106,7 +96,9 @@ def halving_doubling_all_gather(rank: int, size: int) -> Schedule:
     """
     yield from doubling_collect(rank, size)
     yield from _doubling(rank, size)
-    yield from _hand_over(rank, size, _all_but(_even_chunk(rank), size), giver=ODD)
+    even, _ = _even_chunk(rank)
+    others = [(first, count) for first, count in ((0, even), (even + 1, size - even - 1)) if count]
+    yield from _hand_over(rank, size, others, giver=ODD)
 
 
 def halving_doubling_broadcast(rank: int, size: int) -> Schedule:
@@ -194,9 +186,3 @@ def _block(j: int, d: int, r: int) -> Run:
 def _even_chunk(rank: int) -> Run:
     """The chunk of the even rank of the pair to which `rank` belongs."""
     return rank - rank % 2, 1
-
-
-def _all_but(run: Run, size: int) -> list[Run]:
-    chunk, count = run
-    around = [(0, chunk), (chunk + count, size - chunk - count)]
-    return [(first, length) for first, length in around if length > 0]

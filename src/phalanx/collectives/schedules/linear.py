@@ -12,7 +12,9 @@ rank order.
 
 from __future__ import annotations
 
-from phalanx.collectives.schedules.steps import Combine, Recv, Round, Schedule, Send, sparing
+from functools import partial
+
+from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send, backwards, sparing
 
 HUB = 0
 
@@ -24,12 +26,7 @@ def star_reduce(rank: int, size: int, *, count: int = 1) -> Schedule:
 
         round 0   1 +0+> 0   2 +0+> 0   3 +0+> 0
     """
-    if size == 1:
-        return
-    if rank == HUB:
-        yield tuple(Combine(peer, 0, count) for peer in range(1, size))
-    else:
-        yield (Send(HUB, 0, count),)
+    yield from backwards(partial(star_broadcast, count=count))(rank, size)
 
 
 def star_broadcast(rank: int, size: int, *, count: int = 1) -> Schedule:
@@ -69,12 +66,7 @@ def star_gather(rank: int, size: int) -> Schedule:
 
         round 0   1 -1-> 0   2 -2-> 0   3 -3-> 0
     """
-    if size == 1:
-        return
-    if rank == HUB:
-        yield tuple(Recv(peer, peer) for peer in range(1, size))
-    else:
-        yield (Send(HUB, rank),)
+    yield from backwards(star_scatter, take=Recv)(rank, size)
 
 
 # ------------------------------------------------------------------------------
@@ -99,8 +91,8 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
     """
     if size == 1:
         return
-    sends = tuple(Send(peer, peer) for peer in _from_the_right(rank, size))
-    yield sends + tuple(Combine(peer, rank) for peer in _from_the_left(rank, size))
+    right = [(rank + k) % size for k in range(1, size)]
+    yield *(Send(to, to) for to in right), *(Combine(peer, rank) for peer in reversed(right))
 
 
 def direct_all_gather(rank: int, size: int) -> Schedule:
@@ -112,8 +104,8 @@ def direct_all_gather(rank: int, size: int) -> Schedule:
     """
     if size == 1:
         return
-    sends = tuple(Send(peer, rank) for peer in _from_the_right(rank, size))
-    yield sends + tuple(Recv(peer, peer) for peer in _from_the_left(rank, size))
+    right = [(rank + k) % size for k in range(1, size)]
+    yield *(Send(to, rank) for to in right), *(Recv(peer, peer) for peer in reversed(right))
 
 
 def direct_broadcast(rank: int, size: int) -> Schedule:
@@ -127,14 +119,6 @@ def direct_broadcast(rank: int, size: int) -> Schedule:
     """
     yield from star_scatter(rank, size)
     yield from sparing(direct_all_gather, HUB)(rank, size)
-
-
-def _from_the_right(rank: int, size: int) -> list[int]:
-    return [(rank + k) % size for k in range(1, size)]
-
-
-def _from_the_left(rank: int, size: int) -> list[int]:
-    return [(rank - k) % size for k in range(1, size)]
 
 
 # ------------------------------------------------------------------------------
@@ -240,8 +224,8 @@ def direct_all_to_all(rank: int, size: int) -> Schedule:
     """
     if size == 1:
         return
-    exchanges = [_exchange(rank, size, k) for k in range(1, size)]
-    yield tuple(send for send, _ in exchanges) + tuple(receive for _, receive in exchanges)
+    sends, receives = zip(*pairwise_all_to_all(rank, size), strict=True)
+    yield sends + receives
 
 
 def pairwise_all_to_all(rank: int, size: int) -> Schedule:
@@ -253,9 +237,5 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
         round 1   0 -2-> 2   1 -3-> 0   2 -7-> 1
     """
     for k in range(1, size):
-        yield _exchange(rank, size, k)
-
-
-def _exchange(rank: int, size: int, k: int) -> Round:
-    right, left = (rank + k) % size, (rank - k) % size
-    return Send(right, rank * size + right), Recv(left, left * size + rank)
+        right, left = (rank + k) % size, (rank - k) % size
+        yield Send(right, rank * size + right), Recv(left, left * size + rank)

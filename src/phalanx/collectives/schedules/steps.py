@@ -159,7 +159,8 @@ def backwards(
 def picture(schedule: ScheduleFunction, size: int) -> str:
     """Draw what `schedule` does with `size` ranks; it has the same number of rounds on every rank.
 
-    >>> from phalanx.collectives.schedules import picture, tree_reduce
+    >>> from phalanx.collectives.schedules import picture
+    >>> from phalanx.collectives.schedules.tree import tree_reduce
     >>> print(picture(tree_reduce, 4))
     round 0   1 +0+> 0              3 +0+> 2
     round 1              2 +0+> 0
@@ -179,15 +180,12 @@ def picture(schedule: ScheduleFunction, size: int) -> str:
 
 def _messages(rank: int, ranks: tuple[Round, ...]) -> list[str]:
     """The messages of one rank in one round, of which `ranks` is what every rank does."""
-    return [_message(rank, step, ranks[step.peer]) for step in ranks[rank] if type(step) is Send]
-
-
-def _message(rank: int, send: Send, taken_in: Round) -> str:
-    combined = any(
-        isinstance(step, Combine) and step == Combine(rank, send.chunk, send.count)
-        for step in taken_in
-    )
-    line = "+" if combined else "-"
-    end = send.chunk + send.count
-    chunks = f"{send.chunk}" if send.count == 1 else f"{send.chunk}:{end}"
-    return f"{rank} {line}{chunks}{line}> {send.peer}"
+    drawn = []
+    for step in ranks[rank]:
+        if type(step) is Send:
+            taken = Combine(rank, step.chunk, step.count)
+            combined = any(type(other) is Combine and other == taken for other in ranks[step.peer])
+            line = "+" if combined else "-"
+            end = f":{step.chunk + step.count}" if step.count > 1 else ""
+            drawn.append(f"{rank} {line}{step.chunk}{end}{line}> {step.peer}")
+    return drawn

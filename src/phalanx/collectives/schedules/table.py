@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from phalanx.collectives.schedules.halving_doubling import (
     core_chunks,
@@ -62,8 +62,6 @@ from phalanx.collectives.schedules.two_level import (
 )
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
 
-__all__ = ["COLLECTIVES", "REDUCING", "ROOTED", "Algorithm", "for_root", "row_for", "schedule"]
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -92,10 +90,6 @@ class Algorithm:
                 yield from phase(rank, size)
 
 
-class _Counted(Protocol):
-    def __call__(self, rank: int, size: int, *, count: int) -> Schedule: ...
-
-
 def _two_level(
     chunks: Callable[..., int],
     reduce: Callable[..., Schedule] | None,
@@ -116,47 +110,43 @@ def _two_level(
     return Algorithm("two_level", chunks, reduce, owned, spread, placed)
 
 
-def _whole(move: _Counted) -> ScheduleFunction:
+def _whole(move: Callable[..., Schedule]) -> ScheduleFunction:
     """`move` for all p chunks of a tensor that is cut into p."""
-
-    def moved(rank: int, size: int) -> Schedule:
-        return move(rank, size, count=size)
-
-    return moved
+    return lambda rank, size: move(rank, size, count=size)
 
 
-def _one(size: int) -> int:
+# For the table: how many chunks, ...
+
+
+def _1(size: int) -> int:
     return 1
 
 
-def _one_per_rank(size: int, *, hosts: Hosts | None = None) -> int:
+def _p(size: int, *, hosts: Hosts | None = None) -> int:
     return size
 
 
-def _one_per_pair(size: int) -> int:
+def _pp(size: int) -> int:
     return size * size
+
+
+# ... and which are owned by a rank: its own, its row of p * p; the only one, or all, by the root.
 
 
 def _own(rank: int, size: int, *, hosts: Hosts | None = None) -> range:
     return range(rank, rank + 1)
 
 
-def _only_chunk_on_root(rank: int, size: int) -> range:
-    return range(1) if rank == 0 else range(0)
-
-
-def _own_row(rank: int, size: int) -> range:
+def _row(rank: int, size: int) -> range:
     return range(rank * size, (rank + 1) * size)
 
 
-def _all_chunks_on_root(rank: int, size: int) -> range:
+def _root_1(rank: int, size: int) -> range:
+    return range(1) if rank == 0 else range(0)
+
+
+def _root(rank: int, size: int) -> range:
     return range(size) if rank == 0 else range(0)
-
-
-# Short names for the table: cut into one chunk, p, or p * p; all chunks, or the only one, on the
-# root, or a row of the p * p on each rank.
-_1, _P, _PP = _one, _one_per_rank, _one_per_pair
-_ROOT, _ROOT_1, _ROW = _all_chunks_on_root, _only_chunk_on_root, _own_row
 
 
 def _rows(*rows: Algorithm) -> Mapping[str, Algorithm]:
@@ -167,57 +157,57 @@ def _rows(*rows: Algorithm) -> Mapping[str, Algorithm]:
 COLLECTIVES: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType({
     #             name                cut  reduce                 owned        spread
     "all_reduce": _rows(
-        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        ring_all_gather),
-        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        direct_all_gather),
-        Algorithm("tree",             _1,  tree_reduce,           _ROOT_1,     tree_broadcast),
-        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, doubling_all_gather),
-        Algorithm("star",             _1,  star_reduce,           _ROOT_1,     star_broadcast),
-        _two_level(_P, two_level_combine, chunks_by_place, two_level_share),
+        Algorithm("ring",             _p,  ring_reduce_scatter,   _own,        ring_all_gather),
+        Algorithm("direct",           _p,  direct_reduce_scatter, _own,        direct_all_gather),
+        Algorithm("tree",             _1,  tree_reduce,           _root_1,     tree_broadcast),
+        Algorithm("halving_doubling", _p,  halving_reduce,        core_chunks, doubling_all_gather),
+        Algorithm("star",             _1,  star_reduce,           _root_1,     star_broadcast),
+        _two_level(_p, two_level_combine, chunks_by_place, two_level_share),
     ),
     "reduce_scatter": _rows(
-        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        None),
-        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        None),
-        Algorithm("tree",             _P,  _whole(tree_reduce),   _ROOT,       tree_scatter),
-        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks, halving_spread),
-        Algorithm("star",             _P,  _whole(star_reduce),   _ROOT,       star_scatter),
-        _two_level(_P, two_level_reduce_scatter, _own, None),
+        Algorithm("ring",             _p,  ring_reduce_scatter,   _own,        None),
+        Algorithm("direct",           _p,  direct_reduce_scatter, _own,        None),
+        Algorithm("tree",             _p,  _whole(tree_reduce),   _root,       tree_scatter),
+        Algorithm("halving_doubling", _p,  halving_reduce,        core_chunks, halving_spread),
+        Algorithm("star",             _p,  _whole(star_reduce),   _root,       star_scatter),
+        _two_level(_p, two_level_reduce_scatter, _own, None),
     ),
     "all_gather": _rows(
-        Algorithm("ring",             _P,  None, _own, ring_all_gather),
-        Algorithm("direct",           _P,  None, _own, direct_all_gather),
-        Algorithm("tree",             _P,  None, _own, then(tree_gather, _whole(tree_broadcast))),
-        Algorithm("halving_doubling", _P,  None, _own, halving_doubling_all_gather),
-        Algorithm("star",             _P,  None, _own, then(star_gather, _whole(star_broadcast))),
-        _two_level(_P, None, _own, two_level_all_gather),
+        Algorithm("ring",             _p,  None, _own, ring_all_gather),
+        Algorithm("direct",           _p,  None, _own, direct_all_gather),
+        Algorithm("tree",             _p,  None, _own, then(tree_gather, _whole(tree_broadcast))),
+        Algorithm("halving_doubling", _p,  None, _own, halving_doubling_all_gather),
+        Algorithm("star",             _p,  None, _own, then(star_gather, _whole(star_broadcast))),
+        _two_level(_p, None, _own, two_level_all_gather),
     ),
     "broadcast": _rows(
-        Algorithm("ring",             _P,  None, _ROOT,   ring_broadcast),
-        Algorithm("direct",           _P,  None, _ROOT,   direct_broadcast),
-        Algorithm("tree",             _1,  None, _ROOT_1, tree_broadcast),
-        Algorithm("halving_doubling", _P,  None, _ROOT,   halving_doubling_broadcast),
-        Algorithm("star",             _1,  None, _ROOT_1, star_broadcast),
+        Algorithm("ring",             _p,  None, _root,   ring_broadcast),
+        Algorithm("direct",           _p,  None, _root,   direct_broadcast),
+        Algorithm("tree",             _1,  None, _root_1, tree_broadcast),
+        Algorithm("halving_doubling", _p,  None, _root,   halving_doubling_broadcast),
+        Algorithm("star",             _1,  None, _root_1, star_broadcast),
         _two_level(chunks_away, None, chunks_at_root, two_level_broadcast),
     ),
     "reduce": _rows(
-        Algorithm("ring",             _P,  ring_reduce_scatter,   _own,        star_gather),
-        Algorithm("direct",           _P,  direct_reduce_scatter, _own,        star_gather),
-        Algorithm("tree",             _1,  tree_reduce,           _ROOT_1,     None),
-        Algorithm("halving_doubling", _P,  halving_reduce,        core_chunks,
+        Algorithm("ring",             _p,  ring_reduce_scatter,   _own,        star_gather),
+        Algorithm("direct",           _p,  direct_reduce_scatter, _own,        star_gather),
+        Algorithm("tree",             _1,  tree_reduce,           _root_1,     None),
+        Algorithm("halving_doubling", _p,  halving_reduce,        core_chunks,
                                                               then(halving_spread, tree_gather)),
-        Algorithm("star",             _1,  star_reduce,           _ROOT_1,     None),
+        Algorithm("star",             _1,  star_reduce,           _root_1,     None),
         _two_level(chunks_away, two_level_reduce, chunks_collected, two_level_collect),
     ),
     "gather": _rows(
-        Algorithm("tree",             _P,  None, _own,  tree_gather),
-        Algorithm("star",             _P,  None, _own,  star_gather),
+        Algorithm("tree",             _p,  None, _own,  tree_gather),
+        Algorithm("star",             _p,  None, _own,  star_gather),
     ),
     "scatter": _rows(
-        Algorithm("tree",             _P,  None, _ROOT, tree_scatter),
-        Algorithm("star",             _P,  None, _ROOT, star_scatter),
+        Algorithm("tree",             _p,  None, _root, tree_scatter),
+        Algorithm("star",             _p,  None, _root, star_scatter),
     ),
     "all_to_all": _rows(
-        Algorithm("direct",           _PP, None, _ROW,  direct_all_to_all),
-        Algorithm("pairwise",         _PP, None, _ROW,  pairwise_all_to_all),
+        Algorithm("direct",           _pp, None, _row,  direct_all_to_all),
+        Algorithm("pairwise",         _pp, None, _row,  pairwise_all_to_all),
     ),
 })
 """Collective -> name of the algorithm -> its row."""
@@ -242,13 +232,8 @@ def for_root(collective: str, phase: ScheduleFunction, root: int) -> ScheduleFun
     return ROOTED[collective](phase, root) if collective in ROOTED and root else phase
 
 
-_T = TypeVar("_T")
-
-
-def _lookup(table: Mapping[str, _T], name: str, kind: str) -> _T:
-    if name not in table:
-        raise ValueError(f"there is no {kind} {name!r}: it is one of {', '.join(table)}")
-    return table[name]
+def _unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
+    return f"there is no {kind} {name!r}: it is one of {', '.join(known)}"
 
 
 def row_for(
@@ -258,7 +243,11 @@ def row_for(
 
     hosts   for each rank the number of its host; None: all are on one
     """
-    found = _lookup(_lookup(COLLECTIVES, collective, "collective"), algorithm, "algorithm")
+    if collective not in COLLECTIVES:
+        raise ValueError(_unknown("collective", collective, COLLECTIVES))
+    if algorithm not in COLLECTIVES[collective]:
+        raise ValueError(_unknown("algorithm", algorithm, COLLECTIVES[collective]))
+    found = COLLECTIVES[collective][algorithm]
     if hosts is None or found.placed is None:
         return found
     return found.placed((*hosts[root:], *hosts[:root]))

@@ -24,9 +24,10 @@ in the opposite order.
 
 from __future__ import annotations
 
-from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send
+from collections.abc import Callable
+from functools import partial
 
-__all__ = ["tree_broadcast", "tree_gather", "tree_reduce", "tree_scatter"]
+from phalanx.collectives.schedules.steps import Recv, Schedule, Send, backwards
 
 
 def tree_reduce(rank: int, size: int, *, count: int = 1) -> Schedule:
@@ -38,13 +39,7 @@ def tree_reduce(rank: int, size: int, *, count: int = 1) -> Schedule:
         round 1              2 +0+> 0                                    6 +0+> 4
         round 2                                    4 +0+> 0
     """
-    for d in _upwards(size):
-        if _is_child(rank, d):
-            yield (Send(rank - d, 0, count),)
-        elif _is_parent(rank, size, d):
-            yield (Combine(rank + d, 0, count),)
-        else:
-            yield ()
+    yield from backwards(partial(tree_broadcast, count=count))(rank, size)
 
 
 def tree_broadcast(rank: int, size: int, *, count: int = 1) -> Schedule:
@@ -56,13 +51,7 @@ def tree_broadcast(rank: int, size: int, *, count: int = 1) -> Schedule:
         round 1   0 -0-> 2              4 -0-> 6
         round 2   0 -0-> 1   2 -0-> 3   4 -0-> 5   6 -0-> 7
     """
-    for d in _downwards(size):
-        if _is_child(rank, d):
-            yield (Recv(rank - d, 0, count),)
-        elif _is_parent(rank, size, d):
-            yield (Send(rank + d, 0, count),)
-        else:
-            yield ()
+    yield from _down(rank, size, lambda head, d: (0, count))
 
 
 def tree_scatter(rank: int, size: int) -> Schedule:
@@ -75,13 +64,7 @@ def tree_scatter(rank: int, size: int) -> Schedule:
         round 1   0 -2:4-> 2
         round 2   0 -1-> 1     2 -3-> 3     4 -5-> 5
     """
-    for d in _downwards(size):
-        if _is_child(rank, d):
-            yield (Recv(rank - d, rank, _subtree(rank, size, d)),)
-        elif _is_parent(rank, size, d):
-            yield (Send(rank + d, rank + d, _subtree(rank + d, size, d)),)
-        else:
-            yield ()
+    yield from _down(rank, size, lambda head, d: (head, min(d, size - head)))
 
 
 def tree_gather(rank: int, size: int) -> Schedule:
@@ -93,32 +76,15 @@ def tree_gather(rank: int, size: int) -> Schedule:
         round 1                2 -2:4-> 0
         round 2                                          4 -4:6-> 0
     """
-    for d in _upwards(size):
-        if _is_child(rank, d):
-            yield (Send(rank - d, rank, _subtree(rank, size, d)),)
-        elif _is_parent(rank, size, d):
-            yield (Recv(rank + d, rank + d, _subtree(rank + d, size, d)),)
+    yield from backwards(tree_scatter, take=Recv)(rank, size)
+
+
+def _down(rank: int, size: int, run: Callable[[int, int], tuple[int, int]]) -> Schedule:
+    """Down the tree, the longest edges first; run(v, d): the chunks for the subtree [v, v + d)."""
+    for d in reversed([1 << k for k in range((size - 1).bit_length())]):
+        if rank % (2 * d) == d:
+            yield (Recv(rank - d, *run(rank, d)),)
+        elif rank % (2 * d) == 0 and rank + d < size:
+            yield (Send(rank + d, *run(rank + d, d)),)
         else:
             yield ()
-
-
-def _upwards(size: int) -> list[int]:
-    """The distances 1, 2, 4, ... below `size`: ceil(log2(size)) of them."""
-    return [1 << k for k in range((size - 1).bit_length())]
-
-
-def _downwards(size: int) -> list[int]:
-    return _upwards(size)[::-1]
-
-
-def _is_child(rank: int, d: int) -> bool:
-    return rank % (2 * d) == d
-
-
-def _is_parent(rank: int, size: int, d: int) -> bool:
-    return rank % (2 * d) == 0 and rank + d < size
-
-
-def _subtree(head: int, size: int, d: int) -> int:
-    """The number of ranks in [head, head + d), cut off at `size`."""
-    return min(d, size - head)
