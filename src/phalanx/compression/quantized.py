@@ -254,12 +254,12 @@ class Quantized(TwoRounds):
     def _encode(self, rows: Tensor, *call: object) -> Tensor:
         """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value."""
         rows, length = rows.to(wide(rows.dtype)), rows.shape[1]
+        most = _MOST[self.bits]
         noise = None
         if self.stochastic is not False:  # uniform in [0, 1), added before rounding down
             drawn = generator("quantized", self.seed, *call, device=rows.device)
-            noise = self._blocks(
-                torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
-            )
+            uniform = torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
+            noise = self._blocks(uniform)
         cut = self._blocks(rows)
         magnitudes = cut.abs()
         if self.bits == 1 and noise is None:
@@ -268,51 +268,44 @@ class Quantized(TwoRounds):
                 sizes[-1] -= cut.shape[1] * self.block - length
             scales = magnitudes.sum(-1) / sizes
         else:
-            scales = magnitudes.amax(-1) / _MOST[self.bits]
+            scales = magnitudes.amax(-1) / most
         scales = scales.float()
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         units = cut / torch.where(scales == 0, 1, scales).unsqueeze(-1).to(cut.dtype)
-        packed = self._packed(self._codes(units, noise).flatten(-2)[..., :length])
+        if self.bits == 1:  # whether they are positive
+            codes = (units >= 0) if noise is None else (noise < (units + 1) / 2)
+        else:
+            rounded = units.round() if noise is None else (units + noise).floor()
+            codes = rounded.nan_to_num_(0).clamp_(-most, most).to(torch.int8)
+        codes = codes.flatten(-2)[..., :length]
+        if self.bits == 1:
+            packed = pack_bits(codes)
+        elif self.bits == 8:
+            packed = codes.contiguous().view(torch.uint8)
+        else:
+            halves = pad(codes + 7, (0, length % 2)).to(torch.uint8)
+            packed = halves[..., 0::2] | halves[..., 1::2] << 4
         return torch.cat([scales.contiguous().view(torch.uint8), packed], dim=-1)
 
     def _decode(self, rows: Tensor, length: int) -> Tensor:
         """`[n, bytes]` as `[n, length]` float32."""
         split = 4 * -(-length // self.block)
         scales = rows[..., :split].flatten().clone().view(torch.float32)
-        codes = self._blocks(self._unpacked(rows[..., split:], length).float())
-        values = codes * scales.view(*codes.shape[:-1], 1)
-        return values.flatten(-2)[..., :length]
+        packed = rows[..., split:]
+        if self.bits == 1:
+            codes = unpack_bits(packed, length).to(torch.int8) * 2 - 1
+        elif self.bits == 8:
+            codes = packed.contiguous().view(torch.int8)
+        else:
+            halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+            codes = halves[..., :length].to(torch.int8) - 7
+        blocks = self._blocks(codes.float())
+        return (blocks * scales.view(*blocks.shape[:-1], 1)).flatten(-2)[..., :length]
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """`[n, length]` as `[n, blocks, block]`, padded with zeros."""
         padded = pad(rows, (0, -rows.shape[-1] % self.block))
         return padded.view(*rows.shape[:-1], -1, self.block)
-
-    def _codes(self, units: Tensor, noise: Tensor | None) -> Tensor:
-        """Rounded units; at 1 bit, whether they are positive."""
-        most = _MOST[self.bits]
-        if self.bits == 1:
-            return (units >= 0) if noise is None else (noise < (units + 1) / 2)
-        rounded = units.round() if noise is None else (units + noise).floor()
-        return rounded.nan_to_num_(0).clamp_(-most, most).to(torch.int8)
-
-    def _packed(self, codes: Tensor) -> Tensor:
-        """`[n, length]` codes as bytes."""
-        if self.bits == 1:
-            return pack_bits(codes)
-        if self.bits == 8:
-            return codes.contiguous().view(torch.uint8)
-        halves = pad(codes + 7, (0, codes.shape[-1] % 2)).to(torch.uint8)
-        return halves[..., 0::2] | halves[..., 1::2] << 4
-
-    def _unpacked(self, packed: Tensor, length: int) -> Tensor:
-        """The codes, int8."""
-        if self.bits == 1:
-            return unpack_bits(packed, length).to(torch.int8) * 2 - 1
-        if self.bits == 8:
-            return packed.contiguous().view(torch.int8)
-        halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-        return halves[..., :length].to(torch.int8) - 7
 
 
 # ------------------------------------------------------------------------------

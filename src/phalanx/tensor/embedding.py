@@ -89,33 +89,25 @@ class ParallelEmbedding(ParallelLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The vectors, or this rank's part of their sequence. Blocks until all ranks call it."""
-        self._check_tokens(tokens)
-        ((start, end),) = self.splits["weight"].cut.runs[self.backend.rank]
-        elsewhere = (tokens < start) | (tokens >= end)
-        own = (tokens - start).masked_fill(elsewhere, 0)
-        padding = self.padding_idx
-        vectors = F.embedding(
-            own,
-            self.weight,
-            padding - start if padding is not None and start <= padding < end else None,
-        ).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.style.sequence_dim is None:
-            return reduce_from_ranks(vectors, self.backend, label=self.label)
-        self.check_sequence_dim(vectors, self.style.sequence_dim)
-        return scatter_sum(vectors, self.backend, self.style.sequence_dim, label=self.label)
-
-    def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{self.label} takes tokens of int64 or int32, not {tokens.dtype}")
-        if not tokens.numel():
-            return
-        lowest, highest = (int(bound) for bound in torch.aminmax(tokens))
+        lowest, highest = map(int, torch.aminmax(tokens)) if tokens.numel() else (0, 0)
         if lowest < 0 or highest >= self.num_embeddings:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(
                 f"rank {self.backend.rank}: {self.label}: token {wrong} is not in the vocabulary "
                 f"of {self.num_embeddings}"
             )
+        ((start, end),) = self.splits["weight"].cut.runs[self.backend.rank]
+        elsewhere = (tokens < start) | (tokens >= end)
+        own = (tokens - start).masked_fill(elsewhere, 0)
+        padding = self.padding_idx
+        here = padding - start if padding is not None and start <= padding < end else None
+        vectors = F.embedding(own, self.weight, here).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.style.sequence_dim is None:
+            return reduce_from_ranks(vectors, self.backend, label=self.label)
+        self.check_sequence_dim(vectors, self.style.sequence_dim)
+        return scatter_sum(vectors, self.backend, self.style.sequence_dim, label=self.label)
 
     @property
     def num_embeddings(self) -> int:

@@ -12,7 +12,7 @@ they stand here; `row_for` gives the row for others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
@@ -76,8 +76,8 @@ class Algorithm:
     """(rank, size) -> the chunks that are complete on this rank, and its own, after phase 1."""
     spread: ScheduleFunction | None
     """Phase 2: complete chunks are passed on. None: they are where they belong."""
-    placed: Callable[[Hosts], Algorithm] | None = None
-    """hosts of the ranks -> the same algorithm there. None: it is the same on all hosts."""
+    placed: bool = False
+    """Whether the functions also take `hosts=`; else it is the same on all hosts."""
 
     def at_once(self, size: int) -> bool:
         """Whether all contributions to a chunk meet in one round, to be reduced in rank order."""
@@ -90,24 +90,7 @@ class Algorithm:
                 yield from phase(rank, size)
 
 
-def _two_level(
-    chunks: Callable[..., int],
-    reduce: Callable[..., Schedule] | None,
-    owned: Callable[..., range],
-    spread: Callable[..., Schedule] | None,
-) -> Algorithm:
-    """A row of functions that also take `hosts=`."""
-
-    def placed(hosts: Hosts) -> Algorithm:
-        return Algorithm(
-            "two_level",
-            partial(chunks, hosts=hosts),
-            reduce and partial(reduce, hosts=hosts),
-            partial(owned, hosts=hosts),
-            spread and partial(spread, hosts=hosts),
-        )
-
-    return Algorithm("two_level", chunks, reduce, owned, spread, placed)
+_two_level = partial(Algorithm, "two_level", placed=True)
 
 
 def _whole(move: Callable[..., Schedule]) -> ScheduleFunction:
@@ -247,10 +230,17 @@ def row_for(
         raise ValueError(_unknown("collective", collective, COLLECTIVES))
     if algorithm not in COLLECTIVES[collective]:
         raise ValueError(_unknown("algorithm", algorithm, COLLECTIVES[collective]))
-    found = COLLECTIVES[collective][algorithm]
-    if hosts is None or found.placed is None:
-        return found
-    return found.placed((*hosts[root:], *hosts[:root]))
+    row = COLLECTIVES[collective][algorithm]
+    if hosts is None or not row.placed:
+        return row
+    there = {"hosts": (*hosts[root:], *hosts[:root])}
+    return replace(
+        row,
+        chunks=partial(row.chunks, **there),
+        reduce=row.reduce and partial(row.reduce, **there),
+        owned=partial(row.owned, **there),
+        spread=row.spread and partial(row.spread, **there),
+    )
 
 
 def schedule(
