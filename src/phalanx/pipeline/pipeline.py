@@ -47,12 +47,11 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Pipeline(Wrapper):
     """Layers one after the other, cut into stages, one on each rank of `backend`.
 
-    layers    all layers, on every rank: an nn.Sequential, or a list of modules. Only this rank's
-              layers are kept, as `module`. The others are not touched, and may be on the meta
-              device
+    layers    all of them, on every rank: an nn.Sequential, or a list of modules. Only this rank's
+              are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
     config    how the layers are cut, and the schedule
-    stages    which layers are which stage; by default equally many each. See `balance_stages`.
+    stages    which layers are which stage, by default equally many each (see `balance_stages`).
               Stage s is on rank s % p
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
@@ -62,19 +61,19 @@ class Pipeline(Wrapper):
             loss = pipeline.train_step(inputs, targets, loss_function)
             optimizer.step()
 
-    Losses and gradients are those of the plain model up to rounding, with two exceptions, which
-    every pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout
-    draws on each rank from that rank's random state.
+    Losses and gradients are the plain model's up to rounding, with two exceptions that every
+    pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout draws
+    on each rank from that rank's random state.
 
-    `parameters()` are this rank's, under the names that they have in the plain model: the
-    `state_dict`s of all ranks together are the plain model's, which each rank can load. A layer
-    takes and gives a tensor on the CPU, or tuples, lists and dicts of tensors and None; shapes are
-    sent once for each kind of batch.
+    `parameters()` are this rank's, under their names in the plain model: all ranks' `state_dict`s
+    together are the plain model's, which each rank can load. A layer takes and gives a tensor on
+    the CPU, or tuples, lists and dicts of tensors and None; shapes are sent once for each kind of
+    batch.
 
     A training loop also needs `phalanx.tensor.clip_grad_norm_(pipeline, 1.0)`, for the norm over
-    all stages (torch's function takes each stage for itself); `GradScaler(backend)`; an optimizer
-    for each stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer,
-    step=n)` writes the whole model's state. Any number of stages can load it, and a plain model.
+    all stages (torch's takes each stage for itself); `GradScaler(backend)`; an optimizer for each
+    stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)`
+    writes the whole model's state, for any number of stages, and for a plain model.
 
     On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
     `mesh["data"]`, and after a step the mean of their gradients,
@@ -150,34 +149,28 @@ class Pipeline(Wrapper):
         return super().load_state_dict(own, *args, **kwargs)
 
     def train_step(
-        self,
-        inputs: Tree,
-        targets: Tree,
-        loss: LossFunction,
-        *,
-        timeout: float | None = None,
+        self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None
     ) -> Tensor:
         """Forward and backward of one batch; the mean loss, the same bits on every rank.
 
-        inputs    the batch, a tensor, or tuples, lists and dicts of tensors, with samples along dim
-                  0. Used on rank 0; others may give None
+        inputs    the batch: a tensor, or tuples, lists and dicts of tensors, samples along dim 0.
+                  Used on rank 0; others may give None
         targets   the same; used on the last rank
         loss      loss(outputs, targets) -> the mean over the samples of a micro-batch; called on
-                  the last rank. Micro-batches, whose sizes differ by one at most, count by their
+                  the last rank. Micro-batches, of sizes that differ by one at most, count by their
                   samples
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
-        Gradients are added to `.grad` of this rank's parameters: zero them between steps, and step
-        the optimizer, yourself. Blocks until this rank's part is done; the last rank is done before
-        the first. Sends run while the rank computes. For each micro-batch the output of a stage is
-        sent once to the next, and its gradient once back; besides, 40 bytes to begin the step
-        together and 16 for the loss.
+        Gradients are added to `.grad` of this rank's parameters: zero them, and step the optimizer,
+        yourself. Blocks until this rank's part is done; the last rank is done before the first.
+        Sends run while the rank computes: for each micro-batch the output of a stage once to the
+        next, and its gradient once back; 40 bytes to begin the step together and 16 for the loss.
 
         Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
         than micro-batches, and for batches that differ in size; `MisuseError`,
-        `UnsupportedObjectError`, `DesyncError`. An error in a layer, or in the loss, is raised on
-        its rank as it is; the other ranks raise a `PeerLostError` at once, and the group is broken,
-        since messages may still be under way.
+        `UnsupportedObjectError`, `DesyncError`. An error in a layer or the loss is raised on its
+        rank as it is; the others raise a `PeerLostError` at once, and the group is broken, since
+        messages may still be under way.
         """
         step, result = self._run("train_step", inputs, targets, loss, timeout)
         self._measured = step.busy, step.span
@@ -185,12 +178,7 @@ class Pipeline(Wrapper):
         return result
 
     def evaluate(
-        self,
-        inputs: Tree,
-        targets: Tree,
-        loss: LossFunction,
-        *,
-        timeout: float | None = None,
+        self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None
     ) -> Tensor:
         """The mean loss of one batch, as `train_step`, without gradients and in eval mode.
 

@@ -21,10 +21,9 @@ every rank, as few as the ring. Otherwise the pairs add two rounds, and their ra
 
 from __future__ import annotations
 
-from phalanx.collectives.schedules.steps import Combine, Recv, Schedule, Send, sparing, then
+from phalanx.collectives.schedules.steps import Recv, Schedule, Send, backwards, sparing, then
 from phalanx.collectives.schedules.tree import tree_scatter
 
-EVEN, ODD = 0, 1
 Run = tuple[int, int]  # (chunk, count)
 
 
@@ -38,15 +37,7 @@ def halving_reduce(rank: int, size: int) -> Schedule:
         round 1                1 +4:6+> 4                3 +4:6+> 5   4 +0:4+> 1   5 +0:4+> 3
         round 2                1 +2:4+> 3                3 +0:2+> 1   4 +5+> 5     5 +4+> 4
     """
-    yield from _hand_over(rank, size, [(0, size)], giver=EVEN, take=Combine)
-    q, r = _core(size)
-    j = _new_rank(rank, r)
-    for d in reversed(_distances(q)):
-        if j is None:
-            yield ()
-        else:
-            peer = _real_rank(j ^ d, r)
-            yield Send(peer, *_block(j ^ d, d, r)), Combine(peer, *_block(j, d, r))
+    yield from backwards(doubling_all_gather)(rank, size)
 
 
 def halving_spread(rank: int, size: int) -> Schedule:
@@ -56,7 +47,7 @@ def halving_spread(rank: int, size: int) -> Schedule:
 
         round 0   1 -0-> 0   3 -2-> 2
     """
-    yield from _hand_over(rank, size, [_even_chunk(rank)], giver=ODD)
+    yield from _hand_over(rank, size, [_even_chunk(rank)])
 
 
 def doubling_collect(rank: int, size: int) -> Schedule:
@@ -66,7 +57,7 @@ def doubling_collect(rank: int, size: int) -> Schedule:
 
         round 0   0 -0-> 1   2 -2-> 3
     """
-    yield from _hand_over(rank, size, [_even_chunk(rank)], giver=EVEN)
+    yield from backwards(halving_spread, take=Recv)(rank, size)
 
 
 def doubling_all_gather(rank: int, size: int) -> Schedule:
@@ -80,7 +71,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
         round 2   1 -0:6-> 0   3 -0:6-> 2
     """
     yield from _doubling(rank, size)
-    yield from _hand_over(rank, size, [(0, size)], giver=ODD)
+    yield from _hand_over(rank, size, [(0, size)])
 
 
 def halving_doubling_all_gather(rank: int, size: int) -> Schedule:
@@ -98,7 +89,7 @@ def halving_doubling_all_gather(rank: int, size: int) -> Schedule:
     yield from _doubling(rank, size)
     even, _ = _even_chunk(rank)
     others = [(first, count) for first, count in ((0, even), (even + 1, size - even - 1)) if count]
-    yield from _hand_over(rank, size, others, giver=ODD)
+    yield from _hand_over(rank, size, others)
 
 
 def halving_doubling_broadcast(rank: int, size: int) -> Schedule:
@@ -124,7 +115,7 @@ def core_chunks(rank: int, size: int) -> range:
 def _doubling(rank: int, size: int) -> Schedule:
     q, r = _core(size)
     j = _new_rank(rank, r)
-    for d in _distances(q):
+    for d in [1 << k for k in range(q.bit_length() - 1)]:
         if j is None:
             yield ()
         else:
@@ -132,24 +123,12 @@ def _doubling(rank: int, size: int) -> Schedule:
             yield Send(peer, *_block(j, d, r)), Recv(peer, *_block(j ^ d, d, r))
 
 
-def _hand_over(
-    rank: int,
-    size: int,
-    runs: list[Run],
-    *,
-    giver: int,
-    take: type[Recv] | type[Combine] = Recv,
-) -> Schedule:
-    """One round, if there are pairs: the even or the odd rank of each hands `runs` to the other."""
+def _hand_over(rank: int, size: int, runs: list[Run]) -> Schedule:
+    """One round, if there are pairs: the odd rank of each hands `runs` to the even one."""
     _, r = _core(size)
-    if r == 0:
-        return
-    if rank >= 2 * r:
-        yield ()
-    elif rank % 2 == giver:
-        yield tuple(Send(rank ^ 1, *run) for run in runs)
-    else:
-        yield tuple(take(rank ^ 1, *run) for run in runs)
+    if r > 0:
+        take = Send if rank % 2 else Recv
+        yield tuple(take(rank ^ 1, *run) for run in runs) if rank < 2 * r else ()
 
 
 def _core(size: int) -> tuple[int, int]:
@@ -158,15 +137,10 @@ def _core(size: int) -> tuple[int, int]:
     return q, size - q
 
 
-def _distances(q: int) -> list[int]:
-    """1, 2, 4, ..., q/2."""
-    return [1 << k for k in range(q.bit_length() - 1)]
-
-
 def _new_rank(rank: int, r: int) -> int | None:
     if rank >= 2 * r:
         return rank - r
-    return rank // 2 if rank % 2 == ODD else None
+    return rank // 2 if rank % 2 else None
 
 
 def _real_rank(j: int, r: int) -> int:

@@ -64,7 +64,7 @@ def two_level_all_gather(rank: int, size: int, *, hosts: Hosts | None = None) ->
         round 0   0 -0-> 2              1 -1-> 2   2 -2-> 0
         round 1   0 -0-> 1   0 -2-> 1   1 -1-> 0
     """
-    agents = Agents(hosts or _one_host(size), range(size))
+    agents = Agents(hosts or (0,) * size, range(size))
     yield from _to_agents(rank, agents)
     yield from _inside(rank, agents)
 
@@ -92,8 +92,7 @@ def two_level_share(rank: int, size: int, *, hosts: Hosts | None = None) -> Sche
         round 0   0 -0-> 2     1 -2-> 3     2 -1-> 0     3 -3-> 1
         round 1   0 -0:2-> 1   1 -2:4-> 0   2 -0:2-> 3   3 -2:4-> 2
     """
-    placed = hosts or _one_host(size)
-    agents = Agents(placed, Agents.by_place(placed))
+    agents = _by_place(hosts, size)
     yield from _to_agents(rank, agents)
     yield from _inside(rank, agents)
 
@@ -146,7 +145,7 @@ def two_level_collect(rank: int, size: int, *, hosts: Hosts | None = None) -> Sc
 
 def chunks_by_place(rank: int, size: int, *, hosts: Hosts | None = None) -> range:
     """The chunk of a rank in `two_level_combine` and `two_level_share`."""
-    chunk = Agents.by_place(hosts or _one_host(size)).index(rank)
+    chunk = _by_place(hosts, size).owners.index(rank)
     return range(chunk, chunk + 1)
 
 
@@ -188,7 +187,7 @@ def _to_agents(rank: int, agents: Agents, *, but: int | None = None) -> Schedule
 
 def _inside(rank: int, agents: Agents) -> Schedule:
     """Each rank sends the chunks for which it acts to all others of its host."""
-    if not agents.several_on_a_host():
+    if len(agents.ranks_on) == len(agents.hosts):  # one rank on each
         return
     chunks = agents.chunks_of(agents.hosts[rank])
     peers = _circle(list(chunks), rank)
@@ -238,15 +237,16 @@ def _away_from_root(hosts: Hosts | None, size: int) -> Agents:
 
     Enough that every rank of the root's host has some to hand on.
     """
-    placed = hosts or _one_host(size)
+    placed = hosts or (0,) * size
     ranks = Agents.by_place(placed)
     owners = [rank for rank in ranks if placed[rank] != placed[ROOT]] or ranks
     at_home = list(placed).count(placed[ROOT])
     return Agents(placed, [rank for rank in owners for _ in range(-(-at_home // len(owners)))])
 
 
-def _one_host(size: int) -> Hosts:
-    return (0,) * size
+def _by_place(hosts: Hosts | None, size: int) -> Agents:
+    placed = hosts or (0,) * size
+    return Agents(placed, Agents.by_place(placed))
 
 
 def _circle(numbers: list[int], own: int) -> list[int]:
@@ -309,10 +309,6 @@ class Agents:
                 chunks[here[place * len(here) // others]].append(chunk)
                 place += 1
         return {rank: list(runs(numbers)) for rank, numbers in chunks.items()}
-
-    def several_on_a_host(self) -> bool:
-        """Whether any host has more than one rank."""
-        return len(self.ranks_on) < len(self.hosts)
 
     @staticmethod
     def by_place(hosts: Hosts) -> list[int]:
