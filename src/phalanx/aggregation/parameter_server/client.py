@@ -20,7 +20,7 @@ from phalanx.aggregation.parameter_server.wire import (
     MessageHeader,
     MessageKind,
     ParameterList,
-    ShardLayout,
+    ShardMessage,
     checked_params,
     checked_servers,
     described,
@@ -389,19 +389,18 @@ class ServerConnection:
         self.server = server
         self.numbers = numbers
         self._peer = 1 - pair.rank
-        self._layout = ShardLayout([params[number] for number in numbers])
-        self._gradients = self._layout.memory(pair)
-        self._values = self._layout.memory(pair)
+        own = [params[number] for number in numbers]
+        self._gradients, self._values = ShardMessage(own, pair), ShardMessage(own, pair)
 
     def fill(self, gradients: Sequence[Tensor]) -> None:
         """Copy this server's gradients into the message for them."""
-        for view, number in zip(self._layout.views(self._gradients), self.numbers, strict=True):
+        for view, number in zip(self._gradients.tensors, self.numbers, strict=True):
             view.copy_(gradients[number].detach())
 
     @torch.no_grad()
     def copy_to(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters that have come last to where they belong."""
-        for view, number in zip(self._layout.views(self._values), self.numbers, strict=True):
+        for view, number in zip(self._values.tensors, self.numbers, strict=True):
             params[number].copy_(view)
 
     # Who waits for any of these has a deadline; they have none of their own.
@@ -410,12 +409,12 @@ class ServerConnection:
         """Begin to send a message; a PUSH with the gradients."""
         message, tag = header.message(), HEADERS
         if header.kind is MessageKind.PUSH:
-            message, tag = self._gradients, TENSORS
+            message, tag = self._gradients.data, TENSORS
             header.write(message)
         return self.pair.isend(message, self._peer, tag=tag, timeout=math.inf, background=False)
 
     def receive(self, tag: int, size: int) -> tuple[PendingCollective[int], Tensor]:
         """Begin to receive parameters, or `size` bytes without them; where they will be."""
-        into = self._values if tag == TENSORS else torch.empty(size, dtype=torch.uint8)
+        into = self._values.data if tag == TENSORS else torch.empty(size, dtype=torch.uint8)
         pair, peer = self.pair, self._peer
         return pair.irecv(into, peer, tag=tag, timeout=math.inf, background=False), into

@@ -28,7 +28,7 @@ from phalanx.aggregation.parameter_server.wire import (
     MessageHeader,
     MessageKind,
     ParameterList,
-    ShardLayout,
+    ShardMessage,
     checked_params,
     checked_servers,
     local_rank,
@@ -89,12 +89,11 @@ class Server:
 
     def run(self) -> ServiceRecord:
         """Serve until every worker is gone. Blocks."""
-        layout = ShardLayout(self._record.params)
         connections, backend = self._connections, self._backend
         try:
             for worker in self._state.sessions:
                 pair = backend.subgroup((backend.rank, worker))
-                connections[worker] = WorkerConnection(pair, layout)
+                connections[worker] = WorkerConnection(pair, self._record.params)
             while self._state.is_open or any(each.pending() for each in connections.values()):
                 if not any(each.error for each in connections.values()):
                     pending = [each for c in connections.values() for each in c.pending()]
@@ -142,7 +141,7 @@ class Server:
             elif isinstance(action, Disconnect):
                 connection.end()
             elif action.header.kind is MessageKind.VALUES:
-                connection.send_values(action.header, self._record.params)
+                connection.send_values(action.header)
             elif action.header.kind is MessageKind.DIFFERS:
                 text = self._list.text
                 connection.send(action.header._replace(number=len(text)), text)
@@ -280,18 +279,18 @@ class WorkerConnection:
     server's parameters.
     """
 
-    def __init__(self, pair: SubBackend, layout: ShardLayout) -> None:
+    def __init__(self, pair: SubBackend, params: Sequence[Tensor]) -> None:
         self.pair = pair
         self.error: DistributedError | None = None
-        self._layout = layout
+        self._params = params
         self._peer = 1 - pair.rank
         self._header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
         self._receives: dict[PendingCollective[int], Tensor] = {}  # and what each fills
         self._sends: set[PendingCollective[None]] = set()
-        self._pushed: Tensor | None = None
-        self._values: Tensor | None = None
+        self._pushed: ShardMessage | None = None
+        self._values: ShardMessage | None = None
         self._values_sent: PendingCollective[None] | None = None
-        self._deferred: tuple[MessageHeader, Sequence[Tensor]] | None = None
+        self._deferred: MessageHeader | None = None
         self._is_expecting = True
         self._expect(self._header, HEADERS)
 
@@ -310,8 +309,8 @@ class WorkerConnection:
             receive.wait()
             header = MessageHeader.read(message)
             if header.kind is MessageKind.HELLO and self._pushed is None:
-                self._values = self._layout.memory(self.pair)
-                self._pushed = self._layout.memory(self.pair)
+                self._values = ShardMessage(self._params, self.pair)
+                self._pushed = ShardMessage(self._params, self.pair)
                 self.release()
             yield header
             if message is self._header and self._is_expecting:
@@ -320,7 +319,7 @@ class WorkerConnection:
             self._sends.remove(send)
             send.wait()
         if self._deferred is not None:
-            self.send_values(*self._deferred)
+            self.send_values(self._deferred)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -328,13 +327,13 @@ class WorkerConnection:
     def pushed(self) -> list[Tensor]:
         """The gradients that have come last."""
         assert self._pushed is not None
-        return self._layout.views(self._pushed)
+        return self._pushed.tensors
 
     def release(self) -> None:
         """What was pushed is not needed any more: expect the next."""
         if self._is_expecting:
             assert self._pushed is not None
-            self._expect(self._pushed, TENSORS)
+            self._expect(self._pushed.data, TENSORS)
 
     def send(self, header: MessageHeader, text: bytes = b"") -> None:
         """Send a header, and the text that follows it, if there is any."""
@@ -343,20 +342,20 @@ class WorkerConnection:
             self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), TEXT)
 
     @torch.no_grad()
-    def send_values(self, header: MessageHeader, params: Sequence[Tensor]) -> None:
+    def send_values(self, header: MessageHeader) -> None:
         """Send a header and the parameters, as they are when they are sent.
 
         Later, if the last ones are still on their way to a worker that has asked again.
         """
         if self._values_sent is not None and not self._values_sent.over:
-            self._deferred = header, params
+            self._deferred = header
             return
         assert self._values is not None
         self._deferred = None
-        header.write(self._values)
-        for view, param in zip(self._layout.views(self._values), params, strict=True):
-            view.copy_(param)
-        self._values_sent = self._send(self._values, TENSORS)
+        header.write(self._values.data)
+        for sent, param in zip(self._values.tensors, self._params, strict=True):
+            sent.copy_(param)
+        self._values_sent = self._send(self._values.data, TENSORS)
 
     def end(self, *, lost: bool = False) -> None:
         """Expect nothing more of this worker; `lost`: nor that it takes what was sent."""

@@ -116,29 +116,22 @@ def numbers_by_server(params: Sequence[Tensor], servers: int) -> list[list[int]]
     return [sorted(share) for share in shares]
 
 
-class ShardLayout:
-    """Where some tensors lie in a message, behind its header.
+class ShardMessage:
+    """Memory for a message with tensors like some others behind its header.
 
-    size   bytes of the message: theirs, and the header's
+    data      the whole, which is sent without a copy
+    tensors   their places in it
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
-        self._places = [0] * len(tensors)
-        self.size = HEADER_SIZE
-        for number in sorted(range(len(tensors)), key=lambda n: -tensors[n].dtype.itemsize):
-            self._places[number] = self.size
-            self.size += tensors[number].nbytes
-
-    def memory(self, backend: Backend) -> Tensor:
-        """Memory for such a message, which is sent without a copy."""
-        return backend.empty(self.size, dtype=torch.uint8)
-
-    def views(self, message: Tensor) -> list[Tensor]:
-        """The tensors in a message."""
-        return [
-            message[place : place + nbytes].view(dtype).view(shape)
-            for (shape, dtype, nbytes), place in zip(self._tensors, self._places, strict=True)
+    def __init__(self, like: Sequence[Tensor], backend: Backend) -> None:
+        places, size = [0] * len(like), HEADER_SIZE
+        for number in sorted(range(len(like)), key=lambda n: -like[n].dtype.itemsize):
+            places[number] = size
+            size += like[number].nbytes
+        self.data = backend.empty(size, dtype=torch.uint8)
+        self.tensors = [
+            self.data[place : place + one.nbytes].view(one.dtype).view(one.shape)
+            for one, place in zip(like, places, strict=True)
         ]
 
 
