@@ -25,8 +25,11 @@ from phalanx import (
     simulate,
 )
 from phalanx.core.posted import Wait
+from phalanx.errors import MalformedObjectError
+from phalanx.pipeline.message import MessageLayout
 from phalanx.pipeline.schedules import SCHEDULES as TABLE
 from phalanx.pipeline.stage_p2p import FIRST_TAG
+from phalanx.wire.codec import encode
 
 FREE = {
     cluster.name: cluster for cluster in CLUSTERS if cluster.name in ("simulated", "tcp", "shm")
@@ -383,3 +386,23 @@ def test_a_lost_peer_is_named_by_all_that_are_left() -> None:
         assert isinstance(error, PeerLostError)
         assert error.peer == 2
         assert f"Pipeline: rank {rank} was in " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (3, "no layout of tensors"),
+        ((0, [("float32", [2, "3"], True)]), "no layout of tensors"),
+        ((0, [("float32", [2])]), "no layout of tensors"),
+        ((0, [("float7", [2], False)]), "dtypes that are not known"),
+    ],
+)
+def test_what_is_no_layout_is_refused(content: object, problem: str) -> None:
+    with pytest.raises(MalformedObjectError, match=problem):
+        MessageLayout.decode(encode(content))
+
+
+def test_a_layout_survives_its_bytes() -> None:
+    tree = ([torch.zeros(2, 3, requires_grad=True), None], {"mask": torch.ones(4).bool()})
+    layout, _ = MessageLayout.of(tree, "outputs")
+    assert MessageLayout.decode(layout.encode()) == layout

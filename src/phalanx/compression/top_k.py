@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, sqrt
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -179,12 +178,8 @@ def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
 # reach it are sorted, unless they turn out to be fewer than k.
 
 DIGIT = 16  # bits
-
-SAMPLE = 1 << 14
-"""Values in the sample."""
-
-PIECE = 1 << 18
-"""Values that are compared together: intermediate results stay in the caches."""
+SAMPLE = 1 << 14  # values
+PIECE = 1 << 18  # values that are compared together: intermediate results stay in the caches
 
 
 def largest(values: Tensor, k: int) -> Tensor:
@@ -228,7 +223,7 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
 
 def _keys(values: Tensor) -> Tensor:
     """Integers in the order of magnitudes."""
-    bits = _BITS[values.dtype]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     keys = values.abs().view(bits)
     infinity = torch.tensor(torch.inf, dtype=values.dtype).view(bits)
     keys.clamp_(max=int(infinity) + 1)  # as if there were one NaN
@@ -248,16 +243,6 @@ def _kth_largest(keys: Tensor, k: int) -> tuple[int, int]:
         kth |= digit << shift
         keys = keys[digits == digit]
     return kth, k
-
-
-_BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
-    {
-        torch.float16: torch.int16,
-        torch.bfloat16: torch.int16,
-        torch.float32: torch.int32,
-        torch.float64: torch.int64,
-    }
-)
 
 
 # ------------------------------------------------------------------------------
@@ -356,11 +341,7 @@ class RandomK(Compressor):
         n, device = len(flat), flat.device
         k = shards * kept(n // shards, self.ratio)
         edges = torch.arange(k + 1, device=device) * n // max(k, 1)
-        chance = torch.rand(
-            k,
-            dtype=torch.float64,
-            device=device,
-            generator=generator("random-k", self.seed, draw, device=device),
-        )
+        drawn = generator("random-k", self.seed, draw, device=device)
+        chance = torch.rand(k, dtype=torch.float64, device=device, generator=drawn)
         starts, lengths = edges[:-1], edges.diff()
         return starts + (chance * lengths).long().minimum(lengths - 1)

@@ -75,8 +75,12 @@ def load_full_state_dict(
     nothing is changed then. Also for a model in DDP or FSDP, or with such parts, and a pipeline.
     Every rank that shards parameters with others (FSDP) calls it.
     """
-    cut, slices = _cut_parameters(module), _slices(module)
-    own = module.state_dict(keep_vars=True)
+    cut, own = _cut_parameters(module), module.state_dict(keep_vars=True)
+    slices: dict[Tensor, Slice] = {}  # of parameters in wrappers, which part this rank has
+    for _, wrapper in walk(module):
+        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
+            pieces = wrapper.slices()
+            slices.update((p, pieces[name]) for name, p in wrapper.named_parameters())
     parts = dict(state)
     for key, value in state.items():
         mine = own.get(key)
@@ -113,16 +117,6 @@ def _cut_parameters(module: nn.Module) -> dict[str, tuple[Split, Backend]]:
         if isinstance(layer, ParallelLayer)
         for own, split in layer.splits.items()
     }
-
-
-def _slices(module: nn.Module) -> dict[Tensor, Slice]:
-    """Which part of a parameter this rank has, for those in wrappers."""
-    found: dict[Tensor, Slice] = {}
-    for _, wrapper in walk(module):
-        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
-            slices = wrapper.slices()
-            found.update((p, slices[name]) for name, p in wrapper.named_parameters())
-    return found
 
 
 # ------------------------------------------------------------------------------
