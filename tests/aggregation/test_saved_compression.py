@@ -19,7 +19,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 
 WITH_FEEDBACK = [name for name in COMPRESSORS if "feedback" in name]
 

@@ -19,7 +19,7 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 
 KINDS = {
     "top-k": lambda: ErrorFeedback(TopK(0.1)),

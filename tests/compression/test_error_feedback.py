@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
 from phalanx.compression import Compressor, Half, RandomK
 from phalanx.compression.compressor import AllReduceMean
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 from phalanx.errors import SizeMismatchError
 
 EXACT: dict[str, Callable[[], Compressor]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx import ErrorFeedback, PowerSGD, Quantized, TopK
-from phalanx.compression.state import OWNED, RESIDUAL, total_residual
+from phalanx.compression.error_feedback import OWNED, RESIDUAL, total_residual
 
 MEMBERS = st.integers(1, 6)
 State = dict[str, Tensor]

@@ -26,7 +26,7 @@ from phalanx import (
     simulate,
 )
 from phalanx.compression import Half, RandomK
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 
 KINDS = {
     "top-k": lambda: TopK(0.2),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx import DDP, Backend, ErrorFeedback, PowerSGD, Quantized, TopK, simulate
 from phalanx.compression import RandomK
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 
 KINDS = [
     lambda: TopK(0.05),

@@ -23,7 +23,7 @@ from phalanx import (
     TopK,
     simulate,
 )
-from phalanx.compression.state import total_residual
+from phalanx.compression.error_feedback import total_residual
 
 COMPRESSORS = {
     "4 bits": lambda: Quantized(4, block=16),

@@ -23,7 +23,7 @@ from phalanx.compression.compressor import (
     is_finite,
     listed_tensors,
 )
-from phalanx.compression.state import RESIDUAL
+from phalanx.compression.error_feedback import RESIDUAL
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.averaging import RequestExecutor

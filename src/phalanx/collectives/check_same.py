@@ -53,22 +53,18 @@ def difference(
         msgspec.json.decode(bytes(row[: int(length)].tolist()), type=list[str])
         for row, length in zip(gathered, summaries[:, 1], strict=True)
     ]
-    place, said = _first_difference(everyone, end)
+    for place in range(max(map(len, everyone))):
+        said = {rank: own[place] if place < len(own) else end for rank, own in enumerate(everyone)}
+        if len(set(said.values())) > 1:
+            break
+    else:
+        raise AssertionError("the hashes of equal descriptions differ")
     odd = minority(said)
     if len(odd) == len(said):  # there is no majority: rank 0 counts as right
         odd = [rank for rank, text in said.items() if text != said[0]]
     usual = next(rank for rank in said if rank not in odd)
     theirs = "; ".join(f"rank {rank} has {said[rank]}" for rank in odd[:RANKS_SHOWN])
     return Difference(place, odd, f"{theirs}, rank {usual} has {said[usual]}")
-
-
-def _first_difference(everyone: list[list[str]], end: str) -> tuple[int, dict[int, str]]:
-    """The first place in which not all say the same, and what each rank says there."""
-    for place in range(max(map(len, everyone))):
-        said = {rank: own[place] if place < len(own) else end for rank, own in enumerate(everyone)}
-        if len(set(said.values())) > 1:
-            return place, said
-    raise AssertionError("the hashes of equal descriptions differ")
 
 
 def minority(votes: Mapping[int, Hashable]) -> list[int]:

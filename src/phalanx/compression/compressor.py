@@ -30,19 +30,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.compression.state import NamedTensors, State, strip_prefix
 from phalanx.errors import UnsupportedOperationError
 
 # ------------------------------------------------------------------------------
-# Requests: what the members of an average do together, as data that somebody else carries out.
-#
-#     request                  a member gives       every member gets
-#     AllReduceMean(x)         x                    the mean over all members, of the same shape
-#     ReduceScatterMean(x)     x, of [members, ...] [...]: its own row of that mean
-#     AllGather(x)             x                    [members, *x.shape]: row i is member i's x
-#     AllToAll(x)              x, of [members, ...] [members, ...]: row i is member i's row for it
-#
-# The arithmetic knows no rank and no backend: a test plays all members in one thread.
+# Requests: what the members of an average do together, as data that somebody else carries out. The
+# arithmetic knows no rank and no backend: a test plays all members in one thread.
 
 
 class Member(NamedTuple):
@@ -53,25 +45,25 @@ class Member(NamedTuple):
 
 
 class AllReduceMean(NamedTuple):
-    """The mean of a tensor over all members; the same bits everywhere. It may be overwritten."""
+    """x -> the mean of x over all members: the same bits everywhere. x may be overwritten."""
 
     tensor: Tensor
 
 
 class ReduceScatterMean(NamedTuple):
-    """Row i of the mean of a tensor, for member i. It may be overwritten."""
+    """x, of [members, ...] -> its own row of the mean, [...]. x may be overwritten."""
 
     tensor: Tensor
 
 
 class AllGather(NamedTuple):
-    """The tensors of all members, which have one shape and dtype, as rows."""
+    """x -> [members, *x.shape]: row i is member i's x; all have one shape and dtype."""
 
     tensor: Tensor
 
 
 class AllToAll(NamedTuple):
-    """Row i of a tensor goes to member i."""
+    """x, of [members, ...] -> [members, ...]: row i is member i's row for this one."""
 
     tensor: Tensor
 
@@ -144,6 +136,73 @@ class GradientBucket:
             low, high = max(place.start, start), min(place.stop, stop)
             if low < high:
                 yield place, low, high
+
+
+# ------------------------------------------------------------------------------
+# State: tensors by name, and how often a compressor was called.
+
+State: TypeAlias = Mapping[str, Tensor]
+
+
+class NamedTensors:
+    """Tensors by name. Those that a pass puts in replace the others when it is committed.
+
+    committed   as of the last commit
+    pending     what this pass has put in, which nobody else writes
+    """
+
+    def __init__(self) -> None:
+        self.committed: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
+
+    def latest(self, name: str) -> Tensor | None:
+        """What this pass has put in under that name; else the committed tensor."""
+        return self.pending.get(name, self.committed.get(name))
+
+    def commit(self) -> None:
+        """The pass counts."""
+        self.committed.update(self.pending)
+        self.pending.clear()
+
+    def rollback(self) -> None:
+        """The pass does not count: the state is that of the last commit."""
+        self.pending.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Names and committed tensors; copies."""
+        return {name: tensor.clone() for name, tensor in self.committed.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Replace all by copies of these."""
+        self.committed = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self.pending.clear()
+
+
+class CallCounter(NamedTensors):
+    """Numbers calls, so that each has random numbers of its own, and alike on every member.
+
+    A pass that is rolled back is counted again: members that were cut short at different calls go
+    on alike. As a state: the number of calls that counted, whose name is empty.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state_dict({})
+
+    def next(self) -> int:
+        """The number of this call."""
+        number = self.pending.get("", self.committed[""])
+        self.pending[""] = number + 1
+        return int(number)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from there."""
+        super().load_state_dict({"": torch.tensor(int(state.get("", 0)), dtype=torch.int64)})
+
+
+def strip_prefix(prefix: str, state: State) -> dict[str, Tensor]:
+    """The entries whose keys have that prefix, without it."""
+    return {k[len(prefix) :]: value for k, value in state.items() if k.startswith(prefix)}
 
 
 # ------------------------------------------------------------------------------

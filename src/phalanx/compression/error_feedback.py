@@ -11,30 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.compression.compressor import (
     Compressor,
     GradientBucket,
     Member,
+    NamedTensors,
     ResidualStore,
     Rounds,
+    State,
     check_compressor,
     check_floating,
     narrowed,
-    wide,
-)
-from phalanx.compression.state import (
-    INNER,
-    OWNED,
-    RESIDUAL,
-    NamedTensors,
-    State,
-    read_slice_key,
-    slice_key,
-    split_residual,
     strip_prefix,
-    total_residual,
+    wide,
 )
 from phalanx.errors import SizeMismatchError
 
@@ -55,8 +47,8 @@ class ErrorFeedback(Compressor, ResidualStore):
     pass runs, its new residuals. A pass that comes to nothing (`rollback`) leaves them as they
     were.
 
-    Its state (keys in state.py) is this member's; `reshard` makes of all members' states those for
-    another number of members.
+    Its state (the keys are below) is this member's; `reshard` makes of all members' states those
+    for another number of members.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -187,3 +179,75 @@ def _owned_slices(
     for place, low, high in bucket.overlaps(start, start + len(values)):
         key = slice_key(place.name, low - place.start, high - place.start)
         yield key, values[low - start : high - start]
+
+
+# ------------------------------------------------------------------------------
+# Residuals in a state dict: their keys, and what becomes of them with another number of members.
+#
+#   residual.<name>              what a member has left out of its gradient
+#   owned.<start>-<stop>.<name>  what it has left out of the mean of these elements of the gradient
+#   inner.<key>                  the compressor's own
+#
+# An average lacks  sum over p members of residual / p  +  sum of owned.  Of q members each gets an
+# equal share of that, so that it lacks as much afterwards.
+#
+# Where gradients are cut into shards before they are averaged, a member knows slices of them only:
+# then <name> is <start>-<stop>.<name>, elements start:stop of that gradient.
+
+RESIDUAL, OWNED, INNER = "residual.", "owned.", "inner."
+
+
+def slice_key(name: str, start: int, stop: int) -> str:
+    """The key of elements start:stop of a gradient, without its prefix."""
+    return f"{start}-{stop}.{name}"
+
+
+def read_slice_key(key: str) -> tuple[str, int, int]:
+    """The name, start and stop of such a key."""
+    span, name = key.split(".", 1)
+    start, stop = span.split("-")
+    return name, int(start), int(stop)
+
+
+def total_residual(states: Sequence[State], parts: int) -> dict[str, Tensor]:
+    """What averages of that many members lack, by name; float64.
+
+    states   of those members that are known
+    """
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for name, residual in strip_prefix(RESIDUAL, state).items():
+            mine = residual.double() / parts
+            total[name] = total[name] + mine if name in total else mine
+    for state in states:
+        for key, residual in strip_prefix(OWNED, state).items():
+            name, start, stop = read_slice_key(key)
+            total[name][start:stop] += residual.double()
+    return total
+
+
+def join_slices(slices: State, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Whole gradients from slices of them, by name; zeros for what is not there.
+
+    sizes   of the gradients, by name, as far as they are known
+    """
+    whole: dict[str, Tensor] = {}
+    for key, values in slices.items():
+        name, start, stop = read_slice_key(key)
+        known = whole.setdefault(name, values.new_zeros(sizes.get(name, stop)))
+        if len(known) < stop:
+            known = whole[name] = torch.cat([known, known.new_zeros(stop - len(known))])
+        known[start:stop] += values
+    return whole
+
+
+def split_residual(total: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
+    """Residuals of that many members by whose mean an average lacks `total` (float64).
+
+    Rounded to `dtype` so that together they are off by half a unit in the last place of one.
+    """
+    rest, shares = total * parts, []
+    for remaining in range(parts, 0, -1):
+        shares.append((rest / remaining).to(dtype))
+        rest = rest - shares[-1].double()
+    return shares

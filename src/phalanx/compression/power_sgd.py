@@ -26,6 +26,7 @@ from phalanx.compression.compressor import (
     EncodedTensor,
     GradientBucket,
     Member,
+    NamedTensors,
     Request,
     ResidualStore,
     Rounds,
@@ -34,7 +35,6 @@ from phalanx.compression.compressor import (
     narrowed,
     wide,
 )
-from phalanx.compression.state import NamedTensors
 
 Approximation = dict[str, tuple[Tensor, ...]]  # of gradients by name: P and Q, or all of it, flat
 

@@ -26,6 +26,7 @@ from phalanx.compression.compressor import (
     AllGather,
     AllReduceMean,
     AllToAll,
+    CallCounter,
     Compressor,
     EncodedTensor,
     GradientBucket,
@@ -38,7 +39,6 @@ from phalanx.compression.compressor import (
     narrowed,
     wide,
 )
-from phalanx.compression.state import CallCounter
 
 
 class TwoRounds(Compressor):

@@ -17,6 +17,7 @@ from phalanx.compression.compressor import (
     AllGather,
     AllReduceMean,
     AllToAll,
+    CallCounter,
     Compressor,
     EncodedTensor,
     GradientBucket,
@@ -32,7 +33,6 @@ from phalanx.compression.compressor import (
     wide,
 )
 from phalanx.compression.sparse import CompressedGradient, index_dtype
-from phalanx.compression.state import CallCounter
 from phalanx.errors import SizeMismatchError
 
 

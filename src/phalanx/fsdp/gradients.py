@@ -42,7 +42,7 @@ from phalanx.compression.compressor import (
     Rounds,
     is_finite,
 )
-from phalanx.compression.state import slice_key
+from phalanx.compression.error_feedback import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, fewest_bytes

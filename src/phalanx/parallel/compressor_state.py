@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import is_finite
-from phalanx.compression.state import (
+from phalanx.compression.compressor import is_finite, strip_prefix
+from phalanx.compression.error_feedback import (
     OWNED,
     RESIDUAL,
     join_slices,
     read_slice_key,
     split_residual,
-    strip_prefix,
     total_residual,
 )
 from phalanx.core.backend import Backend
