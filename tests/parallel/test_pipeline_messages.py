@@ -26,9 +26,8 @@ from phalanx import (
 )
 from phalanx.core.posted import Wait
 from phalanx.errors import MalformedObjectError
-from phalanx.pipeline.message import MessageLayout
 from phalanx.pipeline.schedules import SCHEDULES as TABLE
-from phalanx.pipeline.stage_p2p import FIRST_TAG
+from phalanx.pipeline.stage_p2p import FIRST_TAG, MessageLayout
 from phalanx.wire.codec import encode
 
 FREE = {

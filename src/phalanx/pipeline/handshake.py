@@ -22,7 +22,7 @@ from phalanx.collectives import all_gather, all_gather_object
 from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
-from phalanx.pipeline.message import MessageLayout, Tree
+from phalanx.pipeline.stage_p2p import MessageLayout, Tree
 
 CALLS = ("train_step", "evaluate")
 NO_BATCH = -1  # in place of a number of samples

@@ -29,7 +29,6 @@ from phalanx.errors import (
 )
 from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.handshake import NO_BATCH, check_same_plan, handshake, step_metadata
-from phalanx.pipeline.message import Tree, map_tensors
 from phalanx.pipeline.plan import (
     PipelineParallelConfig,
     PipelinePlan,
@@ -38,7 +37,7 @@ from phalanx.pipeline.plan import (
     named_layers,
 )
 from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
-from phalanx.pipeline.stage_p2p import Layouts, StageP2P
+from phalanx.pipeline.stage_p2p import Layouts, StageP2P, Tree, map_tensors
 from phalanx.pipeline.step import PipelineStep
 
 LossFunction = Callable[[Any, Any], Tensor]

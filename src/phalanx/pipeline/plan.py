@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
-from phalanx.pipeline.message import Tree, flatten, map_tensors
 from phalanx.pipeline.schedules import SCHEDULES, even_sizes
+from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
 
 MOST_PASSES = 2**29  # each has a tag
 

@@ -4,27 +4,33 @@ r"""Messages between the stages in one step: activations to the next, gradients 
               \ post_recv: receives for the next two actions, already under way
                \____ isend: no rank waits for it
 
-Only `recv` (if the message is not there) and `wait_sends` block. A message is sent tensor by
-tensor, and before the first message of a kind its layout. Both ends remember which layouts have
-been sent. A kind is an edge between two stages, the number of samples, and the step's metadata
-(`step_metadata`). Tags from 2 ** 30 - 1 up are the pipeline's.
+Only `recv` (if the message is not there) and `wait_sends` block. A message is a tree of tensors: a
+tensor, or tuples, lists and dicts of tensors. It is sent tensor by tensor, and before the first
+message of a kind its layout: how the tensors are nested, and the shape and dtype of each. Both ends
+remember which layouts have been sent. A kind is an edge between two stages, the number of samples,
+and the step's metadata (`step_metadata`). Tags from 2 ** 30 - 1 up are the pipeline's.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from phalanx.collectives import PendingCollective, irecv, isend
 from phalanx.core.backend import Backend
-from phalanx.errors import MalformedObjectError, UnsupportedOperationError
-from phalanx.pipeline.message import MessageLayout, Tree
+from phalanx.errors import (
+    MalformedObjectError,
+    UnsupportedObjectError,
+    UnsupportedOperationError,
+)
 from phalanx.pipeline.schedules import ActionKind
+from phalanx.wire.codec import DTYPES, decode, encode
 
 FIRST_TAG = 2**30
 LOSS_TAG = FIRST_TAG - 1
@@ -33,6 +39,116 @@ MOST_LAYOUTS = 1024  # of one edge that are kept; one is some hundred bytes
 MOST_LAYOUT_BYTES = 1 << 20  # a message that announces a longer layout is malformed
 _LENGTH = struct.Struct("<q")
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+Tree = Any  # Tensor | None | tuple[Tree, ...] | list[Tree] | dict[str, Tree]
+
+
+def map_tensors(fn: Callable[[str, Tensor], object], tree: Tree, name: str) -> Tree:
+    """The same tree with `fn(path, tensor)` in the place of each tensor.
+
+    name    what the whole is called: paths are such as `outputs['mask'][1]`
+
+    Raises `UnsupportedObjectError` (a TypeError), naming the path, for what is neither a dense
+    tensor, None, nor a tuple, list or dict: a subclass of these would not arrive as one.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        if tree.is_nested or tree.layout is not torch.strided:
+            raise UnsupportedObjectError(f"{name} is not a dense tensor ({tree.layout})")
+        return fn(name, tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(map_tensors(fn, part, f"{name}[{i}]") for i, part in enumerate(tree))
+    if type(tree) is dict:
+        return {key: map_tensors(fn, part, f"{name}[{key!r}]") for key, part in tree.items()}
+    raise UnsupportedObjectError(
+        f"{name} is a {type(tree).__qualname__}; layers of a pipeline pass on tensors, None, and "
+        "tuples, lists and dicts of these"
+    )
+
+
+def flatten(tree: Tree, name: str) -> tuple[Tree, list[Tensor]]:
+    """The tree with numbers in the place of tensors, and the tensors by these numbers."""
+    leaves: list[Tensor] = []
+
+    def number(_: str, tensor: Tensor) -> int:
+        leaves.append(tensor)
+        return len(leaves) - 1
+
+    return map_tensors(number, tree, name), leaves
+
+
+def unflatten(structure: Tree, leaves: list[Tensor]) -> Tree:
+    """The tree that `flatten` took apart."""
+    if structure is None:
+        return None
+    if type(structure) is int:
+        return leaves[structure]
+    if type(structure) is dict:
+        return {key: unflatten(part, leaves) for key, part in structure.items()}
+    return type(structure)(unflatten(part, leaves) for part in structure)
+
+
+class TensorSpec(NamedTuple):
+    """One tensor: its dtype by name, its shape, and whether a gradient is sent back for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}" + (" with a gradient" if self.needs_grad else "")
+
+
+class MessageLayout(NamedTuple):
+    """A message: how its tensors are nested, and what each is."""
+
+    structure: Tree
+    specs: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.specs))})"
+
+    @classmethod
+    def of(cls, tree: Tree, name: str) -> tuple[MessageLayout, list[Tensor]]:
+        """The layout of what is to be sent, and its tensors. Raises as `map_tensors` does."""
+        structure, leaves = flatten(tree, name)
+        specs = tuple(
+            TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.requires_grad)
+            for t in leaves
+        )
+        return cls(structure, specs), leaves
+
+    def encode(self) -> bytearray:
+        """As bytes. Raises `UnsupportedObjectError` for keys of a dict that have none."""
+        specs = [(spec.dtype, list(spec.shape), spec.needs_grad) for spec in self.specs]
+        return encode((self.structure, specs))
+
+    @classmethod
+    def decode(cls, content: bytearray) -> MessageLayout:
+        """From bytes. Raises `MalformedObjectError` for what is no layout."""
+        try:
+            layout = msgspec.convert(decode(memoryview(content)), cls)
+        except msgspec.ValidationError:
+            raise MalformedObjectError("what came is no layout of tensors") from None
+        if not all(spec.dtype in DTYPES for spec in layout.specs):
+            raise MalformedObjectError("what came is a layout of dtypes that are not known here")
+        return layout
+
+    def empty(self) -> list[Tensor]:
+        """Memory for the tensors, uninitialized."""
+        return [torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.specs]
+
+    def accepts(self, found: MessageLayout) -> bool:
+        """Whether a message of the layout `found` may be sent to a rank that expects this one.
+
+        A gradient that comes back for a tensor that needs none is dropped; one that is needed and
+        does not come would be lost.
+        """
+        return self.structure == found.structure and all(
+            ours[:2] == theirs[:2] and ours.needs_grad >= theirs.needs_grad
+            for ours, theirs in zip(self.specs, found.specs, strict=True)
+        )
 
 
 class StageMessage(NamedTuple):

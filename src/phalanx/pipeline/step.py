@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import MisuseError
-from phalanx.pipeline.message import MessageLayout, Tree, unflatten
 from phalanx.pipeline.plan import PipelinePlan
 from phalanx.pipeline.schedules import Action, ActionKind
-from phalanx.pipeline.stage_p2p import StageMessage, StageP2P
+from phalanx.pipeline.stage_p2p import MessageLayout, StageMessage, StageP2P, Tree, unflatten
 
 AHEAD = 2  # actions for which messages are being received while this one computes
 
