@@ -44,11 +44,9 @@ class GradientAggregator(ABC):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The average of each of some gradients over all ranks.
 
-        gradients   any number, of any shapes and dtypes; alike on every rank, in the same order;
-                    not changed
+        gradients   any number, shapes and dtypes, alike on every rank in one order; not changed
 
-        Blocks until this rank has the averages, of the same shapes and dtypes: the same bits on
-        every rank.
+        Blocks until this rank has them, of the same shapes and dtypes: the same bits on every rank.
         """
 
 
@@ -122,8 +120,7 @@ class AllReduceAggregator(GradientAggregator):
 class CompressedAggregator(GradientAggregator):
     """The mean over the ranks of a backend, of which messages are compressed.
 
-    compressor   `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; a copy is made, `.compressor`, so
-                 that one may be given to many
+    compressor   `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; copied to `.compressor`
 
     All gradients of a dtype are compressed together (top-k takes the largest of all of them);
     matrices keep their shapes. A gradient is known to the compressor by its number in the list:
@@ -293,8 +290,7 @@ class ParameterServer(GradientAggregator):
     timeout   seconds that a message waits at most; by default the backend's
 
     Every rank calls each method, in the same order, with lists alike: `DesyncError` on every rank
-    names the first tensor that differs, before anything is summed. All tensors of a dtype go as one
-    message.
+    names the first tensor that differs, before any sum. All tensors of a dtype are one message.
     """
 
     backend: Backend
@@ -306,8 +302,7 @@ class ParameterServer(GradientAggregator):
     def broadcast_params(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The server's parameters, new tensors on every rank. Blocks.
 
-        params   of any shapes and dtypes, alike on every rank; only rank 0's values matter; not
-                 changed
+        params   any shapes and dtypes, alike on every rank; rank 0's values count; not changed
         """
         listed = self._checked(params, "broadcast_params")
         groups = flattened(listed)
@@ -316,9 +311,7 @@ class ParameterServer(GradientAggregator):
         return unflattened(groups, listed)
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of each gradient over all ranks, computed by the server: new tensors, the same
-        bits on every rank. Blocks.
-        """
+        """Means over all ranks, by the server: new tensors, the same bits everywhere. Blocks."""
         listed = self._checked(gradients, "reduce_gradients")
         groups = flattened(listed)
         for _, flat in groups:

@@ -228,8 +228,7 @@ def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
 #
 #     the latency of its slowest link
 #     + the messages of the busiest rank * their overhead
-#     + bytes / bandwidth: of the busiest rank inside its host, or of the busiest host's way out or
-#       in, whichever takes longer
+#     + bytes / bandwidth: the longer of the busiest rank's inside, and the busiest host's out or in
 #
 # and an algorithm takes the sum of its rounds: a constant and a time for each byte, found here.
 
@@ -254,9 +253,8 @@ def walk(
     """The pace of an algorithm for ranks on these hosts.
 
     share   of the tensor that a chunk is; by default, one of all chunks
-    large   in a group of more ranks it looks at the ranks of four hosts: the largest, the smallest,
-            that of rank 0, which has most to do in a tree or a star, and that of the last, where a
-            chain ends
+    large   of more ranks it looks at those of four hosts: the largest, the smallest, that of rank
+            0, which has most to do in a tree or a star, and that of the last, where a chain ends
     """
     size, seen = len(hosts), list(range(len(hosts)))
     if size > large:

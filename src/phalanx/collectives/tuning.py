@@ -6,9 +6,8 @@ measured, times are interpolated on logarithmic scales; below the smallest they 
 largest they grow with the bytes. Backends, hosts and collectives that the file does not know go by
 the estimates of `cost.py`.
 
-Every rank has to have the same file, or ranks pick different algorithms. So what was picked from a
-file carries the file's hash in its signature: ranks whose files differ get a `DesyncError` that
-shows both.
+Every rank has to have the same file, or ranks pick different algorithms. So what was picked carries
+the file's hash in its signature: ranks whose files differ get a `DesyncError` that shows both.
 """
 
 from __future__ import annotations

@@ -296,15 +296,11 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, tensor: Tensor) -> Any:
-        """A message that stands for the tensor, which is not changed. Its `nbytes` are the bytes on
-        the wire, exactly.
-        """
+        """A message for the tensor, which is not changed; `nbytes`: exactly those on the wire."""
 
     @abstractmethod
     def decompress(self, message: Any) -> Tensor:
-        """What a receiver makes of a message: a new tensor, of the compressed one's shape, dtype
-        and device.
-        """
+        """The receiver's new tensor, of the compressed one's shape, dtype and device."""
 
     @abstractmethod
     def average_(

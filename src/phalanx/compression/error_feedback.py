@@ -40,12 +40,10 @@ class ErrorFeedback(Compressor, ResidualStore):
     Sums are float32 (float64 for that), residuals too, whatever the gradients' dtype. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values
     themselves or their rounding; else to one rounding of the larger of `sent` and `residual`. For
-    an average it holds for the sums over all members, with what each member and the owner of each
-    slice keeps.
+    an average it holds for sums over all members, with what members and owners of slices keep.
 
     It costs memory of the gradients' size twice (4 bytes a value each): the residuals, and while a
-    pass runs, its new residuals. A pass that comes to nothing (`rollback`) leaves them as they
-    were.
+    pass runs, its new ones. A pass that comes to nothing (`rollback`) leaves them as they were.
 
     Its state (the keys are below) is this member's; `reshard` makes of all members' states those
     for another number of members.

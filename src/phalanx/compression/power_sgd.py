@@ -8,8 +8,7 @@
     Q <- mean over members of M' P        all-reduce, m r values
     the mean of M is about P Q'; Q is where the next step begins: one step of power iteration each
 
-(Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression".) To be used with error
-feedback.
+(Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression".) Use error feedback.
 """
 
 from __future__ import annotations

@@ -197,8 +197,7 @@ class Quantized(TwoRounds):
     An average sends (p-1)/p of the quantized gradients twice from each of p members; once, where
     each needs a shard only: then the first round is all there is. A block with a value that is not
     finite, or too large for float32, becomes NaN, whole. Raises ValueError for other numbers of
-    bits, and for stochastic rounding to 1 bit under error feedback: its errors grow without bound
-    there.
+    bits, and for stochastic rounding to 1 bit under error feedback: errors would grow unbounded.
     """
 
     def __init__(

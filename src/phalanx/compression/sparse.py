@@ -69,9 +69,8 @@ class CompressedGradient:
     def dense(self) -> Tensor:
         """The gradient with zeros for what is not there: new, of its shape.
 
-        Raises `IndexError` if an index is not one of its, ValueError if one comes twice,
-        `SizeMismatchError` if there are not as many indices as values, or the shape is another
-        size.
+        Raises `IndexError` for an index that is not one of its, ValueError if one comes twice,
+        `SizeMismatchError` for another number of indices than values, or another size of shape.
         """
         dense = self.values.new_zeros(self.original_len)
         self.check()
@@ -123,9 +122,8 @@ def index_dtype(n: int) -> torch.dtype:
 #     bitmap        n                          nearly all
 #
 # `two_parts` (Elias 1974, Fano 1971): the low l bits of each index as they are; the high parts,
-# which never fall, as a row of bits in which the i-th one stands at place high_i + i. All lengths
-# follow from n and k alone, so messages of all ranks are of one length, and nothing says which code
-# it is.
+# which never fall, as a row of bits in which the i-th one stands at place high_i + i. Code and
+# lengths follow from n and k alone, so messages of all ranks are of one length.
 
 
 class Code(NamedTuple):

@@ -72,9 +72,7 @@ class TopK(Compressor):
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round. Summed in float32 or wider; a value that only one member sent counts as a p-th
-        of it.
-        """
+        """One round. Summed in float32 or wider; what only one member sent counts as a p-th."""
         if len(bucket.flat) > 0:
             (mine,) = self._compressed(bucket, member, feedback, shards=1)
             _average_into(bucket.flat, (yield AllGather(mine.pack())), mine)
@@ -262,8 +260,7 @@ class RandomK(Compressor):
 
     It sends what it has drawn as it is, not n/k times as much: with error feedback nothing is
     missing in the end, without it gradients are too small. Averages are all-reduced; where each
-    member needs a shard only, equally many places are drawn in each, and their values
-    reduce-scattered.
+    member needs a shard only, places are drawn in each equally, and values reduce-scattered.
     """
 
     def __init__(self, ratio: float, *, seed: int = 0) -> None:

@@ -1,9 +1,8 @@
 """What the ranks of a pipeline agree on before they send anything else.
 
 Once, that they have been given the same pipeline; and at the beginning of each step, that all begin
-the same call, how many samples the batch has, and what the shapes in it may depend on. A rank that
-finds something wrong says so here: then every rank raises, nothing else has been sent, and the
-group can be used further.
+the same call, how many samples the batch has, and what the shapes in it may depend on. If a rank
+finds something wrong, every rank raises: nothing else has been sent, and the group stays usable.
 """
 
 from __future__ import annotations

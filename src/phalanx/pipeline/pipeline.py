@@ -50,8 +50,7 @@ class Pipeline(Wrapper):
               are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
     config    how the layers are cut, and the schedule
-    stages    which layers are which stage, by default equally many each (see `balance_stages`).
-              Stage s is on rank s % p
+    stages    which layers are which stage, by default equally many each. Stage s is on rank s % p
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
         optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -66,8 +65,7 @@ class Pipeline(Wrapper):
 
     `parameters()` are this rank's, under their names in the plain model: all ranks' `state_dict`s
     together are the plain model's, which each rank can load. A layer takes and gives a tensor on
-    the CPU, or tuples, lists and dicts of tensors and None; shapes are sent once for each kind of
-    batch.
+    the CPU, or tuples, lists and dicts of tensors and None; shapes are sent once a kind of batch.
 
     A training loop also needs `phalanx.tensor.clip_grad_norm_(pipeline, 1.0)`, for the norm over
     all stages (torch's takes each stage for itself); `GradScaler(backend)`; an optimizer for each

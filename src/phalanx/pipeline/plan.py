@@ -107,8 +107,7 @@ def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
 
         split_into_stages(7, 3)      [0, 3) on rank 0, [3, 5) on rank 1, [5, 7) on rank 2
 
-    The larger stages come first. Raises ValueError for no stages, and for more than there are
-    layers.
+    The larger stages come first. Raises ValueError for no stages, and for more than layers.
     """
     num_layers, num_stages = index(num_layers), index(num_stages)
     _check_number(num_layers, num_stages)
@@ -125,9 +124,8 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStag
 
     A pipeline is as fast as its slowest stage. No stage is empty. Of several such splits this gives
     the one whose stages differ least (the sum of squares), and of those the one with the larger
-    first: equal costs are split as by `split_into_stages`. Exact for floats, too; takes about
-    n * n operations for n layers. Raises ValueError for a cost that is negative or not finite, and
-    as `split_into_stages` does.
+    first: equal costs are split as by `split_into_stages`. Exact for floats, too; about n * n
+    operations for n layers. Raises ValueError as that does, and for a negative or infinite cost.
     """
     _check_number(len(costs), num_stages)
     for layer, cost in enumerate(costs):
@@ -341,12 +339,10 @@ def measure_layer_costs(
     """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
 
     inputs    of the first layer: a micro-batch, say
-    repeats   how often each is measured, after a first time that does not count; the median is
-              taken
+    repeats   how often each is measured, besides a first time; the median counts
 
     Layers are copied, one at a time: none of their gradients, buffers or random states changes.
-    Two ranks measure different costs, and have to cut alike: let one of them measure, and
-    `broadcast_object` the result.
+    Ranks measure differently, and have to cut alike: `broadcast_object` what one has measured.
     """
 
     def with_grad(_: str, tensor: Tensor) -> Tensor:  # a copy that may be changed in place

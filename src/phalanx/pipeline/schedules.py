@@ -178,8 +178,7 @@ class PipelineBubble(Struct, frozen=True):
     """The share of the ranks' time in which they did not compute.
 
     measured   of the last train_step
-    theory     of its schedule, (p-1) / (v m + p-1), with stages that take equally long, and
-               messages that take no time
+    theory     of its schedule, (p-1) / (v m + p-1): stages take equally long, messages no time
     """
 
     measured: float

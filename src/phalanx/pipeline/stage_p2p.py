@@ -140,10 +140,8 @@ class MessageLayout(NamedTuple):
         return [torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.specs]
 
     def accepts(self, found: MessageLayout) -> bool:
-        """Whether a message of the layout `found` may be sent to a rank that expects this one.
-
-        A gradient that comes back for a tensor that needs none is dropped; one that is needed and
-        does not come would be lost.
+        """Whether a message of the layout `found` may be sent to a rank that expects this one: a
+        gradient that is not needed is dropped; one that is needed would be missing.
         """
         return self.structure == found.structure and all(
             ours[:2] == theirs[:2] and ours.needs_grad >= theirs.needs_grad

@@ -72,9 +72,8 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
 
     Layers between a "column" and a "row" see this rank's part of the features, and layers between
     two with `sequence_dim` its part of the sequence. If they have parameters, these would learn
-    from that part only, which cannot be seen here: norms have to be "sequence_norm", and other
-    parameters go through `copy_to_ranks` before they are used. `check_whole_parameters` finds those
-    that were forgotten.
+    from that part only, which cannot be seen here: norms have to be "sequence_norm", and others go
+    through `copy_to_ranks` before they are used. `check_whole_parameters` finds forgotten ones.
 
     Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that

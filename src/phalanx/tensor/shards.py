@@ -36,8 +36,7 @@ class ShardSpec:
 
         A rank's shard then has a piece of each part, in order: queries, keys and values that lie
         one after the other in one layer stay so. `unit` elements stay together: a head's. Of what
-        does not divide the earlier ranks have one unit more; with fewer units than ranks the
-        later ones have none.
+        does not divide the earlier ranks have one unit more; with too few, the later have none.
         """
         runs: list[list[Run]] = [[] for _ in range(ranks)]
         start = 0

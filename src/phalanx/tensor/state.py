@@ -144,9 +144,8 @@ def clip_grad_norm_(
     cut counts, and each stage's layers; a gradient that is whole counts once. (torch's function of
     this name would find another norm on each rank, and whole parameters would drift apart.) Every
     rank calls it when gradients are final: after `backward()` or `train_step()`, with DDP too.
-    Blocks for a message of one number to the ranks with the other parts, for one to the other
-    stages, and with `shards` for one to these. Raises `MisuseError` for FSDP's shards without
-    `shards`.
+    Blocks for a message of one number to the ranks with the other parts, one to the other stages,
+    and with `shards` one to these. Raises `MisuseError` for FSDP's shards without `shards`.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")

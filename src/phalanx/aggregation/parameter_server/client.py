@@ -103,8 +103,7 @@ class ParameterClient:
 
         gradients   as many as `params`, of the same shapes and dtypes; not changed. Zeros for a
                     parameter that was not used. They are applied as they are: one that is not
-                    finite spoils the parameters for everyone. Look before (`torch.isfinite`), and
-                    `skip` the step then
+                    finite spoils the parameters for all: look (`torch.isfinite`), and `skip` then
 
         Blocks until every server has them and lets the step count: while the worker is too far
         ahead, or fewer than `quorum` have joined, it waits. Sends the gradients' bytes once, 32
@@ -311,9 +310,8 @@ def ask_all(
     headers: Sequence[MessageHeader],
     seconds: float,
 ) -> Answers:
-    """Send the same messages to all servers; by server the last answer without tensors, and the
-    text that followed it. Blocks until all have answered. On an error nothing of it is under way
-    any more.
+    """Send the same messages to all servers; the last answer of each without tensors, and the text
+    that followed it. Blocks until all have answered. On an error nothing of it is left under way.
     """
     answers: Answers = {}
     deadline = monotonic() + seconds

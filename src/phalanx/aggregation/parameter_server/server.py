@@ -275,8 +275,7 @@ class WorkerConnection:
     error   why it cannot go on, which `poll` has not raised yet; nothing else here raises
 
     A header is always expected; tensors, while there is memory for them: `release` says that the
-    last push is not needed any more. Memory for tensors is taken when the worker comes, twice the
-    server's parameters.
+    last push is not needed any more. Memory is taken when the worker comes: twice the parameters.
     """
 
     def __init__(self, pair: SubBackend, params: Sequence[Tensor]) -> None:
@@ -299,9 +298,7 @@ class WorkerConnection:
         return [*self._receives, *self._sends]
 
     def poll(self) -> Iterator[MessageHeader]:
-        """The headers of messages that have come since; then raises the error that ends the
-        connection, if there is one.
-        """
+        """The headers of messages that have come since; then raises what ends the connection."""
         for receive in [each for each in self._receives if each.over]:
             message = self._receives.pop(receive, None)
             if message is None:  # it was given up meanwhile

@@ -9,8 +9,7 @@ yields. So a test can play through every order of events.
 
 A push waits until its step may begin (see modes, below). Where gradients are applied together it
 counts then, and is kept until those of all that have joined are in; their mean is one step. While a
-worker is between greeted and joined no such step ends, so that it joins at the same one on all
-servers.
+worker is between greeted and joined no such step ends: it joins at the same one on all servers.
 """
 
 from __future__ import annotations
@@ -227,9 +226,7 @@ class ServerState:
             session.held.append(header)
 
     def lost(self, worker: int) -> None:
-        """A worker is gone: it is not waited for any more, and what it has pushed that does not
-        count is dropped.
-        """
+        """A worker is gone: it is not waited for, and pushes that do not count are dropped."""
         session = self.sessions[worker]
         session.state = SessionState.GONE
         session.held.clear()

@@ -14,8 +14,7 @@
              <- DONE
 
 A header and the tensors that belong to it are one message, so that neither comes without the other.
-Every request has a number, which its answer repeats: one that comes too late is not taken for
-another's.
+Every request has a number, which its answer repeats: a late one is not taken for another's.
 """
 
 from __future__ import annotations
@@ -165,10 +164,8 @@ def described(tensor: Tensor) -> str:
 
 
 def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
-    """The parameters as a list.
-
-    TypeError unless it is one of tensors; `UnsupportedOperationError` for one that no optimizer
-    can change: of whole numbers.
+    """The parameters as a list. TypeError unless it is one of tensors; `UnsupportedOperationError`
+    for one that no optimizer can change: of whole numbers.
     """
     listed = listed_tensors(params, who, what="parameter", advice="")
     for number, param in enumerate(listed):

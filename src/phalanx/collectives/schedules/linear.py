@@ -1,9 +1,8 @@
 """Star, direct, ring and pairwise: algorithms whose messages do not depend on powers of two.
 
 The star: rank 0 is the hub, and every other rank exchanges messages with the hub only. This is the
-shape of a parameter server, and it takes one round. The hub carries all the traffic, p-1 times the
-tensor, so it suits tensors of a few bytes and groups of a few ranks. It reduces contributions in
-rank order.
+shape of a parameter server, and it takes one round. The hub carries all traffic, p-1 times the
+tensor, and reduces in rank order: for tensors of a few bytes and groups of a few ranks.
 
     M. Li et al.: Scaling distributed machine learning with the parameter server. OSDI 2014.
 

@@ -13,8 +13,7 @@ at p. The tree of 8 ranks:
         `-- 6
             `-- 7
 
-Reducing and gathering go up, d = 1, 2, 4, ...; broadcasting and scattering go down the same edges
-in the opposite order.
+Reducing and gathering go up, d = 1, 2, 4, ...; broadcasting and scattering go down again.
 
     R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in
     MPICH. International Journal of High Performance Computing Applications 19 (2005).

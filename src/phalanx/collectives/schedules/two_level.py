@@ -3,8 +3,7 @@
 The ranks of a host share its network interface. A direct exchange of all p ranks sends through it
 what each of them has; here a host's ranks reduce among themselves what goes out, and hand around
 among themselves what has come in. What crosses between hosts is cut into a chunk for each rank,
-and goes from each rank to one rank on each other host, its agent there (`Agents`): in as many
-streams as a host has ranks.
+and goes to one rank on each other host, its agent there: in as many streams as a host has ranks.
 
     all-reduce of n bytes, 2 hosts of 2 ranks        crosses from each host
 
