@@ -104,6 +104,10 @@ def _and_tree(path: CriticalPath, p: int, n: float) -> CriticalPath:
     return CriticalPath(rounds + _log(p), messages + _log(p), moved + n * (p - 1) / p)
 
 
+_ONE_ROOT: Mapping[str, Formula] = {
+    "tree": lambda p, n: _one_way(_log(p), _log(p), n * (p - 1) / p),
+    "star": lambda p, n: _one_way(1, p - 1, n * (p - 1) / p),
+}
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: CriticalPath(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
@@ -147,14 +151,8 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         "star": lambda p, n: _one_way(1, p - 1, _FOLDED * n * (p - 1)),
         "two_level": lambda p, n: CriticalPath(2, 2 * (p - 1), (_FOLDED + 1) * n * (p - 1) / p),
     },
-    "gather": {
-        "tree": lambda p, n: _one_way(_log(p), _log(p), n * (p - 1) / p),
-        "star": lambda p, n: _one_way(1, p - 1, n * (p - 1) / p),
-    },
-    "scatter": {
-        "tree": lambda p, n: _one_way(_log(p), _log(p), n * (p - 1) / p),
-        "star": lambda p, n: _one_way(1, p - 1, n * (p - 1) / p),
-    },
+    "gather": _ONE_ROOT,
+    "scatter": _ONE_ROOT,
     "all_to_all": {
         "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
         "pairwise": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),

@@ -56,7 +56,6 @@ class Reduction(NamedTuple):
     combine: Combination
     dtypes: frozenset[torch.dtype]
     adds_up: bool = False  # rounds at every step: better done in a wider dtype
-    unsigned: Combination | None = None  # how to combine what torch does not compute with
 
 
 WIDER: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
@@ -119,19 +118,18 @@ def _in_order(combine: Combination) -> Combination:
     return combined
 
 
-# fmt: off
-REDUCTIONS: Mapping[ReduceOp, Reduction] = MappingProxyType({
-    ReduceOp.SUM:     Reduction(_sum, _REAL | _WHOLE | _COMPLEX | _TRUTH, True, _as_signed(_sum)),
-    ReduceOp.MEAN:    Reduction(_sum, _REAL | _WHOLE | _COMPLEX, True, _as_signed(_sum)),
-    ReduceOp.MIN:     Reduction(_min, _REAL | _WHOLE | _TRUTH, False, _in_order(_min)),
-    ReduceOp.MAX:     Reduction(_max, _REAL | _WHOLE | _TRUTH, False, _in_order(_max)),
-    ReduceOp.PRODUCT: Reduction(_product, _REAL | _WHOLE | _COMPLEX | _TRUTH, True,
-                                _as_signed(_product)),
-    ReduceOp.BAND:    Reduction(_and, _WHOLE | _TRUTH, False, _as_signed(_and)),
-    ReduceOp.BOR:     Reduction(_or, _WHOLE | _TRUTH, False, _as_signed(_or)),
-    ReduceOp.BXOR:    Reduction(_xor, _WHOLE | _TRUTH, False, _as_signed(_xor)),
-})
-# fmt: on
+REDUCTIONS: Mapping[ReduceOp, Reduction] = MappingProxyType(
+    {
+        ReduceOp.SUM: Reduction(_sum, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
+        ReduceOp.MEAN: Reduction(_sum, _REAL | _WHOLE | _COMPLEX, adds_up=True),
+        ReduceOp.MIN: Reduction(_min, _REAL | _WHOLE | _TRUTH),
+        ReduceOp.MAX: Reduction(_max, _REAL | _WHOLE | _TRUTH),
+        ReduceOp.PRODUCT: Reduction(_product, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
+        ReduceOp.BAND: Reduction(_and, _WHOLE | _TRUTH),
+        ReduceOp.BOR: Reduction(_or, _WHOLE | _TRUTH),
+        ReduceOp.BXOR: Reduction(_xor, _WHOLE | _TRUTH),
+    }
+)
 
 
 def reduction_for(
@@ -157,8 +155,8 @@ def reduction_for(
             op=collective,
         )
     if dtype in _SIGNED:
-        assert reduction.unsigned is not None
-        return reduction._replace(combine=reduction.unsigned)
+        wrap = _in_order if op in (ReduceOp.MIN, ReduceOp.MAX) else _as_signed
+        return reduction._replace(combine=wrap(reduction.combine))
     return reduction
 
 
