@@ -120,7 +120,7 @@ class AllReduceAggregator(GradientAggregator):
 class CompressedAggregator(GradientAggregator):
     """The mean over the ranks of a backend, of which messages are compressed.
 
-    compressor   `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; copied to `.compressor`
+    compressor   `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; `.compressor` is a copy of it
 
     All gradients of a dtype are compressed together (top-k takes the largest of all of them);
     matrices keep their shapes. A gradient is known to the compressor by its number in the list:

@@ -50,7 +50,8 @@ class Pipeline(Wrapper):
               are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
     config    how the layers are cut, and the schedule
-    stages    which layers are which stage, by default equally many each. Stage s is on rank s % p
+    stages    which layers are which stage, by default equally many each (see `balance_stages`).
+              Stage s is on rank s % p
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
         optimizer = torch.optim.AdamW(pipeline.parameters())

@@ -125,7 +125,7 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStag
     A pipeline is as fast as its slowest stage. No stage is empty. Of several such splits this gives
     the one whose stages differ least (the sum of squares), and of those the one with the larger
     first: equal costs are split as by `split_into_stages`. Exact for floats, too; about n * n
-    operations for n layers. Raises ValueError as that does, and for a negative or infinite cost.
+    operations for n layers. Raises ValueError as that, and for a cost below 0 or not finite.
     """
     _check_number(len(costs), num_stages)
     for layer, cost in enumerate(costs):
@@ -339,7 +339,8 @@ def measure_layer_costs(
     """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
 
     inputs    of the first layer: a micro-batch, say
-    repeats   how often each is measured, besides a first time; the median counts
+    repeats   how often each is measured, besides a first time that does not count; of these the
+              median is taken
 
     Layers are copied, one at a time: none of their gradients, buffers or random states changes.
     Ranks measure differently, and have to cut alike: `broadcast_object` what one has measured.
