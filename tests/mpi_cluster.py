@@ -39,6 +39,8 @@ class Mpi(Cluster):
         }
     )
 
+    kind: type[MpiBackend] = MpiBackend
+
     def __init__(self) -> None:
         from mpi4py import MPI
 
@@ -74,7 +76,7 @@ class Mpi(Cluster):
         result: T | None = None
         failure: BaseException | None = None
         try:
-            backend = MpiBackend(part, timeout=timeout)
+            backend = self.kind(part, timeout=timeout)
             result = fn(backend)
         except BaseException as error:
             note(error, f"raised on rank {part.rank} of {part.size} ({self.name})")

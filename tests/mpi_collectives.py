@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from forms import sizes
 from torch import Tensor
 
 import phalanx
-from phalanx import Backend, ReduceOp
+from phalanx import Backend, MpiBackend, ReduceOp
 from phalanx.core.steps import NativeCall
-from phalanx.native.mpi import steps
-from phalanx.native.mpi.steps import folds
+from phalanx.native.mpi import MpiLibrary
+from phalanx.native.mpi_collectives import folds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool]
@@ -36,8 +37,10 @@ def contributions(dtype: torch.dtype, size: int, length: int) -> list[Tensor]:
 def test_a_large_reduction_is_the_same_however_it_is_cut_into_pieces(
     cluster: Cluster, op: ReduceOp, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "STAGE", stage)
-    monkeypatch.setattr(steps, "LEAST_CHUNK", 1)
+    class InPieces(MpiBackend):
+        _make_library = staticmethod(partial(MpiLibrary, stage=stage, least_chunk=1))
+
+    monkeypatch.setattr(cluster, "kind", InPieces)
 
     def reduce(backend: Backend) -> None:
         rank, size = backend.rank, backend.world_size

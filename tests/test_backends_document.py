@@ -8,7 +8,7 @@ from clusters import CLUSTERS
 
 import phalanx
 from phalanx.launch.init import BACKENDS
-from phalanx.native.torch_calls import KINDS
+from phalanx.native.torch_library import KINDS
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
 

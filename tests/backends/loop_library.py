@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from phalanx import Backend
 from phalanx.core.steps import NativeCall
-from phalanx.native.backend import LibraryBackend, open_mesh
-from phalanx.native.base import Abilities, Handle, Library
+from phalanx.native.base import Handle, Library, LibraryBackend, open_mesh
 
 
 @dataclass
@@ -28,7 +27,8 @@ class Loop:
     """What the ranks of one group have in common."""
 
     size: int
-    can: Abilities
+    devices: frozenset[str]
+    on_stream: bool
     lock: Any = field(default_factory=threading.RLock)
     calls: Any = field(default_factory=lambda: defaultdict(dict))  # number -> rank -> handle
     groups: Any = field(default_factory=dict)
@@ -67,7 +67,8 @@ class LoopLibrary(Library):
     name = "Loop"
 
     def __init__(self, loop: Loop, rank: int) -> None:
-        self.loop, self.rank, self.size, self.can = loop, rank, loop.size, loop.can
+        self.loop, self.rank, self.size = loop, rank, loop.size
+        self.devices, self.on_stream = loop.devices, loop.on_stream
         self.started: list[Part] = []
         self.closed = False
 
@@ -92,7 +93,9 @@ class LoopLibrary(Library):
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
         with self.loop.lock:
-            loop = self.loop.groups.setdefault(ident, Loop(len(members), self.can))
+            loop = self.loop.groups.setdefault(
+                ident, Loop(len(members), self.devices, self.on_stream)
+            )
         return LoopLibrary(loop, list(members).index(self.rank))
 
     @override
@@ -110,13 +113,13 @@ class Looped(Threads):
 
     name = "loop"
 
-    def __init__(self, can: Abilities = Abilities()) -> None:  # noqa: B008 - it never changes
-        self.can = can
+    def __init__(self, *devices: str, on_stream: bool = False) -> None:
+        self.devices, self.on_stream = frozenset(devices or ("cpu",)), on_stream
         self.libraries: list[LoopLibrary] = []
 
     @override
     def makers(self, world_size: int, timeout: float) -> list[Callable[[], Backend]]:
-        self.libraries = libraries = Loop(world_size, self.can).libraries()
+        self.libraries = libraries = Loop(world_size, self.devices, self.on_stream).libraries()
         where = open_mesh("127.0.0.1")
 
         def make(rank: int) -> Backend:

@@ -92,7 +92,7 @@ def test_what_threads_have_in_common_is_not_kept_either() -> None:
             backend.common(1 << 48)
         backend.barrier()
         assert isinstance(backend, SimulatedBackend)
-        assert not backend.switch.store.storages
+        assert not backend.switch.stored
         return storage.data_ptr()
 
     assert len(set(Simulated().run(share, 3))) == 1

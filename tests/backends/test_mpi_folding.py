@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.native.mpi.steps import BLOCK, fold, folds
+from phalanx.native.mpi_collectives import BLOCK, fold, folds
 
 OPS = ["sum", "mean", "product", "min", "max", "band", "bor", "bxor"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

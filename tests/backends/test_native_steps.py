@@ -10,7 +10,7 @@ from loop_library import Looped, Part
 
 import phalanx
 from phalanx import Backend, DesyncError, PeerLostError, UnsupportedOperationError
-from phalanx.native.base import TELL_EVERY, Abilities
+from phalanx.native.base import TELL_EVERY
 
 LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB
 
@@ -137,15 +137,13 @@ def test_ranks_that_diverged_in_the_librarys_collectives_are_told_ten_collective
 
 # ------------------------------------------------------------------------------ streams of a device
 
-ON_STREAM = Abilities(devices=frozenset({"meta"}), on_stream=True)
-
 
 def on_device(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
 def test_tensors_of_the_librarys_device_go_to_it_as_they_are() -> None:
-    cluster = Looped(ON_STREAM)
+    cluster = Looped("meta", on_stream=True)
 
     def run(backend: Backend) -> None:
         assert backend.devices == {"cpu", "meta"}
@@ -160,7 +158,7 @@ def test_tensors_of_the_librarys_device_go_to_it_as_they_are() -> None:
 
 def test_a_collective_on_a_stream_is_done_when_it_is_ordered_behind_it() -> None:
     """So it is the caller's thread that waits, since that is whose stream waits."""
-    cluster = Looped(ON_STREAM)
+    cluster = Looped("meta", on_stream=True)
 
     def run(backend: Backend) -> None:
         pending = [phalanx.async_all_reduce(on_device(3), backend) for _ in range(4)]
@@ -187,4 +185,4 @@ def test_what_the_library_cannot_do_on_its_device_is_refused_before_it_begins() 
             backend.send(on_device(3), 1 - backend.rank)
         assert phalanx.all_reduce(torch.ones(1), backend).item() == 2
 
-    Looped(ON_STREAM).run(run, 2)
+    Looped("meta", on_stream=True).run(run, 2)

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.transport.shm import segments as arena_module
-from phalanx.transport.shm.segments import LINE, PAGE, SMALLEST, Arena, Block, Segment
+from phalanx.transport.shm.segments import KEPT, LINE, PAGE, SMALLEST, Arena, Block, Segment
 
 FIRST = 1 << 20
 USED = 8 * PAGE
@@ -32,8 +31,12 @@ def an_arena() -> Iterator[Maker]:
     """Makes arenas, which are closed at the end."""
     with ExitStack() as stack:
 
-        def make(publish: Callable[[int, Segment], None] = lambda number, segment: None) -> Arena:
-            arena = Arena(Segment.create(FIRST), USED, publish)
+        def make(
+            publish: Callable[[int, Segment], None] = lambda number, segment: None,
+            *,
+            kept: int = KEPT,
+        ) -> Arena:
+            arena = Arena(Segment.create(FIRST), USED, publish, kept=kept)
             stack.callback(arena.close)
             return arena
 
@@ -146,11 +149,8 @@ def test_what_is_not_wholly_in_the_arena_is_not_found(an_arena: Maker) -> None:
     assert an_arena().find(tensor.data_ptr(), 10) is None
 
 
-def test_free_memory_beyond_what_is_kept_goes_back_to_the_system(
-    an_arena: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arena_module, "KEPT", 4 * MIB)
-    arena = an_arena()
+def test_free_memory_beyond_what_is_kept_goes_back_to_the_system(an_arena: Maker) -> None:
+    arena = an_arena(kept=4 * MIB)
     tensors = [arena.empty((2 * MIB,), torch.uint8).fill_(1) for _ in range(10)]
     segment = arena.segments[1]
     assert resident(segment) >= 20 * MIB

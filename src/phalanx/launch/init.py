@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch.environment import ELSEWHERE, World, address_toward, read_environment
 from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, connect_store
-from phalanx.native.mpi.library import duplicate, wait_until
-from phalanx.native.mpi.steps import import_mpi
+from phalanx.native.mpi import duplicate, import_mpi, wait_until
 from phalanx.transport.tcp.admission import listen_at
 from phalanx.wire.control import Endpoint
 
@@ -221,7 +220,7 @@ def _mesh(name: str, world: World, timeout: float) -> Backend:
 
 
 def _mpi(world: World, timeout: float) -> Backend:
-    from phalanx.native.mpi.backend import MpiBackend  # noqa: PLC0415
+    from phalanx.native.mpi import MpiBackend  # noqa: PLC0415
 
     backend = MpiBackend(timeout=timeout)
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):

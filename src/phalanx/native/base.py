@@ -1,12 +1,12 @@
-"""Another library's collectives as native steps: torch's process groups, MPI.
+"""Backends over another library (torch, MPI): a mesh, and the library's own collectives.
 
-    Library      one rank's view of one group of the library: starts collectives
-    Handle       a collective under way in the library
-    NativeStep   a collective of the library as the only step of a program
-    Natives      the library's group for each group of ranks
+    LibraryBackend   a rank: a `MeshBackend` that its ranks form by way of the library
+    Library          one rank's view of one group of the library: starts collectives
+    Handle           a collective under way in the library
+    NativeStep       a collective of the library as the only step of a program
+    NativeGroup      the library's group for a group of ranks; `Natives` has all of them
 
-For messages, barriers, agreement, blame, sub-groups and deadlines the ranks have a TCP mesh of
-their own (backend.py).
+For messages, barriers, agreement, blame, sub-groups and deadlines the ranks have the mesh.
 
 A collective that a library does whole cannot be compared before it runs. So a rank that waits asks
 the others whether they are in the same collective (core/checker.py), and at every tenth collective
@@ -15,18 +15,29 @@ each rank tells the next one the rolling hash of all collectives of the group.
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.call import WORLD_ID
 from phalanx.core.failure import Failure
 from phalanx.core.posted import GroupBase
 from phalanx.core.steps import Native, NativeCall, Step
-from phalanx.errors import DistributedError, PeerLostError
+from phalanx.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerLostError,
+)
+from phalanx.transport.backends import MeshBackend
+from phalanx.transport.tcp.admission import listen_at
+from phalanx.wire.control import Endpoint, parse_address
 
 if TYPE_CHECKING:
     from phalanx.core.call import Call
@@ -37,20 +48,6 @@ SOON = 0.003  # seconds for which the caller waits for a collective before it be
 SAY_WHO_WITHIN = 0.5  # seconds within which the mesh may name the culprit of a failed collective
 FINISH_WITHIN = 1.0  # seconds within which a collective ends here after a member has left
 TELL_EVERY = 10  # collectives between two in which a rank tells its rolling hash
-
-
-class Abilities(NamedTuple):
-    """What a library can do that not every library can. The same on every rank.
-
-    devices    kinds of device on which its collectives take tensors: `cpu`, `cuda`
-    subgroups  whether some of its ranks can form a group of their own
-    on_stream  whether its groups have to be formed by the thread that uses them, whose current
-               device and stream they take
-    """
-
-    devices: frozenset[str] = frozenset({"cpu"})
-    subgroups: bool = True
-    on_stream: bool = False
 
 
 class Handle(ABC):
@@ -82,10 +79,14 @@ class Handle(ABC):
 class Library(ABC):
     """One rank's view of one group of the library. Methods do not block unless they say so.
 
-    name         of the library, for messages
-    rank, size   this rank in the group, and how many there are
-    can          its abilities
+    name           of the library, for messages
+    rank, size     this rank in the group, and how many there are
+    devices        kinds of device on which its collectives take tensors: `cpu`, `cuda`
+    has_subgroups  whether some of its ranks can form a group of their own
+    on_stream      whether its groups have to be formed by the thread that uses them, whose current
+                   device and stream they take
 
+    What a library can do is the same on every rank.
     Methods are called by one thread at a time, except `subgroup`, which runs in a thread of its own
     beside the others.
     """
@@ -93,7 +94,9 @@ class Library(ABC):
     name: str
     rank: int
     size: int
-    can: Abilities
+    devices: frozenset[str] = frozenset({"cpu"})
+    has_subgroups = True
+    on_stream = False
 
     @abstractmethod
     def has(self, call: NativeCall) -> bool:
@@ -137,45 +140,33 @@ class Natives:
     The group of the whole job exists from the start. That of a sub-group is formed at its first
     collective, in a thread of its own: it needs all members, which may be busy with other groups
     first, and the mesh never waits for it.
+
+    groups      by the ident of the group of ranks
+    libraries   the library's groups that are to be closed in the end, that of the whole job first
+    unfinished  calls whose memory the library may still write
     """
 
     def __init__(self, engine: Engine, world: Library) -> None:
         self.engine = engine
         self.world = world
-        self._groups: dict[int, NativeGroup] = {}
-        self._broken: list[Library] = []
-        self.unfinished: list[NativeCall] = []  # whose memory the library may still write
+        self.groups: dict[int, NativeGroup] = {}
+        self.libraries = [world]
+        self.unfinished: list[NativeCall] = []
 
     def of(self, group: GroupBase) -> Native | None:
         """The native collectives of a group; None if it has none."""
-        if group.size == 1 or (group.id != WORLD_ID and not self.world.can.subgroups):
+        if group.size == 1 or (group.id != WORLD_ID and not self.world.has_subgroups):
             return None
-        native = self._groups.get(group.id)
-        if native is None:
-            library = self.world if group.id == WORLD_ID else None
-            native = self._groups[group.id] = NativeGroup(self, group, library)
-        return native
-
-    def broke(self, library: Library) -> None:
-        """A collective was given up: the library's group cannot be used further."""
-        self._broken.append(library)
-        library.abort()
-
-    def forget(self, group: GroupBase) -> None:
-        """A sub-group was closed."""
-        native = self._groups.pop(group.id, None) if group.id != WORLD_ID else None
-        if native is not None and native.library is not None:
-            native.library.close()
+        if group.id not in self.groups:
+            self.groups[group.id] = NativeGroup(self, group)
+        return self.groups[group.id]
 
     def close(self) -> None:
         """Close all groups."""
-        libraries = [native.library for native in self._groups.values()]
-        self._groups.clear()
-        for library in [*libraries, *self._broken]:
-            if library is not None:
-                library.close()
-        self.world.close()
-        self._broken.clear()
+        for library in reversed(self.libraries):
+            library.close()
+        self.libraries.clear()
+        self.groups.clear()
         self.unfinished.clear()
 
 
@@ -185,10 +176,10 @@ class NativeGroup(Native):
     library   the library's group; None before it is formed, and once it is broken
     """
 
-    def __init__(self, natives: Natives, group: GroupBase, library: Library | None) -> None:
+    def __init__(self, natives: Natives, group: GroupBase) -> None:
         self.natives = natives
         self.group = group
-        self.library = library
+        self.library = natives.world if group.id == WORLD_ID else None
         self._waiting: list[NativeStep] = []  # for the library's group to be formed
         self._forming = False
 
@@ -201,8 +192,10 @@ class NativeGroup(Native):
 
     def start(self, step: NativeStep, timeout: float) -> None:
         """Start a collective, or have it started when the library's group is formed."""
-        if self.library is None and self.natives.world.can.on_stream:
-            self.library = self._form(timeout)
+        world, group = self.natives.world, self.group
+        if self.library is None and world.on_stream:
+            self.library = world.subgroup(group.ranks, group.id, timeout)
+            self.natives.libraries.append(self.library)
         if self.library is not None:
             step.handle = self.library.collective(step.native)
             return
@@ -210,18 +203,13 @@ class NativeGroup(Native):
         if not self._forming:
             self._forming = True
             name = f"phalanx rank {self.natives.engine.rank} forms a group"
-            threading.Thread(
-                target=self._form_beside, args=(timeout,), name=name, daemon=True
-            ).start()
+            threading.Thread(target=self._form, args=(timeout,), name=name, daemon=True).start()
 
-    def _form(self, timeout: float) -> Library:
-        return self.natives.world.subgroup(self.group.ranks, self.group.id, timeout)
-
-    def _form_beside(self, timeout: float) -> None:
+    def _form(self, timeout: float) -> None:
         library = problem = None
         world, group, engine = self.natives.world, self.group, self.natives.engine
         try:
-            library = self._form(timeout)
+            library = world.subgroup(group.ranks, group.id, timeout)
         except Exception as error:  # whatever the library raises
             problem = error
         with engine.lock:
@@ -230,23 +218,30 @@ class NativeGroup(Native):
             if problem is not None:
                 reason = f"{world.name} could not form{group.suffix}: {first_line(problem)}"
                 group.fail(Failure(world.kind_of(problem), NOBODY, engine.rank, reason))
-            elif library is not None and (group.closed or group.failure is not None):
-                self.natives.broke(library)
             elif library is not None:
-                self.library = library
-                for step in waiting:
-                    step.start()
+                self.natives.libraries.append(library)
+                if group.closed or group.failure is not None:
+                    library.abort()
+                else:
+                    self.library = library
+                    for step in waiting:
+                        step.start()
             engine.run_ready()
 
     def break_off(self) -> None:
-        """A collective of this group was given up."""
+        """A collective was given up: the library's group cannot be used further."""
         library, self.library = self.library, None
         if library is not None:
-            self.natives.broke(library)
+            library.abort()
 
     @override
     def close(self) -> None:
-        self.natives.forget(self.group)
+        if self.group.id == WORLD_ID:
+            return
+        known, library = self.natives.groups.pop(self.group.id, None), self.library
+        if known is not None and library is not None:
+            self.natives.libraries.remove(library)
+            library.close()
 
 
 class NativeStep(Step):
@@ -255,19 +250,6 @@ class NativeStep(Step):
     handle   None while the library's group is being formed
     """
 
-    __slots__ = (
-        "_begun",
-        "_busy",
-        "_call",
-        "_deadline",
-        "_group",
-        "_left",
-        "_over",
-        "_problem",
-        "handle",
-        "native",
-    )
-
     wakes: ClassVar[bool] = False
     blocks: ClassVar[bool] = True
 
@@ -275,6 +257,7 @@ class NativeStep(Step):
         self._group = group
         self.native = native
         self.handle: Handle | None = None
+        self._call: Call  # once it has begun
         self._begun = False
         self._busy = False  # a thread waits for the handle
         self._over = False
@@ -300,23 +283,23 @@ class NativeStep(Step):
 
     @override
     def ready(self, *, spin: bool = False) -> bool:
-        if self.handle is None or self._busy or self._over or self._problem is not None:
+        handle = self.handle
+        if handle is not None and not self._busy and not self._over and self._problem is None:
+            try:
+                # On a device it is done when its result is ordered on the caller's stream.
+                if handle.on_stream:
+                    self._over = handle.wait(0.0)
+                elif spin:
+                    now = self._group.natives.engine.now
+                    began = now()
+                    self._over = handle.wait(min(SOON, self._call.timeout))
+                    self._group.group.was_blocked(now() - began)
+                else:
+                    self._over = handle.done()
+            except Exception as error:  # whatever the library raises
+                self._failed(error)
+        if not self._over and (self._problem is not None or self._left is not None):
             self._check_deadline()
-            return self._over
-        try:
-            # On a device it is done when its result is ordered on the caller's stream.
-            if self.handle.on_stream:
-                self._over = self.handle.wait(0.0)
-            elif spin:
-                now = self._group.natives.engine.now
-                began = now()
-                self._over = self.handle.wait(min(SOON, self._call.timeout))
-                self._group.group.was_blocked(now() - began)
-            else:
-                self._over = self.handle.done()
-        except Exception as error:  # whatever the library raises
-            self._failed(error)
-        self._check_deadline()
         return self._over
 
     @override
@@ -324,13 +307,13 @@ class NativeStep(Step):
         handle, lock = self.handle, self._group.natives.engine.lock
         if handle is None or self._busy or self._over or self._problem is not None:
             return False
-        problem = None
+        over, problem = False, None
         self._busy = True
         lock.release()
         try:
             over = handle.wait(seconds)
         except Exception as error:  # whatever the library raises
-            over, problem = False, error
+            problem = error
         finally:
             lock.acquire()
             self._busy = False
@@ -347,28 +330,23 @@ class NativeStep(Step):
 
     def _check_deadline(self) -> None:
         """Fail if the mesh has named no culprit in time, or if a member left before the end."""
-        engine, group = self._group.natives.engine, self._group.group
-        if self._over or (self._problem is None and self._left is None):
-            return
-        if engine.now() < self._deadline and self._left is None:
-            return
-        if self._problem is not None:
-            world = self._group.natives.world
-            reason = f"{world.name} says: {first_line(self._problem)}"
-            kind = world.kind_of(self._problem)
-            culprit = NOBODY if self._left is None else self._left
-            if self._left is not None:
-                kind, reason = PeerLostError, f"rank {group.name_of_global(self._left)} left"
-            call = self._call
-            group.fail(Failure(kind, culprit, engine.rank, reason, call.describe(), call.sequence))
-        elif engine.now() >= self._deadline and self._left is not None:
+        natives, group, call, left = self._group.natives, self._group.group, self._call, self._left
+        is_late = natives.engine.now() >= self._deadline
+        if self._problem is not None and (is_late or left is not None):
+            culprit, kind = NOBODY, natives.world.kind_of(self._problem)
+            reason = f"{natives.world.name} says: {first_line(self._problem)}"
+            if left is not None:
+                culprit, kind = left, PeerLostError
+                reason = f"rank {group.name_of_global(left)} left"
+            here, what = natives.engine.rank, call.describe()
+            group.fail(Failure(kind, culprit, here, reason, what, call.sequence))
+        elif is_late and left is not None:
             raise PeerLostError(
-                f"rank {group.rank}: {self._call.describe()}: rank "
-                f"{group.name_of_global(self._left)} left",
+                f"rank {group.rank}: {call.describe()}: rank {group.name_of_global(left)} left",
                 rank=group.rank,
-                peer=group.to_local.get(self._left),
-                op=self._call.name,
-                sequence=self._call.sequence,
+                peer=group.to_local.get(left),
+                op=call.name,
+                sequence=call.sequence,
             )
 
     @override
@@ -395,3 +373,116 @@ class NativeStep(Step):
 def first_line(error: Exception) -> str:
     """A library's error as a part of a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def divide_(total: Tensor, count: int) -> None:
+    """Make a sum a mean, in place; of integers, cut off towards zero."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(count)
+    else:
+        total.div_(count, rounding_mode="trunc")
+
+
+# ------------------------------------------------------------------------------
+# Backends: a mesh that the ranks form by way of the library.
+
+_ELSEWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737): it is reached by the default route
+WHERE_BYTES = 512  # of what rank 0 tells the others, padded with zeros
+
+
+class Where(NamedTuple):
+    """What rank 0 tells the others: where it listens, and the mesh's token.
+
+    listener   rank 0's socket
+    """
+
+    address: str
+    token: str
+    listener: socket.socket | None = None
+
+    def encode(self) -> bytes:
+        """As bytes, of one length."""
+        return f"{self.address} {self.token}".encode().ljust(WHERE_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Where:
+        """What rank 0 has sent."""
+        address, token = data.rstrip(b"\0").decode().split(" ")
+        return cls(address, token)
+
+
+def open_mesh(host: str | None) -> Where:
+    """On rank 0: listen for the other ranks; at `host`, or at the address of the default route."""
+    if host is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ELSEWHERE)  # nothing is sent
+            host = str(probe.getsockname()[0])
+    listener = listen_at(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+    address = str(Endpoint(host, listener.getsockname()[1]))
+    return Where(address, secrets.token_hex(16), listener)
+
+
+class LibraryBackend(MeshBackend):
+    """A mesh for everything but the library's own collectives.
+
+    where   what rank 0 has told all
+    join    gives the library's group of all ranks, once the ranks are connected: called with the
+            number of the host that each is on
+    all_came  whether the library has brought all ranks together: then those that do not come to
+            the mesh cannot connect
+    """
+
+    sharing = "hosts"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        where: Where,
+        join: Callable[[tuple[int, ...]], Library],
+        *,
+        name: str,
+        timeout: float,
+        all_came: bool = False,
+        job: str = "",
+        generation: int = 0,
+    ) -> None:
+        try:
+            super().__init__(
+                rank,
+                world_size,
+                where.address,
+                token=where.token,
+                timeout=timeout,
+                job=job,
+                generation=generation,
+                listener=where.listener,
+                fall_back=True,
+            )
+        except CollectiveTimeoutError as error:
+            if not all_came:
+                raise
+            rank0 = parse_address(where.address)
+            raise BackendUnavailableError(
+                f"rank {rank} on {socket.gethostname()}: {name} brings the ranks together, but "
+                f"they cannot connect over TCP, which messages need, to rank 0 at {rank0} within "
+                f"{timeout:g} s ({error.message}): may these hosts connect to each other?",
+                rank=rank,
+                peer=error.peer,
+            ) from error
+        try:
+            self._library = join(self.topology)
+        except BaseException:
+            super().abort()
+            raise
+        self._natives = Natives(self.engine, self._library)
+        self.engine.native = self._natives.of
+        self.native = None if self.engine.strict else self._natives.of(self.group)
+        self.devices = self._library.devices | self.devices
+
+    @override
+    def _leave(self, *, farewell: float) -> None:
+        closed = self.engine.closed
+        super()._leave(farewell=farewell)
+        if not closed:
+            self._natives.close()

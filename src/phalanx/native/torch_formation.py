@@ -14,55 +14,86 @@ import torch
 import torch.distributed
 from xxhash import xxh3_64_intdigest
 
-from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError, MisuseError
-from phalanx.native.backend import WHERE_BYTES, Where, open_mesh
-from phalanx.native.base import Library
-from phalanx.native.torch_calls import FOREVER, KINDS, ProcessGroupLibrary, kinds_of
+from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
+from phalanx.native.base import WHERE_BYTES, Where, open_mesh
 from phalanx.transport.tcp.admission import listen_as_master
 from phalanx.transport.tcp.heartbeat import host_id
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.control import parse_address
 
 dist: Any = torch.distributed  # of which builds of torch have more or less
-ProcessGroup = Any
+ProcessGroup = Any  # torch.distributed.ProcessGroup, or one of its backends
 Store = Any
+FOREVER = timedelta(days=3650)
+
+
+class GroupFormer:
+    """Makes groups of some of the ranks, of one kind.
+
+    kind   torch's name for it
+    rank   this one, in the store
+    stop   set: the threads that wait for other ranks to form a group end
+    """
+
+    def __init__(
+        self, kind: str, rank: int, store: Store, prefix: str, topology: tuple[int, ...]
+    ) -> None:
+        self.stop = threading.Event()
+        self.kind = kind
+        self.rank = rank
+        self._store = store
+        self._prefix = prefix
+        self._on_one_host = len(set(topology)) == 1
+
+    def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
+        """The group of these ranks; `ident` says which. Blocks until all of them form it."""
+        rank, size = list(members).index(self.rank), len(members)
+        prefix, seconds = f"{self._prefix}/{ident:x}", _seconds(timeout)
+        if self.kind == "gloo":
+            gloo = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = seconds
+            options._devices = [
+                gloo.create_device(hostname="127.0.0.1")
+                if self._on_one_host
+                else gloo.create_default_device()  # at the address of the host's name
+            ]
+            store = PatientStore(self._store, prefix, timeout, self.stop)
+            group = gloo(store, rank, size, options)
+            group.set_timeout(FOREVER)  # the engine sees to deadlines
+            return group
+        # Threads of these libraries' own use the store later on: a connection of its own.
+        own = dist.PrefixStore(prefix, self._store.clone())
+        own.set_timeout(seconds)
+        if self.kind == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = FOREVER
+            return dist.ProcessGroupNCCL(own, rank, size, options)
+        return dist.ProcessGroupUCC(own, rank, size, seconds)
 
 
 def store_at(
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    timeout: float,
-    listener: socket.socket | None = None,
+    rank: int, world_size: int, master_addr: str, timeout: float, listener: socket.socket | None
 ) -> Store:
-    """The store through which the ranks find each other; rank 0 holds it at `master_addr`."""
+    """The store through which the ranks find each other; rank 0 holds it at `master_addr`.
+
+    On rank 0 it takes over the listening socket.
+    """
+    if listener is not None and (rank != 0 or world_size == 1):
+        listener.close()
     if world_size == 1:
-        if listener is not None:
-            listener.close()
         return dist.HashStore()
     endpoint = parse_address(master_addr)
     if rank == 0:
-        return hold(listener or listen_as_master(endpoint), endpoint, timeout)
-    if listener is not None:
-        listener.close()
-    return connect(endpoint, rank, timeout)
-
-
-def hold(listener: socket.socket, endpoint: Endpoint, timeout: float) -> Store:
-    """A store in this process, which takes over a listening socket."""
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        endpoint.host,
-        port,
-        is_master=True,
-        timeout=_seconds(timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def connect(endpoint: Endpoint, rank: int, timeout: float) -> Store:
-    """A connection to the store that rank 0 holds, or will hold soon."""
+        listener = listener or listen_as_master(endpoint)
+        return dist.TCPStore(
+            endpoint.host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=_seconds(timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
     try:
         return dist.TCPStore(
             endpoint.host,
@@ -91,72 +122,6 @@ def where_of(store: Store, rank: int, host: str | None, timeout: float) -> Where
         raise nobody_came(rank, timeout, error) from error
 
 
-def form(kind: str, rank: int, world_size: int, former: StoreFormer, timeout: float) -> Library:
-    """A group of all ranks, of one of torch's kinds. Blocks until all ranks have come."""
-    kinds = {device: row for (name, device), row in KINDS.items() if name == kind}
-    try:
-        group = former.form(range(world_size), 0, timeout)
-    except RuntimeError as error:
-        raise nobody_came(rank, timeout, error) from error
-    return ProcessGroupLibrary(group, kinds, owned=True, former=former)
-
-
-def interface_for(topology: tuple[int, ...]) -> str | None:
-    """The address at which Gloo listens on this host; None: that of the host's name."""
-    return "127.0.0.1" if len(set(topology)) == 1 else None
-
-
-class StoreFormer:
-    """Makes groups of some of the ranks, of one kind."""
-
-    def __init__(
-        self, kind: str, rank: int, store: Store, prefix: str, hostname: str | None
-    ) -> None:
-        self._kind = kind
-        self._rank = rank
-        self._store = store
-        self._prefix = prefix
-        self._hostname = hostname
-        self._stop = threading.Event()
-
-    def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
-        """The group of these ranks; `ident` says which. Blocks until all of them form it."""
-        place, size = list(members).index(self._rank), len(members)
-        prefix = f"{self._prefix}/{ident:x}"
-        if self._kind == "gloo":
-            store = PatientStore(self._store, prefix, timeout, self._stop)
-            return _gloo(store, place, size, timeout, self._hostname)
-        # Threads of these libraries' own use the store later on: a connection of its own.
-        own = dist.PrefixStore(prefix, self._store.clone())
-        own.set_timeout(_seconds(timeout))
-        if self._kind == "nccl":
-            return _nccl(own, place, size)
-        return dist.ProcessGroupUCC(own, place, size, _seconds(timeout))
-
-    def stop(self) -> None:
-        """Release the threads that wait for other ranks to form a group."""
-        self._stop.set()
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: float, hostname: str | None) -> ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = _seconds(timeout)
-    create = dist.ProcessGroupGloo.create_device
-    device = (
-        create(hostname=hostname) if hostname else dist.ProcessGroupGloo.create_default_device()
-    )
-    options._devices = [device]
-    group = dist.ProcessGroupGloo(store, rank, size, options)
-    group.set_timeout(FOREVER)  # the engine sees to deadlines
-    return group
-
-
-def _nccl(store: Store, rank: int, size: int) -> ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
     """The error if not all ranks come to form a group."""
     return CollectiveTimeoutError(
@@ -173,27 +138,12 @@ def _seconds(seconds: float) -> timedelta:
     return timedelta(seconds=min(max(seconds, 1e-3), FOREVER.total_seconds()))
 
 
-# ------------------------------------------------------------------------------
-# Backends over a process group that exists already.
+def where_over(group: ProcessGroup, device: str, timeout: float) -> Where:
+    """Where the mesh is, told by rank 0 through a given group.
 
-
-def checked_group(group: ProcessGroup) -> ProcessGroup:
-    """A given process group; None: that of `init_process_group`."""
-    if group is None:
-        if not dist.is_initialized():
-            raise MisuseError(
-                "TorchBackend() is over the group of init_process_group(), which was not called; "
-                "call it, give a process group, or use GlooBackend or NcclBackend"
-            )
-        return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise MisuseError("this process is not a member of that process group")
-    return group
-
-
-def where_over(group: ProcessGroup, timeout: float) -> Where:
-    """Where the mesh is, told by rank 0 through a given group: its store, or its own broadcast."""
-    rank, hosts = group.rank(), None
+    By its store; or, where it does not know one, by its own collectives of tensors on `device`.
+    """
+    rank = group.rank()
     with suppress(AttributeError, RuntimeError):
         store = group.get_group_store()
         visit = store.add(f"phalanx/visits/{rank}", 1)  # one more backend over it
@@ -201,7 +151,6 @@ def where_over(group: ProcessGroup, timeout: float) -> Where:
         patient.set(f"hosts/{rank}", host_id())
         hosts = {bytes(patient.get(f"hosts/{other}")) for other in range(group.size())}
         return where_of(patient, rank, "127.0.0.1" if len(hosts) == 1 else None, timeout)
-    device = next(iter(kinds_of(group)))
     numbers = torch.zeros(group.size(), dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
@@ -214,20 +163,6 @@ def where_over(group: ProcessGroup, timeout: float) -> Where:
     options.rootRank = 0
     group.broadcast([told], options).wait()
     return where or Where.decode(bytes(told.tolist()))
-
-
-def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
-    """A given process group as a library; sub-groups of it are formed through its store."""
-    kinds = kinds_of(group)
-    names = {name for (name, device), kind in KINDS.items() if kinds.get(device) is kind}
-    former = None
-    with suppress(AttributeError, RuntimeError):
-        store = group.get_group_store()
-        if len(names) == 1 and len(kinds) == 1:
-            visit = store.add(f"phalanx/groups/{group.rank()}", 1)
-            prefix = f"phalanx/groups/{visit}"
-            former = StoreFormer(names.pop(), group.rank(), store, prefix, interface_for(topology))
-    return ProcessGroupLibrary(group, kinds, owned=False, former=former)
 
 
 # ------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import torch
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
-from phalanx.errors import BackendUnavailableError, InvalidRankError, InvalidWorldSizeError
-from phalanx.native.backend import LibraryBackend
+from phalanx.errors import BackendUnavailableError, MisuseError
+from phalanx.native.base import LibraryBackend
+from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
 if TYPE_CHECKING:
@@ -40,14 +41,25 @@ class TorchBackend(LibraryBackend):
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         check_timeout(timeout)
         check_available()
-        from phalanx.native import torch_formation  # noqa: PLC0415 - torch may lack what it needs
+        from phalanx.native import torch_formation, torch_library  # noqa: PLC0415 - see check_available
 
-        group = torch_formation.checked_group(process_group)
+        dist: Any = torch.distributed
+        group = process_group
+        if group is None:
+            if not dist.is_initialized():
+                raise MisuseError(
+                    "TorchBackend() is over the group of init_process_group(), which was not "
+                    "called; call it, give a process group, or use GlooBackend or NcclBackend"
+                )
+            group = dist.group.WORLD
+        elif group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise MisuseError("this process is not a member of that process group")
+        device = next(iter(torch_library.kinds_of(group)))
         super().__init__(
             group.rank(),
             group.size(),
-            torch_formation.where_over(group, timeout),
-            lambda topology: torch_formation.library_over(group, topology),
+            torch_formation.where_over(group, device, timeout),
+            lambda topology: torch_library.library_over(group, topology),
             name="the process group",
             timeout=timeout,
             all_came=True,
@@ -71,16 +83,10 @@ class _NamedBackend(LibraryBackend):
         listener: socket.socket | None = None,
     ) -> None:
         try:
-            if world_size < 1:
-                raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-            if not 0 <= rank < world_size:
-                raise InvalidRankError(
-                    f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}",
-                    rank=rank,
-                )
+            check_rank(rank, world_size)
             check_timeout(timeout)
             check_available(self.kind)
-            from phalanx.native import torch_formation  # noqa: PLC0415 - as above
+            from phalanx.native import torch_formation, torch_library  # noqa: PLC0415 - as above
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
@@ -93,9 +99,8 @@ class _NamedBackend(LibraryBackend):
             raise
 
         def join(topology: tuple[int, ...]) -> Library:
-            interface = torch_formation.interface_for(topology)
-            former = torch_formation.StoreFormer(self.kind, rank, store, prefix, interface)
-            return torch_formation.form(self.kind, rank, world_size, former, timeout)
+            former = torch_formation.GroupFormer(self.kind, rank, store, prefix, topology)
+            return torch_library.form_library(former, world_size, timeout)
 
         super().__init__(
             *(rank, world_size, where, join),

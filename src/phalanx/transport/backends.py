@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
 import weakref
+from collections.abc import Mapping
 from functools import partial
+from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend, CloseAtExit
 from phalanx.core.call import WORLD_ID, check_timeout
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
-from phalanx.errors import InvalidRankError, InvalidWorldSizeError
-from phalanx.transport.shm.domain import Sharing, check
+from phalanx.errors import BackendUnavailableError, InvalidRankError, InvalidWorldSizeError
+from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
@@ -21,16 +24,19 @@ from phalanx.transport.tcp.transport import TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
+log = logging.getLogger("phalanx")
+
 FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
 
 
 class MeshBackend(Backend):
     """One rank of a group whose ranks are processes, connected over TCP: what such backends share.
 
-    sharing   which ranks have memory in common
+    sharing   which ranks have memory in common: none; those of each host; all, which have to be on
+              one host
     """
 
-    sharing = Sharing.NOTHING
+    sharing: ClassVar[Literal["none", "hosts", "all"]] = "none"
 
     def __init__(
         self,
@@ -47,12 +53,7 @@ class MeshBackend(Backend):
         host: str = "",
         fall_back: bool = False,
     ) -> None:
-        if world_size < 1:
-            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-        if not 0 <= rank < world_size:
-            raise InvalidRankError(
-                f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
-            )
+        check_rank(rank, world_size)
         check_timeout(timeout)
         endpoint = parse_address(master_addr)
         seconds = check_heartbeat(heartbeat)
@@ -85,27 +86,70 @@ class MeshBackend(Backend):
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = CloseAtExit(self)
-        os.register_at_fork(after_in_child=_CloseInChild(self))
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
-        """Connect to all other ranks, and attach the memory of those of this host."""
+        """Connect to all other ranks, and attach the memory of those of this host.
+
+        Each rank tells the others where its directory is, attaches the directories of its host, and
+        then reports whether it could; nobody goes on before all have reported. So either all have
+        what they need, or all know which rank has not, and why.
+        """
         rank, transport, mesh = self.rank, self._transport, self._transport.mesh
-        sharing = self.sharing.relaxed() if fall_back else self.sharing
-        domain, why_not = sharing.offer(rank, self.world_size)
+        domain, why_not = None, ""
+        if self.sharing != "none":
+            try:
+                domain = HostDomain(rank, self.world_size)
+            except (OSError, AttributeError) as error:  # of a system that has no memfd_create
+                why_not = str(error)
         mesh.domain = domain
-        attach = partial(sharing.attach, domain, why_not, rank) if sharing.shares else None
+
+        def attach(addresses: list[Address]) -> str:
+            if domain is None:
+                return f"it has no memory to share ({why_not}): that needs Linux (memfd, /proc)"
+            return domain.attach(addresses, one_host=self.sharing == "all" and not fall_back)
+
         if rank == 0:
             listener = listener or listen_as_master(endpoint)
         with self.engine.lock:
-            rendezvous = Rendezvous(mesh, endpoint, attach, listener)
+            attached = attach if self.sharing != "none" else None
+            rendezvous = Rendezvous(mesh, endpoint, attached, listener)
             addresses = rendezvous.run(self.timeout, transport.drive)
-            transport.heartbeat.begin(_processes_on_host(rank, addresses))
+            here = addresses[rank].host_id
+            transport.heartbeat.begin(  # of processes of this host that can be looked at
+                {
+                    peer: address.process
+                    for peer, address in enumerate(addresses)
+                    if peer != rank and address.host_id == here and address.process
+                }
+            )
         hosts = [address.host_id for address in addresses]
         self.topology = tuple(hosts.index(host) for host in hosts)
-        if check(rank, rendezvous.problems, fall_back=fall_back) and domain is not None:
+        if self._all_attached(rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)
                 self.share(transport.shared(self.group))
+
+    def _all_attached(self, problems: Mapping[int, str], *, fall_back: bool) -> bool:
+        """Whether every rank has attached what it should have.
+
+        If not, raises `BackendUnavailableError`; or, with `fall_back`, rank 0 logs a warning.
+        """
+        for blamed, problem in sorted(problems.items()):
+            if not problem:
+                continue
+            rank, what = self.rank, f"the ranks do not share memory: rank {blamed} says: {problem}"
+            if fall_back:
+                level = logging.WARNING if rank == 0 else logging.DEBUG
+                log.log(level, "%s; all goes over TCP", what)
+                return False
+            raise BackendUnavailableError(
+                f"rank {rank}: {what}; use backend='hybrid' for several hosts, 'tcp' where "
+                "processes may not see each other",
+                rank=rank,
+                peer=None if blamed == rank else blamed,
+            )
+        return True
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
@@ -135,27 +179,22 @@ class MeshBackend(Backend):
         self._at_exit.cancel()
 
 
-def _processes_on_host(rank: int, addresses: list[Address]) -> dict[int, int]:
-    """The processes of the other ranks of this host, where they can be looked at."""
-    here = addresses[rank].host_id
-    return {
-        peer: address.process
-        for peer, address in enumerate(addresses)
-        if peer != rank and address.host_id == here and address.process
-    }
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise `InvalidWorldSizeError` or `InvalidRankError` unless there can be such a rank."""
+    if world_size < 1:
+        raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
+    if not 0 <= rank < world_size:
+        raise InvalidRankError(
+            f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
+        )
 
 
-class _CloseInChild:
-    """Ends a backend in a child process that was forked, such as a data loader's worker."""
-
-    def __init__(self, backend: MeshBackend) -> None:
-        self._backend = weakref.ref(backend)
-
-    def __call__(self) -> None:
-        backend = self._backend()
-        if backend is not None:
-            backend.group.closed = backend.engine.closed = True
-            backend._transport.mesh.close_in_child()
+def _close_in_child(reference: weakref.ref[MeshBackend]) -> None:
+    """End a backend in a child process that was forked, such as a data loader's worker."""
+    backend = reference()
+    if backend is not None:
+        backend.group.closed = backend.engine.closed = True
+        backend._transport.mesh.close_in_child()
 
 
 # ------------------------------------------------------------------------------
@@ -216,7 +255,7 @@ class SharedMemoryBackend(MeshBackend):
     are not one user's, or this is not Linux.
     """
 
-    sharing = Sharing.ALL
+    sharing = "all"
 
 
 class HybridBackend(MeshBackend):
@@ -229,4 +268,4 @@ class HybridBackend(MeshBackend):
     the machine that decides: two names on one machine are two hosts.
     """
 
-    sharing = Sharing.HOSTS
+    sharing = "hosts"

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import random
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING
 
 from torch import UntypedStorage
 from typing_extensions import override
@@ -34,36 +31,20 @@ from phalanx.core.work import Work
 from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
 from phalanx.wire.control import Ask
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
+class FreeThreads:
+    """Ranks are the caller's threads; the operating system schedules them.
 
-class Scheduler(ABC):
-    """How the ranks of a switch wait for each other."""
+    single_thread   whether only a rank's own thread may wait
+    """
 
-    single_thread = False  # whether only a rank's own thread may wait
-
-    @abstractmethod
-    def wait(self, engine: Engine, until: Wait) -> None:
-        """Return when `until` is over. Lock not held."""
-
-    @abstractmethod
-    def wake(self, rank: int) -> None:
-        """A work of this rank has ended. Lock held."""
-
-    @abstractmethod
-    def pause(self, engine: Engine, work: WorkBase) -> None:
-        """Let other ranks run, and do what is due, without waiting. Lock not held."""
-
-
-class FreeThreads(Scheduler):
-    """Ranks are the caller's threads; the operating system schedules them."""
+    single_thread = False
 
     def __init__(self, lock: threading.RLock, size: int) -> None:
         self._conditions = [threading.Condition(lock) for _ in range(size)]
 
-    @override
     def wait(self, engine: Engine, until: Wait) -> None:
+        """Return when `until` is over. Lock not held."""
         condition = self._conditions[engine.rank]
         with engine.lock:
             while not until.over:
@@ -73,12 +54,12 @@ class FreeThreads(Scheduler):
                 else:
                     condition.wait(min(left, LONGEST_WAIT))
 
-    @override
     def wake(self, rank: int) -> None:
+        """A work of this rank has ended. Lock held."""
         self._conditions[rank].notify_all()
 
-    @override
     def pause(self, engine: Engine, work: WorkBase) -> None:
+        """Let other ranks run, and do what is due, without waiting. Lock not held."""
         with engine.lock:
             if not work.over:
                 work.attend()
@@ -86,13 +67,17 @@ class FreeThreads(Scheduler):
 
 
 class InProcessSwitch:
-    """What the ranks of one simulated group share: lock, queue of ready works, scheduler."""
+    """What the ranks of one simulated group share: lock, queue of ready works, scheduler.
+
+    stored   memory that one rank has allocated and not all others have attached yet, by number
+    """
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
         ready: deque[WorkBase] = deque()
-        self.scheduler: Scheduler = FreeThreads(self.lock, size)
-        self.store = MemoryStore(self.lock)
+        self.scheduler: FreeThreads | CooperativeScheduler = FreeThreads(self.lock, size)
+        self.stored: dict[int, UntypedStorage] = {}
+        self.numbers = count()
         self.engines = [Engine(rank, size, lock=self.lock, ready=ready) for rank in range(size)]
         self.transports = [SimulatedTransport(self, engine) for engine in self.engines]
 
@@ -113,7 +98,7 @@ class SimulatedTransport(Transport):
 
     @override
     def common(self, group: GroupBase) -> Source:
-        return StoredMemory(self.switch.store)
+        return StoredMemory(self.switch)
 
     @override
     def send(self, send: PostedSend) -> None:
@@ -148,21 +133,6 @@ class SimulatedTransport(Transport):
     @override
     def wake(self, work: WorkBase) -> None:
         self.switch.scheduler.wake(self.engine.rank)
-
-    def leave(self, *, lost: bool) -> None:
-        """This rank leaves. Lock held."""
-        if self.left:
-            return
-        rank = self.engine.rank
-        self.left = self.engine.closed = True
-        for engine in self.switch.engines:
-            if engine is self.engine:
-                continue
-            if lost:
-                engine.peer_lost(rank, f"rank {rank} was lost: it aborted")
-            else:
-                engine.peer_left(rank)
-        self.engine.run_ready()
 
 
 class SimulatedBackend(Backend):
@@ -212,46 +182,44 @@ class SimulatedBackend(Backend):
         with engine.lock:
             for group in list(engine.groups.values()):
                 group.close()
-            self.switch.transports[engine.rank].leave(lost=lost)
-
-
-# ------------------------------------------------------------------------------
-# Common memory of ranks that are threads of one process.
-
-
-class MemoryStore:
-    """Memory that one rank has allocated and not all others have attached yet."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self.lock = lock
-        self.numbers: Iterator[int] = count()
-        self.storages: dict[int, UntypedStorage] = {}
+            transport = self.switch.transports[engine.rank]
+            if transport.left:
+                return
+            transport.left = engine.closed = True
+            for other in self.switch.engines:
+                if other is engine:
+                    continue
+                if lost:
+                    other.peer_lost(engine.rank, f"rank {engine.rank} was lost: it aborted")
+                else:
+                    other.peer_left(engine.rank)
+            engine.run_ready()
 
 
 class StoredMemory(Source):
-    """Memory that the other ranks find in the store."""
+    """Common memory of ranks that are threads: the other ranks find it in the switch."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
+    def __init__(self, switch: InProcessSwitch) -> None:
+        self._switch = switch
         self._number = -1
 
     @override
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
         storage = zeros(size)
-        with self._store.lock:
-            self._number = next(self._store.numbers)
-            self._store.storages[self._number] = storage
+        with self._switch.lock:
+            self._number = next(self._switch.numbers)
+            self._switch.stored[self._number] = storage
         return storage, (self._number, 0, 0)
 
     @override
     def attach(self, place: Place, size: int) -> UntypedStorage:
-        with self._store.lock:
-            return self._store.storages[place[0]]
+        with self._switch.lock:
+            return self._switch.stored[place[0]]
 
     @override
     def close(self) -> None:
-        with self._store.lock:
-            self._store.storages.pop(self._number, None)
+        with self._switch.lock:
+            self._switch.stored.pop(self._number, None)
 
 
 # ------------------------------------------------------------------------------
@@ -267,7 +235,7 @@ class StoredMemory(Source):
 IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count as a deadlock
 
 
-class CooperativeScheduler(Scheduler):
+class CooperativeScheduler:
     """Schedules the ranks of a switch. Each rank's thread calls `enter` first and `leave` last."""
 
     single_thread = True
@@ -299,29 +267,33 @@ class CooperativeScheduler(Scheduler):
         self._finished.add(rank)
         self._pass_on()
 
-    @override
     def wait(self, engine: Engine, until: Wait) -> None:
-        if until.over:
-            return
-        self._check_thread(engine.rank)
+        """As `FreeThreads.wait`."""
         while not until.over:
+            self._check_thread(engine.rank)
             self._waiting[engine.rank] = until
             self._pass_on()
             self._take(engine.rank)
 
-    @override
     def pause(self, engine: Engine, work: WorkBase) -> None:
-        self._check_thread(engine.rank)
+        """As `FreeThreads.pause`. Raises `DeadlockError` for a rank that polls in vain."""
+        rank = engine.rank
+        self._check_thread(rank)
         self._idle_looks += 1
         if self._idle_looks > IDLE_LOOKS:
             self._idle_looks = 0
-            raise self._polls_in_vain(engine.rank)
+            raise DeadlockError(
+                f"rank {rank}: deadlock: it has asked {IDLE_LOOKS} times whether an operation is "
+                "done, and nothing has happened on any rank meanwhile: "
+                f"{self._picture() or 'no other rank waits'}",
+                rank=rank,
+            )
         self._ready.append(engine.rank)
         self._pass_on()
         self._take(engine.rank)
 
-    @override
     def wake(self, rank: int) -> None:
+        """As `FreeThreads.wake`."""
         self._idle_looks = 0
         until = self._waiting.get(rank)
         if until is not None and until.over:
@@ -381,7 +353,7 @@ class CooperativeScheduler(Scheduler):
             self._switch.engines[0].run_ready()
         if self._ready:
             return
-        picture = "; ".join(self._waits(sorted(self._waiting)))
+        picture = self._picture()
         with self._switch.lock:
             for rank, wait in list(self._waiting.items()):
                 if wait.over:
@@ -402,19 +374,14 @@ class CooperativeScheduler(Scheduler):
                 self.wake(rank)
             self._switch.engines[0].run_ready()
 
-    def _polls_in_vain(self, rank: int) -> DeadlockError:
-        others = "; ".join(self._waits(sorted(self._waiting))) or "no other rank waits"
-        return DeadlockError(
-            f"rank {rank}: deadlock: it has asked {IDLE_LOOKS} times whether an operation is done, "
-            f"and nothing has happened on any rank meanwhile: {others}",
-            rank=rank,
-        )
-
-    def _waits(self, ranks: Iterable[int]) -> Iterable[str]:
-        for rank in ranks:
-            wait = self._waiting[rank]
+    def _picture(self) -> str:
+        """Which ranks wait for whom, in what."""
+        parts = []
+        for rank, wait in sorted(self._waiting.items()):
             whom = ", ".join(
                 f"{peer} (which has returned)" if peer in self._finished else str(peer)
                 for peer in wait.waits_for()
             )
-            yield f"rank {rank} waits for {whom} in {wait.group.head_of_queue(wait).describe()}"
+            what = wait.group.head_of_queue(wait).describe()
+            parts.append(f"rank {rank} waits for {whom} in {what}")
+        return "; ".join(parts)

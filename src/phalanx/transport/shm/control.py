@@ -28,7 +28,7 @@ from typing_extensions import override
 from phalanx.core.call import Call, Members
 from phalanx.core.steps import Step
 from phalanx.transport.shm.domain import HostDomain, LocalPeer
-from phalanx.transport.shm.segments import Block, Segment
+from phalanx.transport.shm.segments import WEAK_ORDER, Block, Segment
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
@@ -40,9 +40,11 @@ class ControlBlock:
 
     ranks    those members, as ranks of the whole job; a member's place here is its number in it
     place    this rank's
+    mine     this rank's own peer slot; `words` are its words
     slots    what each of them shows, this rank included; None: it has not made the group yet
     turn     0 or 1: which entry and small slot this collective uses
     phase    0 or 1: which half of the staging memory is next
+    find     segment and offset of some memory of this rank, if others can see it
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -57,15 +59,16 @@ class ControlBlock:
         self._stage: Block | None = None
         segment = domain.arena.segments[self._block.segment]
         offset = self._block.offset
-        own = PeerSlot(rank, segment, offset, domain.arena.segments.__getitem__)
-        own.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
-        self.words = own.words
+        self.mine = PeerSlot(rank, segment, offset, domain.arena.segments.__getitem__)
+        self.words = self.mine.words
+        self.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
         self.slots: list[PeerSlot | None] = [None] * self.size
-        self.slots[self.place] = own
-        self._others = [domain.local_peers[peer] for peer in ranks if peer != rank]
+        self.slots[self.place] = self.mine
+        self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: list[memoryview] = []  # the others' words, once all are known
-        self._patience = 0.0 if any(other.is_here for other in self._others) else PATIENCE
-        self._fence = domain.fence
+        self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
+        self.fence = domain.fence
+        self.find = domain.arena.find
         domain.directory.add_control_block(group, self._block.segment, offset)
 
     @classmethod
@@ -75,15 +78,8 @@ class ControlBlock:
         ranks = tuple(rank for rank in group.ranks if rank == here or rank in domain.local_peers)
         if len(ranks) == 1:
             return None
-        domain.clear_away()
+        domain.closed = [give_back for give_back in domain.closed if not give_back()]
         return cls(domain, group.id, ranks, here)
-
-    @property
-    def mine(self) -> PeerSlot:
-        """This rank's own peer slot."""
-        slot = self.slots[self.place]
-        assert slot is not None
-        return slot
 
     def slot(self, place: int) -> PeerSlot:
         """The peer slot of a member that has arrived at an epoch of this group before."""
@@ -96,38 +92,6 @@ class ControlBlock:
     ) -> ShmEpoch:
         """The step in which this rank arrives at the next epoch; see `ShmEpoch`."""
         return ShmEpoch(self, first=first, last=last, shown=shown)
-
-    # Showing --------------------------------------------------------------------------------
-
-    def raise_flag(self) -> int:
-        """Arrive at the next epoch: what was written before is shown. Returns its number."""
-        words = self.words
-        if self._domain.weak_order:
-            self._fence()
-        value: int = words[FLAG] + 1
-        words[FLAG] = value
-        self._fence()  # between writing the flag and reading who is parked: see HostDomain.park
-        for other in self._others:
-            other.wake()
-        return value
-
-    def enter(self, rolling_hash: int, shown: Descriptors | None) -> None:
-        """Begin a collective: show its rolling hash, and where this rank's tensors lie."""
-        self.turn = turn = 1 - self.turn
-        words = self.words
-        entry = ENTRIES + turn * ENTRY
-        words[entry] = rolling_hash
-        if shown is None:
-            words[entry + 1] = 0
-        else:
-            words[entry + 1] = shown.given[0] + 1
-            words[entry + 2] = shown.given[1]
-            words[entry + 3] = shown.result[0] + 1
-            words[entry + 4] = shown.result[1]
-
-    def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Segment and offset of some memory of this rank, if others can see it."""
-        return self._domain.arena.find(address, size)
 
     def make_stage(self) -> None:
         """Allocate this rank's staging memory, once."""
@@ -173,26 +137,24 @@ class ControlBlock:
                         if perf_counter() > until:
                             return False
                         sched_yield()
-        if self._domain.weak_order:
-            self._fence()
+        if WEAK_ORDER:
+            self.fence()
         return True
 
     def _has_come(self, place: int, value: int) -> bool:
         slot = self.slots[place]
         if slot is None:
-            slot = self.slots[place] = peer_slot(
-                self._domain.local_peers[self.ranks[place]], self.group
-            )
+            peer = self._domain.local_peers[self.ranks[place]]
+            slot = self.slots[place] = peer_slot(peer, self.group)
         return slot is not None and slot.words[FLAG] >= value
 
     def _find_others(self) -> bool:
         """Whether all members have made the group."""
-        for place in range(self.size):
-            self._has_come(place, 0)
-        slots = [slot for place, slot in enumerate(self.slots) if place != self.place]
-        if any(slot is None for slot in slots):
+        others = [place for place in range(self.size) if place != self.place]
+        have_made_it = [self._has_come(place, 0) for place in others]
+        if not all(have_made_it):
             return False
-        self._flags = [slot.words for slot in slots if slot is not None]
+        self._flags = [self.slot(place).words for place in others]
         return True
 
     # The end --------------------------------------------------------------------------------
@@ -200,15 +162,15 @@ class ControlBlock:
     def give_up(self) -> None:
         """A collective has failed here: memory that this rank has shown may change from now on."""
         self.words[BROKEN] = max(1, self.words[FLAG])
-        self._fence()
+        self.fence()
 
     def broken(self, value: int) -> list[int]:
         """The members, as global ranks, that have given up at this epoch or before.
 
         What was read before from any other member was not overwritten meanwhile.
         """
-        if self._domain.weak_order:
-            self._fence()
+        if WEAK_ORDER:
+            self.fence()
         return [
             slot.rank
             for place, slot in enumerate(self.slots)
@@ -218,20 +180,14 @@ class ControlBlock:
     def close(self) -> None:
         """This rank leaves the group. The memory stays until the others have left, too."""
         self.words[CLOSED] = 1
-        self._domain.retire(self.give_back)
+        self._domain.closed.append(self._give_back)
 
-    def is_over(self) -> bool:
-        """Whether every member has closed the group, so that nobody reads it any more."""
-        for other in self._others:
+    def _give_back(self) -> bool:
+        """Free its memory, if all have closed the group, so that nobody reads it; whether so."""
+        for other in self.others:
             slot = peer_slot(other, self.group)
             if slot is not None and not slot.words[CLOSED]:
                 return False
-        return True
-
-    def give_back(self) -> bool:
-        """Free its memory, if nobody reads it any more; whether it was freed."""
-        if not self.is_over():
-            return False
         self._domain.directory.remove_control_block(self.group)
         for block in (self._block, self._stage):
             if block is not None:
@@ -357,11 +313,28 @@ class ShmEpoch(Step):
         ranks that diverged before may do the same thing now, and a flag may overtake the message
         that would tell.
         """
-        if not self.value:
-            if self._first:
-                self._rolling_hash = call.rolling_hash
-                self.control.enter(call.rolling_hash, self._shown)
-            self.value = self.control.raise_flag()
+        if self.value:
+            return
+        control, shown = self.control, self._shown
+        words = control.words
+        if self._first:
+            self._rolling_hash = call.rolling_hash
+            control.turn = 1 - control.turn
+            entry = ENTRIES + control.turn * ENTRY
+            words[entry] = call.rolling_hash
+            if shown is None:
+                words[entry + 1] = 0
+            else:
+                words[entry + 1] = shown.given[0] + 1
+                words[entry + 2] = shown.given[1]
+                words[entry + 3] = shown.result[0] + 1
+                words[entry + 4] = shown.result[1]
+        if WEAK_ORDER:
+            control.fence()
+        words[FLAG] = self.value = words[FLAG] + 1
+        control.fence()  # between writing the flag and reading who is parked: see HostDomain.park
+        for other in control.others:
+            other.wake()
 
     @override
     def ready(self, *, spin: bool = False) -> bool:

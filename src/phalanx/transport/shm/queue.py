@@ -21,14 +21,8 @@ from collections.abc import Callable, Iterator
 
 from phalanx.core.posted import PostedSend
 from phalanx.core.steps import NOTHING
-from phalanx.transport.shm.domain import (
-    PIECE,
-    PIECES,
-    RING_HEAD,
-    RING_SIZE,
-    SIZE,
-    HostDomain,
-)
+from phalanx.transport.shm.domain import PIECE, PIECES, RING_HEAD, RING_SIZE, SIZE, HostDomain
+from phalanx.transport.shm.segments import WEAK_ORDER
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
 LARGE = 64 << 10  # bytes of a message from which on it goes through a ring buffer
@@ -52,7 +46,6 @@ class RingBuffer:
         self._taken_there = theirs.words[here // 8 : here // 8 + 1]
         self._sent = self._received = 0
 
-    @property
     def is_full(self) -> bool:
         """Whether the local peer has to read a piece before more can be sent."""
         return self._sent - self._taken_there[0] >= PIECES
@@ -64,13 +57,13 @@ class RingBuffer:
         view, total = send.view, len(send.view)
         channel = Channel(group, Kind.PIECE, number)
         for offset in range(0, total, PIECE):
-            while self.is_full:
+            while self.is_full():
                 yield None
             piece = view[offset : offset + PIECE]
             start = self._sent % PIECES * PIECE
             self._out[start : start + len(piece)] = piece
             self._sent += 1
-            if self._domain.weak_order:
+            if WEAK_ORDER:
                 self._domain.fence()
             what = _PIECE.pack(kind, work.call.fingerprint, total, offset, len(piece))
             header = pack_header(channel, length=len(what), total=len(what))
@@ -102,8 +95,9 @@ class RingBuffer:
 
     def when_free(self, go_on: Callable[[], None]) -> None:
         """It is full: call `go_on` when it is not."""
-        self._domain.stall(self, go_on)
+        self._domain.stalled[self.is_full] = go_on
+        self._domain.begins_to_wait()
 
     def give_up(self) -> None:
         """Nothing more is to be sent."""
-        self._domain.stalled.pop(self, None)
+        self._domain.stalled.pop(self.is_full, None)

@@ -12,6 +12,7 @@ import mmap
 import os
 import platform
 import threading
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from math import prod
@@ -116,11 +117,20 @@ class Arena:
     first     the segment that the local peers have attached from the beginning; what lies there can
               be read after this process has ended. Its first `used` bytes are taken
     publish   called with the number of a new segment and the segment, before it is used
+    kept      bytes of free memory whose pages are kept
     """
 
-    def __init__(self, first: Segment, used: int, publish: Callable[[int, Segment], None]) -> None:
+    def __init__(
+        self,
+        first: Segment,
+        used: int,
+        publish: Callable[[int, Segment], None],
+        *,
+        kept: int = KEPT,
+    ) -> None:
         self.segments: list[Segment] = [first]
         self._publish = publish
+        self._kept = kept
         self._free = [Block(0, used, first.size - used)]  # ordered by segment and offset
         self._free_bytes = 0
         # A tensor may be freed in any thread, in the garbage collector: an append is safe there.
@@ -148,7 +158,15 @@ class Arena:
                 left.insert(0, Block(free.segment, free.offset, start - free.offset))
             self._free[place : place + 1] = left
             return Block(free.segment, start, size)
-        self._grow(size)
+        segment = Segment.create(_up_to(SMALLEST, size))
+        number = len(self.segments)
+        try:
+            self._publish(number, segment)
+        except BaseException:
+            segment.close()
+            raise
+        self.segments.append(segment)
+        self._free.append(Block(number, 0, segment.size))
         return self.take(size, after=after)
 
     def give_back(self, block: Block) -> None:
@@ -178,39 +196,26 @@ class Arena:
         for segment in self.segments:
             segment.close()
 
-    def _grow(self, size: int) -> None:
-        segment = Segment.create(max(SMALLEST, -(-size // SMALLEST) * SMALLEST))
-        number = len(self.segments)
-        try:
-            self._publish(number, segment)
-        except BaseException:
-            segment.close()
-            raise
-        self.segments.append(segment)
-        self._free.append(Block(number, 0, segment.size))
-
     def _collect(self) -> None:
-        """Put freed blocks back into the free list."""
+        """Put freed blocks back into the free list, joined with adjacent ones."""
+        free = self._free
         while self._returned:
             block = self._returned.popleft()
-            if self._free_bytes > KEPT and block.size >= LARGE:
-                _give_pages_back(self.segments[block.segment], block)
-            else:
+            if self._free_bytes <= self._kept or block.size < LARGE:
                 self._free_bytes += block.size
-            self._put_in(block)
-
-    def _put_in(self, block: Block) -> None:
-        free = self._free
-        place = len(free)
-        while place and free[place - 1] > block:
-            place -= 1
-        if place < len(free) and _touch(block, free[place]):
-            block = Block(block.segment, block.offset, block.size + free.pop(place).size)
-        if place and _touch(free[place - 1], block):
-            before = free[place - 1]
-            free[place - 1] = Block(before.segment, before.offset, before.size + block.size)
-        else:
-            free.insert(place, block)
+            else:
+                start = _up_to(PAGE, block.offset)
+                stop = (block.offset + block.size) // PAGE * PAGE
+                if stop > start:
+                    self.segments[block.segment].map.madvise(mmap.MADV_REMOVE, start, stop - start)
+            place = bisect(free, block)
+            if place < len(free) and _touch(block, free[place]):
+                block = block._replace(size=block.size + free.pop(place).size)
+            if place and _touch(free[place - 1], block):
+                before = free[place - 1]
+                free[place - 1] = before._replace(size=before.size + block.size)
+            else:
+                free.insert(place, block)
 
 
 class _Lease:
@@ -235,20 +240,13 @@ def _touch(first: Block, second: Block) -> bool:
     return first.segment == second.segment and first.offset + first.size == second.offset
 
 
-def _give_pages_back(segment: Segment, block: Block) -> None:
-    start = _up_to(PAGE, block.offset)
-    stop = (block.offset + block.size) // PAGE * PAGE
-    if stop > start:
-        segment.map.madvise(mmap.MADV_REMOVE, start, stop - start)
-
-
 # ------------------------------------------------------------------------------
 # A piece: memory that several processes of this host write as well as read.
 #
 # Like a segment it is a file without a name. But nobody keeps the file open: all ranks open it by
 # way of the process that has created it, and then only the mappings remain. So a piece costs no
-# file descriptor; each rank's mapping ends with the last
-# tensor in it there, and the memory is free with the last mapping, however its process ended.
+# file descriptor; each rank's mapping ends with the last tensor in it there, and the memory is free
+# with the last mapping, however its process ended.
 
 
 class Piece(Source):
@@ -299,7 +297,13 @@ def _mapped(fd: int, size: int) -> UntypedStorage:
 # Memory fences: in which order one processor sees what another has written.
 
 
-def make_fence() -> Callable[[], object]:
+# Whether this processor shows stores to others in another order than that in which they were made.
+# x86-64 does not (total store order), nor does it reorder loads: data, then a flag; the flag, then
+# data, needs nothing in between. Only a load may pass an earlier store to another place.
+WEAK_ORDER = platform.machine() not in ("x86_64", "AMD64")
+
+
+def make_fence() -> Callable[[], None]:
     """A full memory fence: what is written before it is seen before what is read after it.
 
     Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
@@ -320,22 +324,4 @@ def make_fence() -> Callable[[], object]:
         with second:
             pass
 
-    return fence if keeps_order() else fence_of_two
-
-
-def keeps_order() -> bool:
-    """Whether this processor shows stores to others in the order in which they were made.
-
-    x86-64 does (total store order), and does not reorder loads either: data, then a flag; the flag,
-    then data, needs nothing in between. Only a load may pass an earlier store to another place.
-    """
-    return platform.machine() in ("x86_64", "AMD64")
-
-
-def make_order() -> Callable[[], object]:
-    """What has to stand between two stores, or two loads, that others must not see reversed."""
-    return _nothing if keeps_order() else make_fence()
-
-
-def _nothing() -> None:
-    pass
+    return fence_of_two if WEAK_ORDER else fence

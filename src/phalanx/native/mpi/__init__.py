@@ -1,1 +1,0 @@
-"""Ranks that MPI has started, connected by its library."""

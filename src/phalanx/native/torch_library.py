@@ -1,0 +1,391 @@
+"""`ProcessGroupLibrary`: a process group of torch's, as a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.core.steps import NativeCall
+from phalanx.errors import UnsupportedOperationError
+from phalanx.native.base import Handle, Library, divide_
+from phalanx.native.torch_formation import GroupFormer, ProcessGroup, dist, nobody_came
+
+Work = Any  # torch.distributed.Work, which builds without distributed support lack
+
+# ------------------------------------------------------------------------------
+# What each kind of process group can do, as data.
+#
+# A collective that is not in the table, or whose result would not be what `ReduceOp` promises, is
+# done with rounds of messages instead.
+
+MOVING = frozenset({"broadcast", "all_gather", "gather", "scatter", "all_to_all"})
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+ALL = MOVING | REDUCING | {"barrier"}
+
+_FLOATS = frozenset({torch.float32, torch.float64})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_NUMBERS = _FLOATS | {torch.float16, torch.bfloat16} | _WHOLE
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """One kind of process group, on one kind of device.
+
+    title        its name, for messages
+    dtypes       for each reduction, the dtypes that it computes as `ReduceOp` promises
+    collectives  those that it has
+    on_stream    whether its collectives run on a device's stream
+    averages     whether it computes means itself, instead of sums
+    break_off    ends at once all that is under way in a group; None: nothing does
+    """
+
+    title: str
+    dtypes: Mapping[str, frozenset[torch.dtype]]
+    collectives: frozenset[str] = ALL
+    on_stream: bool = False
+    averages: bool = False
+    break_off: Callable[[ProcessGroup], None] | None = None
+
+    def has(self, call: NativeCall) -> bool:
+        """Whether groups of this kind carry out such a collective."""
+        collective, source, out, op, _ = call
+        if collective not in REDUCING:
+            return collective in self.collectives
+        tensor = source if source is not None else out
+        assert tensor is not None
+        assert op is not None
+        return tensor.dtype in self.dtypes.get(op, ()) and collective in self.collectives
+
+
+def _break_off_gloo(group: ProcessGroup) -> None:
+    """A receive that times out makes Gloo close the connections to all peers."""
+    nobodys = 2  # a tag that no message uses
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # it says so; or the peer has closed, and the next may do
+                group.recv([torch.empty(1)], peer, nobodys).wait(timedelta(milliseconds=1))
+
+
+# Gloo's minimum and maximum of NaN and a number are either; its sum of many float16 may overflow
+# where their mean does not.
+_GLOO_DTYPES = {
+    "sum": _NUMBERS,
+    "mean": _NUMBERS - {torch.float16},
+    "product": _NUMBERS,
+    **dict.fromkeys(("min", "max", "band", "bor", "bxor"), _WHOLE),
+}
+_NCCL_DTYPES = dict.fromkeys(("sum", "mean", "product", "min", "max"), _NUMBERS)
+_UCC_COLLECTIVES = frozenset({"all_reduce", "broadcast", "all_gather", "all_to_all", "barrier"})
+_UCC_DTYPES = dict.fromkeys(("sum", "mean"), _FLOATS | {torch.int32, torch.int64})
+
+KINDS: Mapping[tuple[str, str], GroupKind] = MappingProxyType(
+    {
+        ("gloo", "cpu"): GroupKind("Gloo", _GLOO_DTYPES, break_off=_break_off_gloo),
+        ("nccl", "cuda"): GroupKind("NCCL", _NCCL_DTYPES, on_stream=True, averages=True),
+        ("ucc", "cpu"): GroupKind("UCC", _UCC_DTYPES, _UCC_COLLECTIVES),
+        ("ucc", "cuda"): GroupKind("UCC", _UCC_DTYPES, _UCC_COLLECTIVES, on_stream=True),
+    }
+)
+"""By torch's name for the backend, and the device."""
+
+# What any group can be expected to do.
+OTHER = GroupKind(
+    "the process group",
+    dict.fromkeys(("sum", "mean"), _FLOATS),
+    frozenset({"all_reduce", "broadcast", "barrier"}),
+)
+
+
+def kinds_of(group: ProcessGroup) -> Mapping[str, GroupKind]:
+    """For each kind of device that a group takes tensors of, what it does with them."""
+    devices = getattr(group, "_device_types", None)
+    if devices is None:  # one of a process group's backends, without the process group
+        return kinds_named(group.name()) or {"cpu": OTHER}
+    kinds: dict[str, GroupKind] = {}
+    for device in devices:
+        name = group._get_backend(device).name()
+        if (name, device.type) in KINDS:
+            kinds[device.type] = KINDS[name, device.type]
+        elif not kinds_named(name):
+            kinds[device.type] = OTHER
+    return kinds
+
+
+def kinds_named(name: str) -> Mapping[str, GroupKind]:
+    """The same of groups of one of torch's kinds; empty for a name that is not in the table."""
+    return {device: kind for (known, device), kind in KINDS.items() if known == name}
+
+
+# ------------------------------------------------------------------------------
+# How each collective is started on a process group of torch's.
+
+_OPS: Mapping[str, Any] = MappingProxyType(
+    {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "product": dist.ReduceOp.PRODUCT,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+)
+
+
+OPTIONS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "all_reduce": dist.AllreduceOptions,
+        "reduce": dist.ReduceOptions,
+        "reduce_scatter": dist.ReduceScatterOptions,
+    }
+)
+
+
+def start_reduction(
+    group: ProcessGroup, call: NativeCall, kind: GroupKind
+) -> tuple[Work, Callable[[], object] | None]:
+    """Start it: torch's `Work`, and what is to be done when that is over.
+
+    Reductions work in place, so the input is copied to the result's memory first.
+    """
+    name, source, out, op, root = call
+    # On no stream, a reduce-scatter is an all-reduce, as Gloo itself does it, but with a work that
+    # can be asked whether it is over.
+    by_rows = name == "reduce_scatter" and not kind.on_stream
+    options = dist.AllreduceOptions() if by_rows else OPTIONS[name]()
+    assert op is not None
+    if op != "sum":  # which it is by default
+        averages = op == "mean" and kind.averages
+        options.reduceOp = dist.ReduceOp.AVG if averages else _OPS[op]
+    divides = op == "mean" and not kind.averages
+    if name == "reduce_scatter":
+        assert source is not None
+        assert out is not None
+        if not by_rows:
+            return group._reduce_scatter_base(out.view(-1), source.view(-1), options), None
+        rows = source.reshape(group.size(), -1).clone()
+
+        def finish() -> None:
+            out.view(-1).copy_(rows[group.rank()])
+            if divides:
+                divide_(out, group.size())
+
+        return group.allreduce([rows], options), finish
+    if name == "reduce":
+        options.rootRank = root
+        if group.rank() != root:  # it works in place on ranks without a result, too
+            assert source is not None
+            return group.reduce([source.clone()], options), None
+    values = _in_place(source, out)
+    work = (group.reduce if name == "reduce" else group.allreduce)([values], options)
+    return work, (lambda: divide_(values, group.size())) if divides else None
+
+
+def start_move(group: ProcessGroup, call: NativeCall) -> Work:
+    """Start a collective that moves bytes, or a barrier."""
+    name, source, out, _, root = call
+    match name:
+        case "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            values = _in_place(source, out) if group.rank() == root else out
+            return group.broadcast([_bits(values)], options)
+        case "all_gather":
+            return group._allgather_base(_bits(out), _bits(source))
+        case "gather":
+            options = dist.GatherOptions()
+            options.rootRank = root
+            rows = [] if out is None else [_rows(out, group)]
+            return group.gather(rows, [_bits(source)], options)
+        case "scatter":
+            options = dist.ScatterOptions()
+            options.rootRank = root
+            rows = [] if source is None else [_rows(source, group)]
+            return group.scatter([_bits(out)], rows, options)
+        case "all_to_all":
+            return group.alltoall_base(_bits(out), _bits(source), [], [])
+        case _:
+            return group.barrier()
+
+
+def _in_place(source: Tensor | None, out: Tensor | None) -> Tensor:
+    """The result's memory, with this rank's input in it."""
+    if out is None:
+        assert source is not None
+        return source
+    if source is not None and source is not out and source.data_ptr() != out.data_ptr():
+        out.copy_(source)
+    return out
+
+
+def _bits(tensor: Tensor | None) -> Tensor:
+    """The tensor as bytes, a dtype that every group can move."""
+    assert tensor is not None
+    # Of one element, also a tensor with another stride is contiguous.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat if tensor.dtype is torch.float32 else flat.view(torch.uint8)
+
+
+def _rows(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """One part for each rank."""
+    return list(_bits(tensor).view(group.size(), -1).unbind(0))
+
+
+class CollectiveWork(Handle):
+    """A collective of a process group, and what is done with its result afterwards.
+
+    finish   called once, when it is over, by the thread that finds out; None: nothing
+    """
+
+    __slots__ = ("_finish", "_work", "on_stream")
+
+    def __init__(self, work: Work, finish: Callable[[], object] | None, *, on_stream: bool) -> None:
+        self._work: Work | None = work
+        self._finish = finish
+        self.on_stream = on_stream
+
+    @override
+    def done(self) -> bool:
+        work = self._work
+        if work is not None:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what went wrong
+            self._end()
+        return True
+
+    @override
+    def wait(self, seconds: float) -> bool:
+        work = self._work
+        if work is None:
+            return True
+        if self.on_stream:
+            work.wait()
+        else:
+            try:
+                # Whole milliseconds; none would mean that it waits as long as it takes.
+                work.wait(timedelta(0, 0, 0, int(seconds * 1e3) or 1))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+                work.wait()  # it has failed, or ended just now
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+
+
+class ProcessGroupLibrary(Library):
+    """A process group of torch's.
+
+    kinds   for each kind of device, what such groups can do
+    owned   whether it was made here: then it is ended here, too
+    former  makes groups of some of the ranks; None where that cannot be
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        kinds: Mapping[str, GroupKind],
+        *,
+        owned: bool,
+        former: GroupFormer | None = None,
+    ) -> None:
+        self.name = " and ".join(dict.fromkeys(kind.title for kind in kinds.values()))
+        self.rank, self.size = group.rank(), group.size()
+        self.devices = frozenset(kinds)
+        self.has_subgroups = former is not None
+        self.on_stream = any(kind.on_stream for kind in kinds.values())
+        self._group = group
+        self._kinds = kinds
+        self._on_cpu = kinds.get("cpu")
+        self._first_kind = next(iter(kinds.values()))
+        self._owned = owned
+        self._former = former
+        self._ended = False
+
+    def _kind(self, call: NativeCall) -> GroupKind | None:
+        tensor = call.source if call.source is not None else call.out
+        if tensor is None:
+            return self._first_kind
+        return self._on_cpu if tensor.is_cpu else self._kinds.get(tensor.device.type)
+
+    @override
+    def has(self, call: NativeCall) -> bool:
+        kind = self._kind(call)
+        return kind is not None and kind.has(call)
+
+    @override
+    def collective(self, call: NativeCall) -> Handle:
+        kind = self._kind(call)
+        assert kind is not None
+        if call.collective in REDUCING:
+            work, finish = start_reduction(self._group, call, kind)
+        else:
+            work, finish = start_move(self._group, call), None
+        return CollectiveWork(work, finish, on_stream=kind.on_stream)
+
+    @override
+    def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
+        if self._former is None:
+            raise UnsupportedOperationError(
+                f"rank {self.rank}: this process group has no store through which some of its "
+                "ranks could form one of their own",
+                rank=self.rank,
+            )
+        group = self._former.form(members, ident, timeout)
+        return ProcessGroupLibrary(group, self._kinds, owned=True)
+
+    @override
+    def close(self) -> None:
+        if self._former is not None:
+            self._former.stop.set()
+        self.abort()
+        if self._owned and self._group is not None:
+            with suppress(RuntimeError):
+                self._group.shutdown()
+        self._group = None
+
+    @override
+    def abort(self) -> None:
+        if self._ended or not self._owned:
+            return
+        self._ended = True
+        for kind in self._kinds.values():
+            if kind.break_off is not None:
+                kind.break_off(self._group)
+
+
+def form_library(former: GroupFormer, world_size: int, timeout: float) -> Library:
+    """A group of all ranks, of one of torch's kinds. Blocks until all ranks have come."""
+    try:
+        group = former.form(range(world_size), 0, timeout)
+    except RuntimeError as error:
+        raise nobody_came(former.rank, timeout, error) from error
+    return ProcessGroupLibrary(group, kinds_named(former.kind), owned=True, former=former)
+
+
+def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
+    """A given process group as a library; sub-groups of it are formed through its store."""
+    kinds = kinds_of(group)
+    names = {name for (name, device), kind in KINDS.items() if kinds.get(device) is kind}
+    former = None
+    with suppress(AttributeError, RuntimeError):
+        store = group.get_group_store()
+        if len(names) == 1 and len(kinds) == 1:
+            visit = store.add(f"phalanx/groups/{group.rank()}", 1)
+            prefix = f"phalanx/groups/{visit}"
+            former = GroupFormer(names.pop(), group.rank(), store, prefix, topology)
+    return ProcessGroupLibrary(group, kinds, owned=False, former=former)
