@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from phalanx import Backend
 from phalanx.core.steps import NativeCall
-from phalanx.native.base import Handle, Library, LibraryBackend, open_mesh
+from phalanx.native.base import Handle, Library, LibraryBackend
 
 
 @dataclass
@@ -120,11 +121,16 @@ class Looped(Threads):
     @override
     def makers(self, world_size: int, timeout: float) -> list[Callable[[], Backend]]:
         self.libraries = libraries = Loop(world_size, self.devices, self.on_stream).libraries()
-        where = open_mesh("127.0.0.1")
+        told: Future[bytes] = Future()
 
         def make(rank: int) -> Backend:
-            told = where if rank == 0 else where._replace(listener=None)
+            def tell(word: bytes) -> bytes:
+                if rank == 0:
+                    told.set_result(word)
+                return told.result(timeout)
+
             join = lambda _: libraries[rank]  # noqa: E731 - it has no name of its own
-            return LibraryBackend(rank, world_size, told, join, name="Loop", timeout=timeout)
+            host = "127.0.0.1"
+            return LibraryBackend(rank, world_size, host, tell, join, name="Loop", timeout=timeout)
 
         return [partial(make, rank) for rank in range(world_size)]

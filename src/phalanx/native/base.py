@@ -20,7 +20,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -387,49 +387,19 @@ def divide_(total: Tensor, count: int) -> None:
 # Backends: a mesh that the ranks form by way of the library.
 
 _ELSEWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737): it is reached by the default route
-WHERE_BYTES = 512  # of what rank 0 tells the others, padded with zeros
-
-
-class Where(NamedTuple):
-    """What rank 0 tells the others: where it listens, and the mesh's token.
-
-    listener   rank 0's socket
-    """
-
-    address: str
-    token: str
-    listener: socket.socket | None = None
-
-    def encode(self) -> bytes:
-        """As bytes, of one length."""
-        return f"{self.address} {self.token}".encode().ljust(WHERE_BYTES, b"\0")
-
-    @classmethod
-    def decode(cls, data: bytes) -> Where:
-        """What rank 0 has sent."""
-        address, token = data.rstrip(b"\0").decode().split(" ")
-        return cls(address, token)
-
-
-def open_mesh(host: str | None) -> Where:
-    """On rank 0: listen for the other ranks; at `host`, or at the address of the default route."""
-    if host is None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_ELSEWHERE)  # nothing is sent
-            host = str(probe.getsockname()[0])
-    listener = listen_at(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
-    address = str(Endpoint(host, listener.getsockname()[1]))
-    return Where(address, secrets.token_hex(16), listener)
+WORD_BYTES = 512  # of what rank 0 tells the others, at most
 
 
 class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
-    where   what rank 0 has told all
-    join    gives the library's group of all ranks, once the ranks are connected: called with the
-            number of the host that each is on
+    host      where rank 0 listens for the others; None: at the address of the default route
+    tell      called on all ranks with what rank 0 says (where it listens, and the mesh's token), or
+              nothing, and returns it: `WORD_BYTES` at most
+    join      gives the library's group of all ranks, once the ranks are connected: called with the
+              number of the host that each is on
     all_came  whether the library has brought all ranks together: then those that do not come to
-            the mesh cannot connect
+              the mesh cannot connect
     """
 
     sharing = "hosts"
@@ -438,7 +408,8 @@ class LibraryBackend(MeshBackend):
         self,
         rank: int,
         world_size: int,
-        where: Where,
+        host: str | None,
+        tell: Callable[[bytes], bytes],
         join: Callable[[tuple[int, ...]], Library],
         *,
         name: str,
@@ -447,22 +418,24 @@ class LibraryBackend(MeshBackend):
         job: str = "",
         generation: int = 0,
     ) -> None:
+        listener, word = _listen(host) if rank == 0 else (None, b"")
+        address, token = tell(word).decode().split(" ")
         try:
             super().__init__(
                 rank,
                 world_size,
-                where.address,
-                token=where.token,
+                address,
+                token=token,
                 timeout=timeout,
                 job=job,
                 generation=generation,
-                listener=where.listener,
+                listener=listener,
                 fall_back=True,
             )
         except CollectiveTimeoutError as error:
             if not all_came:
                 raise
-            rank0 = parse_address(where.address)
+            rank0 = parse_address(address)
             raise BackendUnavailableError(
                 f"rank {rank} on {socket.gethostname()}: {name} brings the ranks together, but "
                 f"they cannot connect over TCP, which messages need, to rank 0 at {rank0} within "
@@ -486,3 +459,14 @@ class LibraryBackend(MeshBackend):
         super()._leave(farewell=farewell)
         if not closed:
             self._natives.close()
+
+
+def _listen(host: str | None) -> tuple[socket.socket, bytes]:
+    """On rank 0: listen for the other ranks; the socket, and what it tells them."""
+    if host is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ELSEWHERE)  # nothing is sent
+            host = str(probe.getsockname()[0])
+    listener = listen_at(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+    endpoint = Endpoint(host, listener.getsockname()[1])
+    return listener, f"{endpoint} {secrets.token_hex(16)}".encode()

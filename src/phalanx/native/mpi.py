@@ -20,7 +20,7 @@ from phalanx.errors import (
     PeerLostError,
     UnsupportedOperationError,
 )
-from phalanx.native.base import WHERE_BYTES, Handle, Library, LibraryBackend, Where, open_mesh
+from phalanx.native.base import WORD_BYTES, Handle, Library, LibraryBackend
 from phalanx.native.mpi_collectives import LEAST_CHUNK, STAGE, Communicator, Mpi, Request
 
 
@@ -165,10 +165,11 @@ class MpiBackend(LibraryBackend):
         host = own.Split_type(mpi.COMM_TYPE_SHARED)
         alone = host.Get_size() == size
         host.Free()
-        # Where the mesh is, told by rank 0. All ranks are here.
-        where = open_mesh("127.0.0.1" if alone else None) if rank == 0 else None
-        told = bytearray(where.encode() if where is not None else WHERE_BYTES)
-        own.Bcast([told, len(told), mpi.BYTE], 0)
+
+        def tell(word: bytes) -> bytes:
+            block = bytearray(word.ljust(WORD_BYTES, b"\0"))
+            own.Bcast([block, WORD_BYTES, mpi.BYTE], 0)
+            return bytes(block).rstrip(b"\0")
 
         def join(topology: tuple[int, ...]) -> MpiLibrary:
             # Where each rank of this host has a core of its own, nobody is kept from anything; else
@@ -177,7 +178,7 @@ class MpiBackend(LibraryBackend):
             return self._make_library(mpi, own, 3000 if has_cores else LOOKS)
 
         super().__init__(
-            *(rank, size, where or Where.decode(bytes(told)), join),
+            *(rank, size, "127.0.0.1" if alone else None, tell, join),
             name="MPI",
             timeout=timeout,
             all_came=True,

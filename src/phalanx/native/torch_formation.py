@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed
 from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.native.base import WHERE_BYTES, Where, open_mesh
+from phalanx.native.base import WORD_BYTES
 from phalanx.transport.tcp.admission import listen_as_master
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import parse_address
@@ -110,14 +111,13 @@ def store_at(
         ) from error
 
 
-def where_of(store: Store, rank: int, host: str | None, timeout: float) -> Where:
-    """Where the mesh is, told by rank 0 through a store. Blocks until rank 0 has said so."""
+def tell_through(store: Store, rank: int, timeout: float, word: bytes) -> bytes:
+    """What rank 0 tells all ranks through a store. Blocks until it has."""
     if rank == 0:
-        where = open_mesh(host)
-        store.set("mesh", where.encode())
-        return where
+        store.set("mesh", word)
+        return word
     try:
-        return Where.decode(bytes(store.get("mesh")))
+        return bytes(store.get("mesh"))
     except RuntimeError as error:
         raise nobody_came(rank, timeout, error) from error
 
@@ -138,31 +138,35 @@ def _seconds(seconds: float) -> timedelta:
     return timedelta(seconds=min(max(seconds, 1e-3), FOREVER.total_seconds()))
 
 
-def where_over(group: ProcessGroup, device: str, timeout: float) -> Where:
-    """Where the mesh is, told by rank 0 through a given group.
+def talk_over(
+    group: ProcessGroup, device: str, timeout: float
+) -> tuple[str | None, Callable[[bytes], bytes]]:
+    """`LibraryBackend`'s `host` and `tell` for the ranks of a given group.
 
     By its store; or, where it does not know one, by its own collectives of tensors on `device`.
     """
-    rank = group.rank()
+    rank, size = group.rank(), group.size()
     with suppress(AttributeError, RuntimeError):
         store = group.get_group_store()
         visit = store.add(f"phalanx/visits/{rank}", 1)  # one more backend over it
         patient = PatientStore(store, f"phalanx/{visit}", timeout)
         patient.set(f"hosts/{rank}", host_id())
-        hosts = {bytes(patient.get(f"hosts/{other}")) for other in range(group.size())}
-        return where_of(patient, rank, "127.0.0.1" if len(hosts) == 1 else None, timeout)
-    numbers = torch.zeros(group.size(), dtype=torch.int64, device=device)
+        hosts = {bytes(patient.get(f"hosts/{other}")) for other in range(size)}
+        host = "127.0.0.1" if len(hosts) == 1 else None
+        return host, partial(tell_through, patient, rank, timeout)
+    numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
-    told = torch.zeros(WHERE_BYTES, dtype=torch.uint8, device=device)
-    where = None
-    if rank == 0:
-        where = open_mesh("127.0.0.1" if len(set(numbers.tolist())) == 1 else None)
-        told.copy_(torch.frombuffer(bytearray(where.encode()), dtype=torch.uint8))
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([told], options).wait()
-    return where or Where.decode(bytes(told.tolist()))
+
+    def tell(word: bytes) -> bytes:
+        block = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+        block = block.to(device)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        group.broadcast([block], options).wait()
+        return bytes(block.tolist()).rstrip(b"\0")
+
+    return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
 
 
 # ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -58,7 +59,7 @@ class TorchBackend(LibraryBackend):
         super().__init__(
             group.rank(),
             group.size(),
-            torch_formation.where_over(group, device, timeout),
+            *torch_formation.talk_over(group, device, timeout),
             lambda topology: torch_library.library_over(group, topology),
             name="the process group",
             timeout=timeout,
@@ -92,7 +93,7 @@ class _NamedBackend(LibraryBackend):
             prefix = f"phalanx/{job}/{generation}"
             host = parse_address(master_addr).host if world_size > 1 else "127.0.0.1"
             patient = torch_formation.PatientStore(store, prefix, timeout)
-            where = torch_formation.where_of(patient, rank, host, timeout)
+            tell = partial(torch_formation.tell_through, patient, rank, timeout)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -103,7 +104,7 @@ class _NamedBackend(LibraryBackend):
             return torch_library.form_library(former, world_size, timeout)
 
         super().__init__(
-            *(rank, world_size, where, join),
+            *(rank, world_size, host, tell, join),
             name=self.kind,
             timeout=timeout,
             job=job,

@@ -79,7 +79,8 @@ class InProcessSwitch:
         self.stored: dict[int, UntypedStorage] = {}
         self.numbers = count()
         self.engines = [Engine(rank, size, lock=self.lock, ready=ready) for rank in range(size)]
-        self.transports = [SimulatedTransport(self, engine) for engine in self.engines]
+        for engine in self.engines:
+            engine.transport = SimulatedTransport(self, engine)
 
 
 class SimulatedTransport(Transport):
@@ -88,8 +89,6 @@ class SimulatedTransport(Transport):
     def __init__(self, switch: InProcessSwitch, engine: Engine) -> None:
         self.switch = switch
         self.engine = engine
-        self.left = False
-        engine.transport = self
 
     @property
     @override
@@ -182,10 +181,9 @@ class SimulatedBackend(Backend):
         with engine.lock:
             for group in list(engine.groups.values()):
                 group.close()
-            transport = self.switch.transports[engine.rank]
-            if transport.left:
+            if engine.closed:
                 return
-            transport.left = engine.closed = True
+            engine.closed = True
             for other in self.switch.engines:
                 if other is engine:
                     continue

@@ -28,7 +28,7 @@ from typing_extensions import override
 from phalanx.core.call import Call, Members
 from phalanx.core.steps import Step
 from phalanx.transport.shm.domain import HostDomain, LocalPeer
-from phalanx.transport.shm.segments import WEAK_ORDER, Block, Segment
+from phalanx.transport.shm.segments import WEAK_ORDER, Block, Segment, tensor_at
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
@@ -246,7 +246,7 @@ class PeerSlot:
 
     def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
         """Its memory for a small tensor."""
-        return self._segment.tensor(self._slots + turn * SLOT, count, dtype)
+        return tensor_at(self.slot_address(turn), count, dtype, keeping=self._segment)
 
     def slot_address(self, turn: int) -> int:
         """Where that is, in this process."""

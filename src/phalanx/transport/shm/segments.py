@@ -65,10 +65,6 @@ class Segment:
         segment.fd = -1
         return segment
 
-    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """A view of `count` elements from byte `offset` on."""
-        return tensor_at(self.start + offset, count, dtype, keeping=self)
-
     def close(self) -> None:
         """From now on nobody can attach it."""
         if self.fd >= 0:
