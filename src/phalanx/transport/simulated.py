@@ -4,8 +4,8 @@ A message is copied from the sender's memory straight to the receiver's, in the 
 which then also advances the receiver's work. So no message is ever in flight, and asynchronous
 collectives need no thread of their own.
 
-A `Scheduler` decides how a rank waits. `FreeThreads` leaves the caller's threads to the operating
-system; the `CooperativeScheduler` lets one run at a time (see `phalanx.simulate`).
+The caller's threads are left to the operating system; or, under `phalanx.simulate`, a
+`CooperativeScheduler` lets one run at a time.
 """
 
 from __future__ import annotations
@@ -32,50 +32,17 @@ from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, Ra
 from phalanx.wire.control import Ask
 
 
-class FreeThreads:
-    """Ranks are the caller's threads; the operating system schedules them.
-
-    single_thread   whether only a rank's own thread may wait
-    """
-
-    single_thread = False
-
-    def __init__(self, lock: threading.RLock, size: int) -> None:
-        self._conditions = [threading.Condition(lock) for _ in range(size)]
-
-    def wait(self, engine: Engine, until: Wait) -> None:
-        """Return when `until` is over. Lock not held."""
-        condition = self._conditions[engine.rank]
-        with engine.lock:
-            while not until.over:
-                left = until.attend()
-                if left <= 0:
-                    engine.run_ready()
-                else:
-                    condition.wait(min(left, LONGEST_WAIT))
-
-    def wake(self, rank: int) -> None:
-        """A work of this rank has ended. Lock held."""
-        self._conditions[rank].notify_all()
-
-    def pause(self, engine: Engine, work: WorkBase) -> None:
-        """Let other ranks run, and do what is due, without waiting. Lock not held."""
-        with engine.lock:
-            if not work.over:
-                work.attend()
-                engine.run_ready()
-
-
 class InProcessSwitch:
     """What the ranks of one simulated group share: lock, queue of ready works, scheduler.
 
-    stored   memory that one rank has allocated and not all others have attached yet, by number
+    scheduler   lets one rank run at a time; None: the operating system schedules their threads
+    stored      memory that one rank has allocated and not all others have attached yet, by number
     """
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
         ready: deque[WorkBase] = deque()
-        self.scheduler: FreeThreads | CooperativeScheduler = FreeThreads(self.lock, size)
+        self.scheduler: CooperativeScheduler | None = None
         self.stored: dict[int, UntypedStorage] = {}
         self.numbers = count()
         self.engines = [Engine(rank, size, lock=self.lock, ready=ready) for rank in range(size)]
@@ -89,11 +56,12 @@ class SimulatedTransport(Transport):
     def __init__(self, switch: InProcessSwitch, engine: Engine) -> None:
         self.switch = switch
         self.engine = engine
+        self._over = threading.Condition(switch.lock)
 
     @property
     @override
     def single_thread(self) -> bool:  # type: ignore[override]
-        return self.switch.scheduler.single_thread
+        return self.switch.scheduler is not None
 
     @override
     def common(self, group: GroupBase) -> Source:
@@ -123,15 +91,36 @@ class SimulatedTransport(Transport):
 
     @override
     def wait(self, until: Wait) -> None:
-        self.switch.scheduler.wait(self.engine, until)
+        engine, scheduler = self.engine, self.switch.scheduler
+        if scheduler is not None:
+            scheduler.wait(engine.rank, until)
+            return
+        with engine.lock:
+            while not until.over:
+                left = until.attend()
+                if left <= 0:
+                    engine.run_ready()
+                else:
+                    self._over.wait(min(left, LONGEST_WAIT))
 
     @override
     def poll(self, work: WorkBase) -> None:
-        self.switch.scheduler.pause(self.engine, work)
+        engine, scheduler = self.engine, self.switch.scheduler
+        if scheduler is not None:
+            scheduler.pause(engine.rank)
+            return
+        with engine.lock:
+            if not work.over:
+                work.attend()
+                engine.run_ready()
 
     @override
     def wake(self, work: WorkBase) -> None:
-        self.switch.scheduler.wake(self.engine.rank)
+        scheduler = self.switch.scheduler
+        if scheduler is not None:
+            scheduler.wake(self.engine.rank)
+        else:
+            self._over.notify_all()
 
 
 class SimulatedBackend(Backend):
@@ -236,8 +225,6 @@ IDLE_LOOKS = 10_000  # in a row, with nothing happening on any rank, that count 
 class CooperativeScheduler:
     """Schedules the ranks of a switch. Each rank's thread calls `enter` first and `leave` last."""
 
-    single_thread = True
-
     def __init__(self, switch: InProcessSwitch, seed: int) -> None:
         size = len(switch.engines)
         self._switch = switch
@@ -265,17 +252,16 @@ class CooperativeScheduler:
         self._finished.add(rank)
         self._pass_on()
 
-    def wait(self, engine: Engine, until: Wait) -> None:
-        """As `FreeThreads.wait`."""
+    def wait(self, rank: int, until: Wait) -> None:
+        """Return when `until` is over. Lock not held."""
         while not until.over:
-            self._check_thread(engine.rank)
-            self._waiting[engine.rank] = until
+            self._check_thread(rank)
+            self._waiting[rank] = until
             self._pass_on()
-            self._take(engine.rank)
+            self._take(rank)
 
-    def pause(self, engine: Engine, work: WorkBase) -> None:
-        """As `FreeThreads.pause`. Raises `DeadlockError` for a rank that polls in vain."""
-        rank = engine.rank
+    def pause(self, rank: int) -> None:
+        """Let other ranks run. `DeadlockError` for a rank that polls in vain. Lock not held."""
         self._check_thread(rank)
         self._idle_looks += 1
         if self._idle_looks > IDLE_LOOKS:
@@ -286,12 +272,12 @@ class CooperativeScheduler:
                 f"{self._picture() or 'no other rank waits'}",
                 rank=rank,
             )
-        self._ready.append(engine.rank)
+        self._ready.append(rank)
         self._pass_on()
-        self._take(engine.rank)
+        self._take(rank)
 
     def wake(self, rank: int) -> None:
-        """As `FreeThreads.wake`."""
+        """A work of this rank has ended. Lock held."""
         self._idle_looks = 0
         until = self._waiting.get(rank)
         if until is not None and until.over:

@@ -206,10 +206,10 @@ class Arena:
                     self.segments[block.segment].map.madvise(mmap.MADV_REMOVE, start, stop - start)
             place = bisect(free, block)
             if place < len(free) and _touch(block, free[place]):
-                block = block._replace(size=block.size + free.pop(place).size)
+                block = Block(block.segment, block.offset, block.size + free.pop(place).size)
             if place and _touch(free[place - 1], block):
                 before = free[place - 1]
-                free[place - 1] = before._replace(size=before.size + block.size)
+                free[place - 1] = Block(before.segment, before.offset, before.size + block.size)
             else:
                 free.insert(place, block)
 
