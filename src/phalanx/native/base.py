@@ -225,7 +225,10 @@ class NativeGroup(Native):
                 else:
                     self.library = library
                     for step in waiting:
-                        step.start()
+                        try:
+                            step.handle = library.collective(step.native)
+                        except Exception as error:  # as if it had been raised by `begin`
+                            step.fail_soon(error)
             engine.run_ready()
 
     def break_off(self) -> None:
@@ -274,13 +277,6 @@ class NativeStep(Step):
                 self._group.group.checker.tell_neighbour(call)
             self._group.start(self, call.timeout)
 
-    def start(self) -> None:
-        """The library's group is formed."""
-        try:
-            self._group.start(self, self._call.timeout)
-        except Exception as error:  # as if it had been raised by `begin`
-            self._failed(error)
-
     @override
     def ready(self, *, spin: bool = False) -> bool:
         handle = self.handle
@@ -297,7 +293,7 @@ class NativeStep(Step):
                 else:
                     self._over = handle.done()
             except Exception as error:  # whatever the library raises
-                self._failed(error)
+                self.fail_soon(error)
         if not self._over and (self._problem is not None or self._left is not None):
             self._check_deadline()
         return self._over
@@ -319,10 +315,10 @@ class NativeStep(Step):
             self._busy = False
         self._over = over
         if problem is not None:
-            self._failed(problem)
+            self.fail_soon(problem)
         return True
 
-    def _failed(self, error: Exception) -> None:
+    def fail_soon(self, error: Exception) -> None:
         """The library reports an error. Wait a moment: the mesh may name the culprit."""
         if self._problem is None:
             self._problem = error
@@ -444,14 +440,14 @@ class LibraryBackend(MeshBackend):
                 peer=error.peer,
             ) from error
         try:
-            self._library = join(self.topology)
+            library = join(self.topology)
         except BaseException:
             super().abort()
             raise
-        self._natives = Natives(self.engine, self._library)
+        self._natives = Natives(self.engine, library)
         self.engine.native = self._natives.of
         self.native = None if self.engine.strict else self._natives.of(self.group)
-        self.devices = self._library.devices | self.devices
+        self.devices = library.devices | self.devices
 
     @override
     def _leave(self, *, farewell: float) -> None:

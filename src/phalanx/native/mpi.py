@@ -45,7 +45,6 @@ class MpiLibrary(Library):
     ) -> None:
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises
         self._mpi = mpi
-        self._comm = comm
         self._looks = looks
         self._communicator = Communicator(mpi, comm, stage=stage, least_chunk=least_chunk)
         self._pending: set[MpiHandle] = set()
@@ -62,7 +61,7 @@ class MpiLibrary(Library):
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        mpi, comm = self._mpi, self._comm
+        mpi, comm = self._mpi, self._communicator.comm
         tag = FIRST_TAG + ident % (int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) - FIRST_TAG)
         rendezvous(mpi, comm, members, tag, timeout + GRACE)
         everyone = comm.Get_group()
