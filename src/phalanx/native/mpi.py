@@ -176,11 +176,9 @@ class MpiBackend(LibraryBackend):
             has_cores = topology.count(topology[rank]) <= (os.cpu_count() or 1)
             return self._make_library(mpi, own, 3000 if has_cores else LOOKS)
 
+        address = "127.0.0.1" if alone else None
         super().__init__(
-            *(rank, size, "127.0.0.1" if alone else None, tell, join),
-            name="MPI",
-            timeout=timeout,
-            all_came=True,
+            rank, size, address, tell, join, name="MPI", timeout=timeout, all_came=True
         )
 
 

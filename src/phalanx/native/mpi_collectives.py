@@ -213,13 +213,16 @@ def whole(c: Communicator, call: NativeCall) -> Iterator[Request]:
         if row.in_place and source is not None:
             place = out.data_ptr() + (c.rank * source.nbytes if row.out_in_rows else 0)
             given = c.in_place if source.data_ptr() == place else given
-    memory = [given, into]
+    arguments: list[Any] = [given, into]
     if name == "broadcast":
-        memory = [given if is_root else into]
+        arguments = [given if is_root else into]
     elif name == "barrier":
-        memory = []
-    operations = [operation] if operation is not None else []
-    yield getattr(c.comm, row.name)(*memory, *operations, *([root] if row.rooted else []))
+        arguments = []
+    if operation is not None:
+        arguments.append(operation)
+    if row.rooted:
+        arguments.append(root)
+    yield getattr(c.comm, row.name)(*arguments)
     if op == "mean" and into is not None:
         assert out is not None
         divide_(out, c.size)

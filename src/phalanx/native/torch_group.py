@@ -104,7 +104,11 @@ class _NamedBackend(LibraryBackend):
             return torch_library.form_library(former, world_size, timeout)
 
         super().__init__(
-            *(rank, world_size, host, tell, join),
+            rank,
+            world_size,
+            host,
+            tell,
+            join,
             name=self.kind,
             timeout=timeout,
             job=job,
