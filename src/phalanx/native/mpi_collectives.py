@@ -167,15 +167,16 @@ class Communicator:
 
 
 class MpiCall(NamedTuple):
-    """One of mpi4py's calls.
+    """One of mpi4py's calls, for all collectives but a broadcast and a barrier.
 
-    rooted                       whether it takes a root
+    from_root, to_root           whether only the root gives something, or gets a result
     source_in_rows, out_in_rows  whether that tensor has a row for each rank
     in_place                     whether its source may lie in its result, in its place there
     """
 
     name: str
-    rooted: bool = False
+    from_root: bool = False
+    to_root: bool = False
     source_in_rows: bool = False
     out_in_rows: bool = False
     in_place: bool = False
@@ -184,14 +185,12 @@ class MpiCall(NamedTuple):
 CALLS: Mapping[str, MpiCall] = MappingProxyType(
     {
         "all_reduce": MpiCall("Iallreduce", in_place=True),
-        "reduce": MpiCall("Ireduce", rooted=True, in_place=True),
+        "reduce": MpiCall("Ireduce", to_root=True, in_place=True),
         "reduce_scatter": MpiCall("Ireduce_scatter_block", source_in_rows=True),
-        "broadcast": MpiCall("Ibcast", rooted=True),
         "all_gather": MpiCall("Iallgather", out_in_rows=True, in_place=True),
-        "gather": MpiCall("Igather", rooted=True, out_in_rows=True, in_place=True),
-        "scatter": MpiCall("Iscatter", rooted=True, source_in_rows=True),
+        "gather": MpiCall("Igather", to_root=True, out_in_rows=True, in_place=True),
+        "scatter": MpiCall("Iscatter", from_root=True, source_in_rows=True),
         "all_to_all": MpiCall("Ialltoall", source_in_rows=True, out_in_rows=True),
-        "barrier": MpiCall("Ibarrier"),
     }
 )
 
@@ -199,35 +198,42 @@ CALLS: Mapping[str, MpiCall] = MappingProxyType(
 def whole(c: Communicator, call: NativeCall) -> Iterator[Request]:
     """A collective that MPI does whole."""
     name, source, out, op, root = call
-    row = CALLS[name]
     is_root = c.rank == root
-    datatype = operation = None
+    if name == "barrier":
+        yield c.comm.Ibarrier()
+        return
+    if name == "broadcast":
+        moved = source if is_root else out
+        assert moved is not None
+        yield c.comm.Ibcast(c.memory(moved), root)
+        if is_root and out is not None:
+            copy_bits(out, moved)
+        return
+    row = CALLS[name]
+    datatype = operation = given = into = None
     if op is not None:
         assert source is not None
         datatype, operation = c.reduced[op, source.dtype]
-    given = into = None
-    if source is not None and (is_root or name != "scatter"):
-        given = c.memory(source, c.size if row.source_in_rows else 1, datatype)
-    if out is not None and (is_root or name not in ("reduce", "gather")):
+    if out is not None and (is_root or not row.to_root):
         into = c.memory(out, c.size if row.out_in_rows else 1, datatype)
-        if row.in_place and source is not None:
+    if source is not None and (is_root or not row.from_root):
+        place = -1
+        if row.in_place and into is not None:
+            assert out is not None
             place = out.data_ptr() + (c.rank * source.nbytes if row.out_in_rows else 0)
-            given = c.in_place if source.data_ptr() == place else given
-    arguments: list[Any] = [given, into]
-    if name == "broadcast":
-        arguments = [given if is_root else into]
-    elif name == "barrier":
-        arguments = []
+        if source.data_ptr() == place:
+            given = c.in_place
+        else:
+            given = c.memory(source, c.size if row.source_in_rows else 1, datatype)
+    arguments = [given, into]
     if operation is not None:
         arguments.append(operation)
-    if row.rooted:
+    if row.from_root or row.to_root:
         arguments.append(root)
     yield getattr(c.comm, row.name)(*arguments)
     if op == "mean" and into is not None:
         assert out is not None
         divide_(out, c.size)
-    if name == "broadcast" and is_root and out is not None and source is not None:
-        copy_bits(out, source)
 
 
 # ------------------------------------------------------------------------------
