@@ -1,17 +1,12 @@
-"""Strategies to average gradients over ranks: one all-reduce each, or a compressor's messages.
-
-begin    a bucket is full: start what can be done while backward goes on
-finish   the pass is over: wait for all that has begun; afterwards buckets hold averages
-settle   it is known whether the step counts
-"""
+"""Averages of gradients over ranks: by one all-reduce each, or a compressor's messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.collectives import (
     PendingCollective,
@@ -35,129 +30,18 @@ from phalanx.compression.compressor import (
     is_finite,
 )
 from phalanx.core.backend import Backend
-
-
-class FlatGradients(Protocol):
-    """Gradients of some parameters, one after the other in flat memory."""
-
-    parameters: list[nn.Parameter]
-    flat: Tensor
-
-
-class GradientAveraging(Protocol):
-    """Averages gradients over the ranks, in place."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far, as rings and direct messages send them."""
-
-    def begin(self, gradients: FlatGradients, label: str) -> Any:
-        """Begin to average with those of that label on the other ranks; a handle for `finish`."""
-
-    def finish(self, begun: Sequence[Any]) -> None:
-        """Wait for all of them. Raises the first error, after all ended."""
-
-    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
-        """The pass is over: these are its averages, and its step counts unless it is skipped."""
-
-
-class AllReduceAveraging:
-    """Averages by one all-reduce each, in the background."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.bytes_sent = 0
-        self._backend = backend
-
-    def begin(self, gradients: FlatGradients, label: str) -> PendingCollective[Tensor]:
-        """Start the all-reduce."""
-        ranks = self._backend.world_size
-        self.bytes_sent += 2 * (ranks - 1) * gradients.flat.nbytes // ranks
-        return async_all_reduce_(gradients.flat, self._backend, ReduceOp.MEAN, label=label)
-
-    def finish(self, begun: Sequence[PendingCollective[Tensor]]) -> None:
-        """Wait for all of them."""
-        problem: BaseException | None = None
-        for pending in begun:
-            try:
-                pending.wait()
-            except Exception as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-
-    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
-        """Nothing depends on whether the step counts."""
-
-
-class CompressedAveraging:
-    """Averages by a compressor, which knows each gradient by its parameter's name.
-
-    The compressor's arithmetic before its first message runs when the bucket is full, inside of
-    backward; the rest runs at the end, all buckets' messages of a round together.
-
-    feedback   is told what the compressor leaves out, unless the compressor keeps that itself
-    """
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        names: Mapping[nn.Parameter, str],
-        backend: Backend,
-        *,
-        feedback: ResidualStore = NO_RESIDUALS,
-    ) -> None:
-        self.compressor = compressor
-        self._feedback = feedback
-        self._names = names
-        self._executor = RequestExecutor(backend)
-        self._member = Member(backend.rank, backend.world_size)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
-        return self._executor.bytes_sent
-
-    @torch.no_grad()
-    def begin(self, gradients: FlatGradients, label: str) -> PendingAverage | None:
-        """Compress, and start the first request."""
-        bucket = GradientBucket(
-            gradients.flat,
-            [self._names[parameter] for parameter in gradients.parameters],
-            [parameter.shape for parameter in gradients.parameters],
-        )
-        rounds = self.compressor.average_(bucket, self._member, self._feedback)
-        return self._executor.begin(rounds, label)
-
-    @torch.no_grad()
-    def finish(self, begun: Sequence[PendingAverage | None]) -> None:
-        """Execute all requests that are left."""
-        try:
-            self._executor.finish(begun)
-        except BaseException:
-            self.compressor.rollback()
-            raise
-
-    def settle(self, averaged: Sequence[FlatGradients], *, skipped: bool) -> None:
-        """A step that is skipped leaves the compressor's state as it was. So does one whose
-        averages are not finite, on every rank alike: a gradient scaler skips it.
-        """
-        if skipped or not all(is_finite(gradients.flat) for gradients in averaged):
-            self.compressor.rollback()
-        else:
-            self.compressor.commit()
-
-
-# ------------------------------------------------------------------------------
-# A compressor's requests, executed by a backend's collectives.
+from phalanx.parallel.buckets import Bucket
 
 
 class PendingAverage(NamedTuple):
-    """An average that is under way: its rounds, and the collective that the next one waits for.
+    """An average that is under way.
 
-    shape   of the tensor that the rounds go on with
+    rounds    of the compressor; None if there is no more to do than to wait
+    pending   the collective that the next round waits for
+    shape     of the tensor that the rounds go on with
     """
 
-    rounds: Rounds
+    rounds: Rounds | None
     pending: PendingCollective[Tensor]
     shape: torch.Size
     label: str
@@ -169,10 +53,12 @@ class RequestExecutor:
     bytes_sent   bytes that this rank has sent so far, as rings and direct messages send them. For
                  p ranks: 2(p-1)/p of the bytes of an `AllReduceMean`, (p-1)/p of a
                  `ReduceScatterMean` or an `AllToAll`, p-1 times those of an `AllGather`
+    compressor   is rolled back if a request fails, if it is known
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, compressor: Compressor | None = None) -> None:
         self.bytes_sent = 0
+        self.compressor = compressor
         self._backend = backend
 
     def begin(self, rounds: Rounds, label: str) -> PendingAverage | None:
@@ -185,19 +71,32 @@ class RequestExecutor:
         return None if request is None else self._start(rounds, request, label)
 
     def finish(self, averages: Sequence[PendingAverage | None]) -> None:
-        """Execute all requests that are left: round after round, each of all averages, so that
-        their messages overlap; in the same order on every rank. Blocks.
+        """Wait, and execute all requests that are left: round after round, each of all averages, so
+        that their messages overlap; in the same order on every rank. Blocks. Raises the first error
+        of a round, after all of it ended.
         """
         under_way = [average for average in averages if average is not None]
-        while under_way:
-            following = []
-            for rounds, pending, shape, label in under_way:
-                try:
-                    request = rounds.send(pending.wait().view(shape))
-                except StopIteration:
-                    continue
-                following.append(self._start(rounds, request, label))
-            under_way = following
+        try:
+            while under_way:
+                following: list[PendingAverage] = []
+                problem: Exception | None = None
+                for rounds, pending, shape, label in under_way:
+                    try:
+                        result = pending.wait()
+                        if rounds is not None and problem is None:
+                            request = rounds.send(result.view(shape))
+                            following.append(self._start(rounds, request, label))
+                    except StopIteration:
+                        pass
+                    except Exception as error:
+                        problem = problem or error
+                if problem is not None:
+                    raise problem
+                under_way = following
+        except BaseException:
+            if self.compressor is not None:
+                self.compressor.rollback()
+            raise
 
     def _start(self, rounds: Rounds, request: Request, label: str) -> PendingAverage:
         backend, given = self._backend, request.tensor.contiguous()
@@ -222,3 +121,54 @@ def bytes_of(request: Request, ranks: int) -> int:
         return (ranks - 1) * request.tensor.nbytes
     times = 2 if isinstance(request, AllReduceMean) else 1
     return times * (ranks - 1) * request.tensor.nbytes // ranks
+
+
+class GradientAveraging(RequestExecutor):
+    """Averages buckets over the ranks, in place.
+
+    begin    a bucket is full: start what can be done while backward goes on
+    finish   the pass is over: wait for all that has begun; afterwards buckets hold averages
+    settle   it is known whether the step counts
+
+    compressor   averages in its own form; its arithmetic before its first message runs in `begin`,
+                 the rest at the end, all buckets' messages of a round together. None: an all-reduce
+    names        by which the compressor knows the gradients of parameters
+    feedback     is told what the compressor leaves out, unless the compressor keeps that itself
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        compressor: Compressor | None = None,
+        names: Mapping[Tensor, str] | None = None,
+        *,
+        feedback: ResidualStore = NO_RESIDUALS,
+    ) -> None:
+        super().__init__(backend, compressor)
+        self._names = names or {}
+        self._feedback = feedback
+        self._member = Member(backend.rank, backend.world_size)
+
+    def begin_bucket(self, bucket: Bucket, label: str) -> PendingAverage | None:
+        """Begin to average with the buckets of that label on the other ranks."""
+        flat = bucket.flat
+        if self.compressor is None:  # the way of most gradients: no other function in between
+            self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
+            pending = async_all_reduce_(flat, self._backend, ReduceOp.MEAN, label=label)
+            return PendingAverage(None, pending, flat.shape, label)
+        names = [self._names[parameter] for parameter in bucket.views]
+        named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
+        return self.begin(self.compressor.average_(named, self._member, self._feedback), label)
+
+    def settle(self, averaged: Sequence[Bucket], *, skipped: bool) -> None:
+        """The pass is over: these are its averages, and its step counts unless it is skipped.
+
+        A step that is skipped leaves the compressor's state as it was. So does one whose averages
+        are not finite, on every rank alike: a gradient scaler skips it.
+        """
+        if self.compressor is None:
+            return
+        if skipped or not all(is_finite(bucket.flat) for bucket in averaged):
+            self.compressor.rollback()
+        else:
+            self.compressor.commit()

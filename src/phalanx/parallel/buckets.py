@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.collectives import broadcast_
 from phalanx.core.backend import Backend
@@ -20,23 +20,22 @@ MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is ask
 
 
 class Bucket:
-    """Flat memory for the gradients of some parameters of one dtype.
+    """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    views     where each gradient lies in `flat`
+    views     for each tensor its place in `flat`, in its shape
     pending   the parameters whose gradients have not come in this pass
     """
 
-    def __init__(self, parameters: list[nn.Parameter], backend: Backend) -> None:
-        self.parameters = parameters
-        count, first = sum(p.numel() for p in parameters), parameters[0]
+    def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
+        count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
-        self.views: dict[nn.Parameter, Tensor] = {}
-        self.pending = set(parameters)
+        self.views: dict[Tensor, Tensor] = {}
         start = 0
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            self.views[parameter] = self.flat[start:stop].view(parameter.shape)
+        for tensor in tensors:
+            stop = start + tensor.numel()
+            self.views[tensor] = self.flat[start:stop].view(tensor.shape)
             start = stop
+        self.pending = set(tensors)
 
 
 def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -53,10 +52,10 @@ def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
                 batch, filled = [], 0
             batch.append(tensor)
             filled += tensor.nbytes
-        if batch:
-            yield batch
+        yield batch
 
 
+@torch.no_grad()
 def broadcast_all_(
     tensors: Sequence[Tensor], backend: Backend, root: int, *, label: str = ""
 ) -> None:
@@ -66,15 +65,10 @@ def broadcast_all_(
     """
     if backend.world_size == 1:
         return
-    with torch.no_grad():
-        for batch in batches(tensors, MESSAGE):
-            count = sum(t.numel() for t in batch)
-            flat = backend.empty(count, dtype=batch[0].dtype, device=batch[0].device)
-            torch.cat([t.detach().reshape(-1) for t in batch], out=flat)
-            broadcast_(flat, backend, root, label=label)
-            if backend.rank != root:
-                place = 0
-                for tensor in batch:
-                    stop = place + tensor.numel()
-                    tensor.copy_(flat[place:stop].view(tensor.shape))
-                    place = stop
+    for batch in batches(tensors, MESSAGE):
+        bucket = Bucket(batch, backend)
+        torch.cat([tensor.detach().reshape(-1) for tensor in batch], out=bucket.flat)
+        broadcast_(bucket.flat, backend, root, label=label)
+        if backend.rank != root:
+            for tensor, view in bucket.views.items():
+                tensor.copy_(view)

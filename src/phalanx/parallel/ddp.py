@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from math import isfinite
 from typing import Any
 
 import torch
@@ -23,11 +24,7 @@ from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError
-from phalanx.parallel.averaging import (
-    AllReduceAveraging,
-    CompressedAveraging,
-    GradientAveraging,
-)
+from phalanx.parallel.averaging import GradientAveraging
 from phalanx.parallel.buckets import MESSAGE, broadcast_all_
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import (
@@ -128,11 +125,13 @@ class DDP(Wrapper):
         self.broadcast_parameters()
         self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
-        trained = {p: name for name, p in named.items() if p.requires_grad}
-        self.compression = deepcopy(compression)
+        trained: dict[Tensor, str] = {p: name for name, p in named.items() if p.requires_grad}
         self._sizes = {name: parameter.numel() for parameter, name in trained.items()}
+        self.compression = deepcopy(compression)
+        for parameter, name in trained.items() if compression is not None else ():
+            check_floating(parameter, f"rank {backend.rank}: DDP: {name}: {compression}")
+        self._averaging = GradientAveraging(backend, self.compression, trained)
         self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
-        self._averaging = self._new_averaging(trained)
         self._reducer = Reducer(
             named,
             backend,
@@ -145,41 +144,28 @@ class DDP(Wrapper):
             else None,
         )
 
-    def _new_averaging(self, trained: dict[nn.Parameter, str]) -> GradientAveraging:
-        if self.compression is None:
-            return AllReduceAveraging(self.backend)
-        for parameter, name in trained.items():
-            check_floating(parameter, f"rank {self.backend.rank}: DDP: {name}: {self.compression}")
-        return CompressedAveraging(self.compression, trained, self.backend)
-
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        reducer = self._reducer
         recomputed = inside_backward()  # by activation checkpointing: nothing begins then
         if not recomputed:
-            self._reducer.begin_forward()
-            if self.training:
-                self._begin_training_forward()
+            reducer.begin_forward()
+        if self.training and not recomputed:
+            if not self._complete:
+                reducer.check_complete(dict(self.module.named_parameters()))
+                self._complete = True  # once: to look each time would cost more than it is worth
+            sends = self.broadcast_buffers and reducer.synchronize
+            sends = sends and next(self.module.buffers(), None) is not None
+            if reducer.join is not None and (sends or reducer.join.throws):
+                reducer.join.exchange(JoinPhase.FORWARD)
+            if sends:
+                self._broadcast_buffers()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._reducer.watch(outputs, recomputed=recomputed)
+            reducer.watch(outputs, recomputed=recomputed)
         return outputs
-
-    def _begin_training_forward(self) -> None:
-        if not self._complete:
-            self._reducer.check_complete(dict(self.module.named_parameters()))
-            self._complete = True  # seen once: to look each time would cost more than it is worth
-        join = self._reducer.join
-        sends = (
-            self.broadcast_buffers
-            and self._reducer.synchronize
-            and next(self.module.buffers(), None) is not None
-        )
-        if join is not None and (sends or join.throws):
-            join.exchange(JoinPhase.FORWARD)
-        if sends:
-            self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
         join = self._reducer.join
@@ -239,7 +225,13 @@ class DDP(Wrapper):
         each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
         ValueError unless `samples` is finite and not negative.
         """
-        return self._reducer.weighting.scale(loss, samples, self._reducer.join)
+        count = float(samples)
+        if not (isfinite(count) and count >= 0):
+            raise ValueError(f"samples must be a number of at least 0, not {samples!r}")
+        join = self._reducer.join or Join(self.backend, divide_by_initial_world_size=True)
+        join.exchange(JoinPhase.WEIGHTING, count)
+        factor = count * join.divisor / join.samples if count else 0.0
+        return _Weight.apply(loss, factor, self._reducer)  # type: ignore[no-any-return, no-untyped-call]
 
     @contextmanager
     def join(
@@ -296,7 +288,7 @@ class DDP(Wrapper):
 
     def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
         self._reducer.begin_forward()  # forgets a backward pass that failed here
-        while (phase := join.exchange(JoinPhase.OVER).phase) is not JoinPhase.OVER:
+        while (phase := join.exchange(JoinPhase.OVER)) is not JoinPhase.OVER:
             if phase is JoinPhase.FORWARD:
                 self._broadcast_buffers()
             elif phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
@@ -329,3 +321,27 @@ class DDP(Wrapper):
         an ordinary `backward()` all gradients are final.
         """
         self._reducer.catch_up()
+
+
+class _Weight(torch.autograd.Function):
+    """A loss, scaled so that the mean over the ranks is that of the joined batch.
+
+    With n_r samples on rank r, N on all p ranks, and L_r the mean loss of rank r's samples,
+
+        L = sum over r of n_r / N * L_r  =  1/p * sum over r of (p * n_r / N) * L_r
+
+    is the mean loss of all samples. DDP averages over ranks, so rank r's loss is scaled by p * n_r
+    / N. The loss is scaled, and not the averaged gradient, since `SyncBatchNorm` mixes the ranks'
+    losses on their way back. With 0 samples it is 0, and so is its gradient (the mean of no samples
+    is NaN, and so is its gradient: neither may reach the other ranks).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float, reducer: Reducer) -> Tensor:
+        ctx.factor, ctx.reducer = factor, reducer
+        return loss * factor if factor else torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.reducer.zero_weight = ctx.factor == 0
+        return (grad * ctx.factor if ctx.factor else torch.zeros_like(grad)), None, None

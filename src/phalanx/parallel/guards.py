@@ -125,7 +125,7 @@ class FiniteCheck:
     last      the last of them
     """
 
-    def __init__(self, names: dict[nn.Parameter, str], backend: Backend) -> None:
+    def __init__(self, names: Mapping[Tensor, str], backend: Backend) -> None:
         self.skipped = 0
         self.last: Skip | None = None
         self._names = list(names.values())

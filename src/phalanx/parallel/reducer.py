@@ -13,7 +13,7 @@ in which gradients arrived on rank 0.
 from __future__ import annotations
 
 import weakref
-from operator import attrgetter
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
-from phalanx.parallel.averaging import GradientAveraging
+from phalanx.parallel.averaging import GradientAveraging, PendingAverage
 from phalanx.parallel.buckets import Bucket, batches
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain
-from phalanx.parallel.uneven import Join, JoinPhase, Weighting
+from phalanx.parallel.uneven import Join, JoinPhase
 
 NAMES_SHOWN = 10
 
@@ -36,7 +36,7 @@ class Reducer:
 
     synchronize    whether backward passes average; if not, they accumulate on this rank
     join           what is known of ranks that have no batch left, inside of `DDP.join`
-    weighting      scales losses; knows whether the running backward pass has zero weight
+    zero_weight    whether the backward pass that runs is of a loss with zero weight
     unanswered     forward passes since an averaging pass last began
     """
 
@@ -53,7 +53,7 @@ class Reducer:
     ) -> None:
         self.synchronize = True
         self.join: Join | None = None
-        self.weighting = Weighting(backend)
+        self.zero_weight = False
         self.unanswered = 0
         self._backend = backend
         self._bucket_size = bucket_size
@@ -61,48 +61,45 @@ class Reducer:
         self._averaging = averaging
         self._finite = finite
         self._drift = drift
-        self._names = {p: name for name, p in parameters.items()}
+        self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._trained = [p for p in self._names if p.requires_grad]
         self._frozen = [p for p in self._names if not p.requires_grad]
         self._unsynchronized = False  # some gradients were accumulated and not averaged
         self._callback_queued = False
         self._open = False  # a pass that averages is under way
         self._left_out = False  # before it there was a forward pass without one
-        self._arrivals: dict[nn.Parameter, None] | None = {}  # in the first pass, in order
+        self._arrivals: dict[Tensor, None] | None = {}  # in the first pass, in order
         self._filling = False  # some gradient is in a bucket and not averaged
-        self._started: list[Any] = []  # handles of the averages of the first buckets
+        self._started: list[
+            PendingAverage | None
+        ] = []  # handles of the averages of the first buckets
         self._pass = 0  # so that buckets of different passes are not taken for each other
-        self._check_alone()
         self._make_buckets(self._trained[::-1])
-        hook = _GradientHook(self)
+        hook = partial(Reducer._gradient_ready, weakref.ref(self))  # which keeps no reducer alive
+        for parameter, name in self._names.items():
+            for other in (parameter._post_accumulate_grad_hooks or {}).values():
+                if getattr(other, "func", None) is Reducer._gradient_ready:
+                    raise MisuseError(
+                        f"rank {backend.rank}: DDP: another DDP averages the gradients of {name} "
+                        "already; delete that one first",
+                        rank=backend.rank,
+                        op="DDP",
+                    )
         for parameter in self._trained:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
 
-    def _make_buckets(self, parameters: list[nn.Parameter]) -> None:
+    def _make_buckets(self, parameters: list[Tensor]) -> None:
         self._buckets = [
-            Bucket([p for p in batch if isinstance(p, nn.Parameter)], self._backend)
-            for batch in batches(parameters, self._bucket_size)
+            Bucket(batch, self._backend) for batch in batches(parameters, self._bucket_size)
         ]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-
-    def _check_alone(self) -> None:
-        for parameter, name in self._names.items():
-            for other in (parameter._post_accumulate_grad_hooks or {}).values():
-                if isinstance(other, _GradientHook) and other.reducer() is not None:
-                    rank = self._backend.rank
-                    raise MisuseError(
-                        f"rank {rank}: DDP: another DDP averages the gradients of {name} already; "
-                        "delete that one first",
-                        rank=rank,
-                        op="DDP",
-                    )
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     # Forward passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        self._callback_queued = self._open = self.weighting.zero = False
+        self._callback_queued = self._open = self.zero_weight = False
         if not self._filling:
             return
         if self._arrivals is not None:
@@ -147,7 +144,7 @@ class Reducer:
         if self.synchronize and not self._callback_queued:
             self._begin_pass(JoinPhase.BACKWARD)
         # The loss of no samples may have made NaN of the zeros that came into it.
-        return torch.where(grad.isfinite(), grad, 0) if self.weighting.zero else None
+        return torch.where(grad.isfinite(), grad, 0) if self.zero_weight else None
 
     def _begin_pass(self, phase: JoinPhase) -> None:
         if phase is JoinPhase.BACKWARD:
@@ -160,8 +157,12 @@ class Reducer:
             if self.join is not None:
                 self.join.exchange(phase)
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is complete on this rank; called inside the backward pass."""
+    @staticmethod
+    def _gradient_ready(reference: weakref.ref[Reducer], parameter: Tensor) -> None:
+        """A parameter's gradient is complete on this rank: a hook, inside the backward pass."""
+        self = reference()
+        if self is None:
+            return
         if not self.synchronize:
             self._unsynchronized = True
             return
@@ -176,7 +177,7 @@ class Reducer:
             self._arrivals[parameter] = None
         self._put(parameter)
 
-    def _put(self, parameter: nn.Parameter) -> None:
+    def _put(self, parameter: Tensor) -> None:
         """Make a parameter's gradient (zeros if it has none) a view of its bucket, and start the
         buckets that can be started.
         """
@@ -202,10 +203,10 @@ class Reducer:
             if self._finite is not None:
                 self._finite.look(bucket)
             label = f"DDP's pass {self._pass}, bucket {number}"
-            self._started.append(self._averaging.begin(bucket, label))
+            self._started.append(self._averaging.begin_bucket(bucket, label))
 
     def _on_backward_end(self) -> None:
-        self._callback_queued = self.weighting.zero = False
+        self._callback_queued = self.zero_weight = False
         self._finish_pass()
         if self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
@@ -228,11 +229,10 @@ class Reducer:
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
-        missing: list[nn.Parameter] = []
-        unused: list[nn.Parameter] = []
+        missing: list[Tensor] = []
         if len(self._started) < len(self._buckets):
-            missing = [p for b in self._buckets for p in b.parameters if p in b.pending]
-            unused = [p for p in missing if p.grad is None]
+            missing = [p for b in self._buckets for p in b.views if p in b.pending]
+        unused = [p for p in missing if p.grad is None]
         if unused and not self._find_unused:
             self._refuse(
                 f"no gradient came for {self._list(unused)}: on this rank the loss does not "
@@ -240,7 +240,7 @@ class Reducer:
                 "off after DDP was built. Freeze parameters before DDP is built, or pass "
                 "find_unused_parameters=True"
             )
-        thawed = list(filter(attrgetter("requires_grad"), self._frozen))
+        thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._refuse(
                 f"{self._list(thawed)} did not require gradients when DDP was built, and now does: "
@@ -250,7 +250,7 @@ class Reducer:
             self._put(parameter)
         self._average(set(unused))
 
-    def _average(self, unused: set[nn.Parameter]) -> None:
+    def _average(self, unused: set[Tensor]) -> None:
         """All gradients are in their buckets: wait for the averages, and agree on what counts."""
         world, join = self._backend.world_size, self.join
         try:
@@ -277,13 +277,13 @@ class Reducer:
         self._pass += 1
         self._filling = False
         for bucket in self._buckets:
-            bucket.pending.update(bucket.parameters)
+            bucket.pending.update(bucket.views)
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:
                 bucket.flat.mul_(scale)
 
-    def _drop_unused(self, unused: set[nn.Parameter]) -> None:
+    def _drop_unused(self, unused: set[Tensor]) -> None:
         """Gradients of parameters that no rank has used stay None, as in one process; unless error
         feedback sends now what it had left over of an earlier one.
         """
@@ -293,7 +293,7 @@ class Reducer:
             if not anywhere and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
-    def _adopt_arrival_order(self, arrivals: dict[nn.Parameter, None]) -> None:
+    def _adopt_arrival_order(self, arrivals: dict[Tensor, None]) -> None:
         """From now on use the order in which gradients arrived on rank 0; the others come last.
 
         Every rank takes part, whatever arrived there. Where rank 0 had no batch, it is the order of
@@ -317,22 +317,10 @@ class Reducer:
         self._backend.fail(error)  # the others wait for our gradients
         raise error
 
-    def _list(self, parameters: list[nn.Parameter]) -> str:
+    def _list(self, parameters: list[Tensor]) -> str:
         return _listed([self._names[p] for p in parameters])
 
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
-
-
-class _GradientHook:
-    """A hook on parameters that tells a reducer of each gradient, and does not keep it alive."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = weakref.ref(reducer)
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        reducer = self.reducer()
-        if reducer is not None:
-            reducer.gradient_ready(parameter)

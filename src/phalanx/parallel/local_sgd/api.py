@@ -14,9 +14,8 @@ from torch.optim import SGD, Optimizer
 
 from phalanx.compression import Compressor, ErrorFeedback
 from phalanx.core.backend import Backend
-from phalanx.parallel.local_sgd.outer import MakeOptimizer, OuterStep
+from phalanx.parallel.local_sgd.outer import MakeOptimizer, OuterStep, ParameterResidual
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
-from phalanx.parallel.local_sgd.sync import MeanOfParameters, ParameterResidual, ParameterSync
 
 
 class LocalSGD(PeriodicSync):
@@ -84,25 +83,24 @@ class LocalSGD(PeriodicSync):
             raise ValueError(f"start_after must be a number of steps, 0 or more, not {start_after}")
         self.start_after = start_after
         self.compression: Compressor | None = None
-        sync: ParameterSync
-        if compression is None:
-            sync = MeanOfParameters(self._trained, backend)
-        else:
+        outer = None
+        if compression is not None:
             self._check_compression(compression)
             self.compression = deepcopy(
                 compression.inner  # residuals stay in the parameters here
                 if isinstance(compression, ErrorFeedback)
                 else compression.contraction()
             )
-            sync = OuterStep(
+            outer = OuterStep(
                 self._trained,
+                self._dense,
                 backend,
                 lambda copies: SGD(copies, lr=1.0),  # which goes all the way
                 self.compression,
                 who="LocalSGD",
                 residual=ParameterResidual(),
             )
-        self._begin(sync, {"start_after": start_after, "compression": self.compression})
+        self._begin(outer, {"start_after": start_after, "compression": self.compression})
 
 
 # ------------------------------------------------------------------------------
@@ -168,20 +166,22 @@ class DiLoCo(PeriodicSync):
         if compression is not None:
             self._check_compression(compression)
         self.compression = deepcopy(compression)
-        self._outer = OuterStep(self._trained, backend, outer, self.compression, who="DiLoCo")
+        self._outer_step = OuterStep(
+            self._trained, self._dense, backend, outer, self.compression, who="DiLoCo"
+        )
         groups = [
             ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
             for group in self.outer_optimizer.param_groups
         ]
         described = f"{type(self.outer_optimizer).__name__}({'; '.join(groups)})"
-        self._begin(self._outer, {"outer": described, "compression": compression})
+        self._begin(self._outer_step, {"outer": described, "compression": compression})
 
     @property
     def outer_optimizer(self) -> Optimizer:
         """The outer optimizer, for its learning rate; the same on every rank."""
-        return self._outer.optimizer
+        return self._outer_step.optimizer
 
     @property
     def skipped_steps(self) -> int:
         """How many outer steps were not taken, since their gradient was not finite."""
-        return self._outer.skipped
+        return self._outer_step.skipped

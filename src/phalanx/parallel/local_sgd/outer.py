@@ -10,32 +10,81 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.collectives import all_gather
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import NO_RESIDUALS, is_finite
+from phalanx.compression.compressor import (
+    NO_RESIDUALS,
+    GradientBucket,
+    Member,
+    ResidualStore,
+    is_finite,
+    wide,
+)
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedObjectError
-from phalanx.parallel.averaging import CompressedAveraging, GradientAveraging
+from phalanx.parallel.averaging import GradientAveraging
+from phalanx.parallel.buckets import MESSAGE, Bucket, batches
 from phalanx.parallel.compressor_state import load_own, own_state
 from phalanx.parallel.guards import check_agreement, describe_with_values
-from phalanx.parallel.local_sgd.sync import ParameterResidual, ParameterSync, averaged
 
 log = logging.getLogger("phalanx")
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-class OuterStep(ParameterSync):
+@torch.no_grad()
+def averaged(
+    tensors: Iterable[Tensor],
+    averaging: GradientAveraging,
+    backend: Backend,
+    *,
+    label: str,
+    put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
+) -> list[Bucket]:
+    """The means of tensors over the ranks, in new memory; blocks until they are there.
+
+    put    `put(place, tensor)` writes what is to be averaged of a tensor into its place
+    label  says in errors what this is; ranks whose labels differ do not mean the same
+
+    All messages are under way together. The results are the same bits on every rank.
+    """
+    buckets, begun = [], []
+    for number, batch in enumerate(batches(tensors, MESSAGE)):
+        bucket = Bucket(batch, backend)
+        for tensor, place in bucket.views.items():
+            put(place, tensor)
+        buckets.append(bucket)
+        begun.append(averaging.begin_bucket(bucket, f"{label}, part {number}"))
+    averaging.finish(begun)
+    averaging.settle(buckets, skipped=False)
+    return buckets
+
+
+def not_finite(trained: Mapping[str, nn.Parameter], backend: Backend) -> str:
+    """The first parameter that is infinite or NaN, of each rank that has one, for a message.
+
+    Blocks for one message of 8 bytes.
+    """
+    names = list(trained)
+    mine = next((at for at, name in enumerate(names) if not is_finite(trained[name])), len(names))
+    found = all_gather(torch.tensor([mine], dtype=torch.int64), backend).tolist()
+    bad = [f"{names[at]} on rank {rank}" for rank, at in enumerate(found) if at < len(names)]
+    return ", ".join(bad) or "on each rank all are, but not their mean"
+
+
+class OuterStep:
     """A step of an optimizer of its own, on copies of the parameters that all ranks have alike.
 
     optimizer   the outer one
     skipped     how many steps were not taken, since their gradient was not finite
+    compressed  averages by the compressor; None: as `dense` does, by an all-reduce
     who         takes them, in errors
     residual    keeps what messages leave out, if it is to stay in parameters
     """
@@ -43,6 +92,7 @@ class OuterStep(ParameterSync):
     def __init__(
         self,
         trained: Mapping[str, nn.Parameter],
+        dense: GradientAveraging,
         backend: Backend,
         make: MakeOptimizer,
         compression: Compressor | None,
@@ -50,22 +100,23 @@ class OuterStep(ParameterSync):
         who: str,
         residual: ParameterResidual | None = None,
     ) -> None:
-        super().__init__(trained, backend)
         self.skipped = 0
-        self.compression = compression
+        self._trained = trained
+        self._dense = dense
+        self._backend = backend
         self._who = who
         self._residual = residual
         self._copies = {
             name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()
         }
-        self._copy_of = {trained[name]: copy for name, copy in self._copies.items()}
+        self._copy_of: dict[Tensor, Tensor] = {trained[n]: copy for n, copy in self._copies.items()}
         self.optimizer = make(list(self._copies.values()))
         self._check_optimizer()
-        self._averaging: GradientAveraging = self._all_reduce
+        self.compressed: GradientAveraging | None = None
         if compression is not None:
-            names = {parameter: name for name, parameter in trained.items()}
-            self._averaging = CompressedAveraging(
-                compression, names, backend, feedback=residual or NO_RESIDUALS
+            names: dict[Tensor, str] = {p: name for name, p in trained.items()}
+            self.compressed = GradientAveraging(
+                backend, compression, names, feedback=residual or NO_RESIDUALS
             )
 
     def _check_optimizer(self) -> None:
@@ -85,12 +136,6 @@ class OuterStep(ParameterSync):
                     op=self._who,
                 )
 
-    @property
-    def bytes_sent(self) -> int:
-        """Of outer gradients."""
-        whole = super().bytes_sent
-        return whole if self._averaging is self._all_reduce else whole + self._averaging.bytes_sent
-
     @torch.no_grad()
     def begin(self) -> None:
         """Copy the parameters. Later only outer steps change the copies: these stay the same on all
@@ -100,21 +145,25 @@ class OuterStep(ParameterSync):
             self._copies[name].copy_(parameter)
 
     @torch.no_grad()
-    def sync(self, label: str, *, whole: bool) -> None:
+    def sync(self, label: str, *, whole: bool) -> bool:
         """Average the outer gradients, step, and copy. If these gradients are not finite there is
         no step: all parameters are as they were when the period began.
 
-        Raises `DesyncError` if the copies are not the same on all ranks: their hashes are compared,
-        in a message of 16 bytes.
+        whole   leave nothing out, so that parameters are the same on all ranks
+
+        Returns whether they are. Raises `DesyncError` if the copies are not the same on all ranks:
+        their hashes are compared, in a message of 16 bytes.
         """
         if self._residual is not None and self._backend.world_size == 1:
-            return
+            return True
 
         def put(place: Tensor, parameter: Tensor) -> None:
-            torch.sub(self._copy_of[parameter], parameter, out=place)  # type: ignore[index]
+            torch.sub(self._copy_of[parameter], parameter, out=place)
 
         residual = None if whole else self._residual
-        averaging = self._all_reduce if whole and self._residual is not None else self._averaging
+        averaging = self.compressed
+        if averaging is None or (whole and self._residual is not None):
+            averaging = self._dense
         flats = averaged(self._trained.values(), averaging, self._backend, label=label, put=put)
         check_agreement(
             [describe_with_values(name, copy) for name, copy in self._copies.items()],
@@ -126,8 +175,8 @@ class OuterStep(ParameterSync):
         finite = all(is_finite(flat.flat) for flat in flats)
         if finite:
             for flat in flats:
-                for parameter, gradient in flat.views():
-                    self._copy_of[parameter].grad = gradient  # type: ignore[index]
+                for parameter, gradient in flat.views.items():
+                    self._copy_of[parameter].grad = gradient
             self.optimizer.step()
             self.optimizer.zero_grad()
         else:
@@ -139,7 +188,7 @@ class OuterStep(ParameterSync):
                 self._backend.rank,
                 self._who,
                 "an outer step" if self._residual is None else "a sync",
-                self._not_finite(),
+                not_finite(self._trained, self._backend),
             )
         for name, parameter in self._trained.items():
             parameter.copy_(self._copies[name])
@@ -147,7 +196,7 @@ class OuterStep(ParameterSync):
                 left = residual.take(name)
                 if finite:
                     parameter.sub_(left)
-        self.alike = residual is None or not finite
+        return residual is None or not finite
 
     # State: the outer optimizer's is the same on every rank.
     #
@@ -172,7 +221,8 @@ class OuterStep(ParameterSync):
             for key, value in group.items():
                 if key != "params" and isinstance(value, (bool, int, float, Tensor)):
                     state[f"{_PREFIX}option.{number}.{key}"] = _as_tensor(value, key)
-        return state | (own_state(self.compression, self._backend) if self.compression else {})
+        compressor = self.compressed.compressor if self.compressed is not None else None
+        return state | (own_state(compressor, self._backend) if compressor is not None else {})
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -180,46 +230,40 @@ class OuterStep(ParameterSync):
         done. Raises `SizeMismatchError` for that of another model.
         """
         sizes = {name: parameter.numel() for name, parameter in self._trained.items()}
-        load_own(self.compression, state, self._backend, sizes_of=sizes)
+        compressor = self.compressed.compressor if self.compressed is not None else None
+        load_own(compressor, state, self._backend, sizes_of=sizes)
         entries = []
         for key, value in state.items():
-            if key.startswith(_PREFIX):
-                kind, _, rest = key[len(_PREFIX) :].partition(".")
-                first, name = ("", rest) if kind == "parameter" else rest.split(".", 1)
-                entries.append((kind, first, name, value))
-                if kind != "option":
-                    self._check_fits(name, value, by_shape=kind == "parameter")
+            if not key.startswith(_PREFIX):
+                continue
+            kind, _, rest = key[len(_PREFIX) :].partition(".")
+            first, name = ("", rest) if kind == "parameter" else rest.split(".", 1)
+            entries.append((kind, first, name, value))
+            copy = self._copies.get(name)
+            fits = copy is not None and (kind != "parameter" or value.shape == copy.shape)
+            if kind != "option" and not fits:
+                has = f"has shape {list(copy.shape)}" if copy is not None else "is not there"
+                rank = self._backend.rank
+                raise SizeMismatchError(
+                    f"rank {rank}: DiLoCo: the state dict has an outer {name} of shape "
+                    f"{list(value.shape)}, and in this model it {has}: it is the state of another "
+                    "model",
+                    rank=rank,
+                )
         if entries:
             self.optimizer.state.clear()
+        groups = dict(enumerate(self.optimizer.param_groups))
         for kind, first, name, value in entries:
             if kind == "parameter":
                 self._copies[name].copy_(value)
             elif kind == "state":
                 self.optimizer.state[self._copies[name]][first] = value.clone()
-            else:
-                self._load_option(int(first), name, value)
+            elif name in (group := groups.get(int(first), {})):
+                if isinstance(group[name], Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value.item()
         return self._copies if any(kind == "parameter" for kind, *_ in entries) else {}
-
-    def _load_option(self, number: int, option: str, value: Tensor) -> None:
-        if number >= len(self.optimizer.param_groups):
-            return
-        group = self.optimizer.param_groups[number]
-        if isinstance(group.get(option), Tensor):
-            group[option].copy_(value)
-        elif option in group:
-            group[option] = value.item()
-
-    def _check_fits(self, name: str, value: Tensor, *, by_shape: bool) -> None:
-        copy = self._copies.get(name)
-        if copy is None or (by_shape and value.shape != copy.shape):
-            has = f"has shape {list(copy.shape)}" if copy is not None else "is not there"
-            rank = self._backend.rank
-            raise SizeMismatchError(
-                f"rank {rank}: DiLoCo: the state dict has an outer {name} of shape "
-                f"{list(value.shape)}, and in this model it {has}: it is the state of another "
-                "model",
-                rank=rank,
-            )
 
 
 _PREFIX = "outer@all."
@@ -236,3 +280,49 @@ def _as_tensor(value: object, what: str) -> Tensor:
         f"DiLoCo's outer optimizer keeps {value!r} as {what}: a state dict takes tensors and "
         "numbers only"
     )
+
+
+# ------------------------------------------------------------------------------
+# What messages leave out stays in the parameters of the rank that would have sent it.
+#
+#     d  =  t - t_i             how far this rank's parameters are from the copy t that all have
+#     q  =  its message         what is sent of d
+#     t_i  <-  t' - (d - q)     the new copy t', and the residual d - q
+#
+# So parameters are the memory of error feedback: nothing is lost, no state is added, and a rank
+# continues from all that it has learnt itself (Xie et al. 2020, "CSER: Communication-efficient SGD
+# with Error Reset").
+
+
+class ParameterResidual(ResidualStore):
+    """Keeps what is left out of one average until parameters are written."""
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, Tensor] = {}
+        self._parts = 1
+
+    def take(self, name: str) -> Tensor:
+        """The residual of that parameter; it is forgotten."""
+        return self._residuals.pop(name)
+
+    def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
+        """All of the bucket: former residuals are in its values already."""
+        self._parts = member.parts
+        return bucket.flat.to(wide(bucket.flat.dtype), copy=True)
+
+    def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
+        """Keep it for `take`."""
+        self._residuals |= {place.name: values for place, values in bucket.cut(residual())}
+
+    def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
+        """The mean."""
+        return mean.clone()
+
+    def store_owned_residual(
+        self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
+    ) -> None:
+        """Add to this rank's own p times what is left out of a mean of p ranks."""
+        left = residual()
+        for place, low, high in bucket.overlaps(start, start + len(left)):
+            own = self._residuals[place.name].view(-1)[low - place.start : high - place.start]
+            own.add_(left[low - start : high - start], alpha=self._parts)

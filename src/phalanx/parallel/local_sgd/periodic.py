@@ -20,20 +20,15 @@ from torch.optim import Optimizer
 
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_compressor, check_floating
+from phalanx.compression.compressor import check_compressor, check_floating, is_finite
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
-from phalanx.parallel.averaging import AllReduceAveraging
+from phalanx.parallel.averaging import GradientAveraging
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.compressor_state import needed
 from phalanx.parallel.guards import check_same_model, explain
-from phalanx.parallel.local_sgd.sync import (
-    ParameterSync,
-    averaged,
-    persistent_buffers,
-    sync_buffers_,
-)
-from phalanx.parallel.optimizer_hooks import claim, owner_of
+from phalanx.parallel.local_sgd.outer import OuterStep, averaged, not_finite
+from phalanx.parallel.optimizer_hooks import claim, log, owner_of
 from phalanx.parallel.wrapper import Wrapper
 
 
@@ -67,21 +62,25 @@ class PeriodicSync(Wrapper):
         self._counter = StepCounter(self._trained.values())
         self._alike = True  # parameters were the same on all ranks, and this one took no step since
         self._in_averaged = False
-        self._buffer_average = AllReduceAveraging(backend)
+        self._dense = GradientAveraging(backend)
 
     def _check_compression(self, compression: Compressor) -> None:
         check_compressor(compression, f"{type(self).__name__}(compression=)")
         for parameter in self._trained.values():
             check_floating(parameter, compression)
 
-    def _begin(self, sync: ParameterSync, options: Mapping[str, object]) -> None:
-        """Compare with the other ranks, become like rank 0, and notice steps from now on."""
+    def _begin(self, outer: OuterStep | None, options: Mapping[str, object]) -> None:
+        """Compare with the other ranks, become like rank 0, and notice steps from now on.
+
+        outer   what a sync is; None: parameters become their mean over the ranks (Stich 2019)
+        """
         who = type(self).__name__
         check_same_model(self.module, self.backend, {"every": self.every, **options}, who=who)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_all_(tensors, self.backend, 0)
-        sync.begin()
-        self._parameter_sync = sync
+        self._outer = outer
+        if outer is not None:
+            outer.begin()
         for parameter in self.module.parameters():
             claim(parameter, self)
 
@@ -106,7 +105,8 @@ class PeriodicSync(Wrapper):
         """Bytes that this rank has sent so far to make parameters and buffers alike, as rings and
         direct messages send them; those of `averaged` and of checkpoints are not among them.
         """
-        return self._parameter_sync.bytes_sent + self._buffer_average.bytes_sent
+        compressed = self._outer.compressed if self._outer is not None else None
+        return self._dense.bytes_sent + (compressed.bytes_sent if compressed is not None else 0)
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -155,10 +155,41 @@ class PeriodicSync(Wrapper):
     def _sync(self, why: str, *, whole: bool) -> None:
         label = f"{type(self).__name__}'s sync {self.meetings}, {why}"
         with self._explaining():
-            self._parameter_sync.sync(label, whole=whole)
-            sync_buffers_(self.module, self._buffer_average, self.backend, label)
+            if self._outer is not None:
+                self._alike = self._outer.sync(label, whole=whole)
+            else:
+                self._take_mean(label)
+            self._sync_buffers(f"{label}, buffers")
         self._counter.synced()
-        self._alike = self._parameter_sync.alike
+
+    @torch.no_grad()
+    def _take_mean(self, label: str) -> None:
+        self._alike = True
+        if self.backend.world_size == 1:
+            return
+        buckets = averaged(self._trained.values(), self._dense, self.backend, label=label)
+        if not all(is_finite(bucket.flat) for bucket in buckets):
+            log.warning(
+                "rank %d: LocalSGD: parameters are not finite, and by their mean on no rank any "
+                "more: %s. Go back to a checkpoint",
+                self.backend.rank,
+                not_finite(self._trained, self.backend),
+            )
+        for bucket in buckets:
+            _copy(bucket.views)
+
+    def _sync_buffers(self, label: str) -> None:
+        """Make buffers alike, in place: floating ones, such as statistics of batch norm, become
+        their mean; others, such as counters and masks, rank 0's.
+        """
+        if self.backend.world_size == 1:
+            return
+        buffers = persistent_buffers(self.module).values()
+        means = [buffer for buffer in buffers if buffer.is_floating_point()]
+        for bucket in averaged(means, self._dense, self.backend, label=label):
+            _copy(bucket.views)
+        others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        broadcast_all_(others, self.backend, 0, label=f"{label} of rank 0")
 
     def _any_rank_differs(self, why: str, timeout: float | None = None) -> bool:
         """Whether ranks may have different parameters. One message of 8 bytes."""
@@ -199,8 +230,8 @@ class PeriodicSync(Wrapper):
         tensors = [*self._trained.values(), *(b for b in buffers if b.is_floating_point())]
         label = f"{type(self).__name__}'s means after {self.meetings} syncs"
         with self._explaining():
-            flats = averaged(tensors, AllReduceAveraging(self.backend), self.backend, label=label)
-        return {tensor: mean for flat in flats for tensor, mean in flat.views()}
+            found = averaged(tensors, GradientAveraging(self.backend), self.backend, label=label)
+        return {tensor: mean for bucket in found for tensor, mean in bucket.views.items()}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -238,8 +269,8 @@ class PeriodicSync(Wrapper):
         prefix = f"local@{self.backend.rank}/{self.backend.world_size}."
         state = {prefix + "count": torch.tensor(self._counter.now(), dtype=torch.int64)}
         for name, tensor in self._local_tensors().items() if apart else ():
-            state[f"{prefix}{_VALUE}{name}"] = tensor.detach()
-        return state | self._parameter_sync.own_state(apart=apart)
+            state[f"{prefix}value.{name}"] = tensor.detach()
+        return state | (self._outer.own_state(apart=apart) if self._outer is not None else {})
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -249,18 +280,15 @@ class PeriodicSync(Wrapper):
         module, or from the mean of all. Without any a new period begins. Nothing is sent.
         """
         self._check_not_in_averaged("load_state_dict")
-        began = self._parameter_sync.load_own_state(state)
-        if not began:
-            self._parameter_sync.begin()
-        entries = [
-            LocalValue(int(match[2]), int(match[1]), match[3], value)
-            for key, value in state.items()
-            if (match := _KEY.fullmatch(key))
-        ]
-        self._counter.load(saved_counts(entries, self.backend))
+        began: Mapping[str, Tensor] = {}
+        if self._outer is not None:
+            began = self._outer.load_own_state(state)
+            if not began:
+                self._outer.begin()
+        counts, values = _saved(state, self.backend)
+        self._counter.load(counts)
         since = self._counter.counts.since
         self._alike = not (began or since)
-        values = saved_tensors(entries, self.backend)
         if not values and not since:
             values = dict(began)  # this rank had taken no step, and others had
         own = self._local_tensors()
@@ -281,7 +309,7 @@ class PeriodicSync(Wrapper):
         kept = [
             key
             for key in keys
-            if (match := _KEY.fullmatch(key)) is None or match[3] == "count" or key.startswith(mine)
+            if (match := _KEY.fullmatch(key)) is None or match[3] is None or key.startswith(mine)
         ]
         return needed(kept, self.backend)
 
@@ -304,6 +332,18 @@ def _copy(values: Mapping[Tensor, Tensor]) -> None:
         tensor.copy_(value)
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of the state dict, by their first name. What it leaves out is made anew from
+    something else, and stays each rank's.
+    """
+    return {
+        f"{prefix}.{key}" if prefix else key: buffer
+        for prefix, each in module.named_modules()
+        for key, buffer in each._buffers.items()
+        if buffer is not None and key not in each._non_persistent_buffers_set
+    }
+
+
 # ------------------------------------------------------------------------------
 # What a rank has of its own between two syncs, as part of a state dict.
 #
@@ -312,47 +352,36 @@ def _copy(values: Mapping[Tensor, Tensor]) -> None:
 #
 # As many ranks as before get their own back; of another number each begins from the mean.
 
-_KEY = re.compile(r"local@(\d+)/(\d+)\.(count$|value\..*)", re.DOTALL)
-_VALUE = "value."
+_KEY = re.compile(r"local@(\d+)/(\d+)\.(?:count|value\.(.*))", re.DOTALL)
 
 
-class LocalValue(NamedTuple):
-    """An entry of a state: what rank `rank` of `ranks` had as `what`."""
+def _saved(
+    state: Mapping[str, Any], backend: Backend
+) -> tuple[Counts | None, Mapping[str, Tensor]]:
+    """What this rank goes on with: counts, and values by name.
 
-    ranks: int
-    rank: int
-    what: str
-    value: Tensor
-
-
-def saved_counts(entries: Iterable[LocalValue], backend: Backend) -> Counts | None:
-    """This rank's, or with another number of ranks the first one's; None if there is none."""
-    found = {(ranks, rank): value for ranks, rank, what, value in entries if what == "count"}
-    if not found:
-        return None
-    counts = found.get((backend.world_size, backend.rank), found[min(found)])
-    return Counts(*map(int, counts.tolist()))
-
-
-def saved_tensors(entries: Iterable[LocalValue], backend: Backend) -> dict[str, Tensor]:
-    """By name what this rank is to have: its own; or the mean of all ranks', if all are there and
-    they were another number; else nothing.
+    Its own; with another number of ranks the first one's counts, and the mean of all values if
+    those of all ranks are there.
     """
-    by_rank: dict[int, dict[str, Tensor]] = {}
-    size = 0
-    for ranks, rank, what, value in entries:
-        if what.startswith(_VALUE):
-            size = ranks
-            by_rank.setdefault(rank, {})[what[len(_VALUE) :]] = value
-    if size == backend.world_size:
-        return by_rank.get(backend.rank, {})
-    if len(by_rank) < size or not by_rank:
-        return {}
-    return {
-        name: torch.stack([each[name].double() for each in by_rank.values()]).mean(0)
+    counts: dict[tuple[int, int], Counts] = {}
+    values: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if match := _KEY.fullmatch(key):
+            saved_by = int(match[2]), int(match[1])
+            if match[3] is None:
+                counts[saved_by] = Counts(*map(int, value.tolist()))
+            else:
+                values.setdefault(saved_by, {})[match[3]] = value
+    here = backend.world_size, backend.rank
+    count = counts.get(here, counts[min(counts)]) if counts else None
+    size = next(iter(values))[0] if values else 0
+    if size == backend.world_size or len(values) < size or not values:
+        return count, values.get(here, {})
+    return count, {
+        name: torch.stack([each[name].double() for each in values.values()]).mean(0)
         if value.is_floating_point()
         else value
-        for name, value in by_rank[min(by_rank)].items()
+        for name, value in values[min(values)].items()
     }
 
 
