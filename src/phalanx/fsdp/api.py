@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +24,31 @@ from torch.optim import Optimizer
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.errors import UnsupportedOperationError
+from phalanx.errors import (
+    DistributedError,
+    MisuseError,
+    SizeMismatchError,
+    UnsupportedOperationError,
+)
 from phalanx.fsdp.build import Initialize, build
-from phalanx.fsdp.state import ShardedModule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of
+from phalanx.fsdp.unsharded import refuse
+from phalanx.parallel.compressor_state import (
+    UNSHARDED,
+    load_own,
+    needed,
+    own_state,
+    without_own,
+)
 from phalanx.parallel.grad_scaler import clip_, norm_of
-from phalanx.parallel.optimizer_hooks import NOT_ELEMENTWISE, claim, log, owner_of
+from phalanx.parallel.optimizer_hooks import NOT_ELEMENTWISE, claim, log, owner_of, release
+from phalanx.parallel.wrapper import Slice, Wrapper
 
 if TYPE_CHECKING:
     from phalanx.fsdp.parameter_group import UnitRule
 
 
-class FSDP(ShardedModule):
+class FSDP(Wrapper):
     """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
 
     module       the model; the same on every rank, in structure. Rank 0's values count. It may be
@@ -117,7 +131,7 @@ class FSDP(ShardedModule):
         self.strategy = strategy
         self.compression = deepcopy(compression)
         self.mixed_precision = precision_of(mixed_precision)
-        self._warned = self._checked = False
+        self._warned = self._checked = self._unwrapped = False
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
@@ -131,6 +145,8 @@ class FSDP(ShardedModule):
             initialize=initialize,
             compressor=self.compression,
         )
+        compressed = self._runtime.reduction.compression
+        self._sharding = compressed.cut(self._runtime.flats) if compressed else UNSHARDED
         for parameter in module.parameters():
             claim(parameter, self)
         weakref.finalize(self, self._remove_hooks)
@@ -198,7 +214,7 @@ class FSDP(ShardedModule):
         Blocks for one message of 8 bytes; every rank calls it.
         """
         parameters = list(self.parameters())
-        total = norm_of(parameters, self._runtime.shard_groups.shards, float(norm_type))
+        total = norm_of(parameters, self._runtime.plan.shards, float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"rank {self.backend.rank}: FSDP: the norm of the gradients is {total.item()}"
@@ -259,3 +275,212 @@ class FSDP(ShardedModule):
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
         self._runtime.write_epoch.end("step")
+
+    # Parts and full values ----------------------------------------------------------------------
+
+    def slices(self) -> dict[str, Slice]:
+        """For each parameter, by name, what part of it this rank's `Parameter` holds."""
+        return {
+            name: Slice(shape, *flat.layout.part(number, flat.plan.shard_index))
+            for flat in self._runtime.flats
+            for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
+        }
+
+    # Writing parameters ---------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Parameters are written in here, in place: `with fsdp.writing(): p.mul_(0.5)`.
+
+        Every rank enters it, and waits until none reads parameters that it shares with others. An
+        optimizer's step and the methods of this class do so by themselves.
+        """
+        with self._runtime.write_epoch.writing("writing()"):
+            yield
+
+    @torch.no_grad()
+    def update_shards(self, flat: Tensor) -> None:
+        """Overwrite this rank's shards, in the order of `parameters()`, from one flat tensor.
+
+        Every rank calls it. `SizeMismatchError` if its length is not that of all of them together;
+        nothing is changed then.
+        """
+        parameters = list(self.parameters())
+        sizes = [p.numel() for p in parameters]
+        if flat.dim() != 1 or flat.numel() != sum(sizes):
+            self._refuse(
+                f"update_shards() takes a flat tensor of {sum(sizes)} elements, all shards of "
+                f"this rank, and was given {flat.numel()} ({list(flat.shape)}); nothing was "
+                "changed",
+                SizeMismatchError,
+            )
+        with self._runtime.write_epoch.writing("update_shards()"):
+            for parameter, values in zip(
+                parameters, torch.split(flat.detach(), sizes), strict=True
+            ):
+                parameter.copy_(values.view(parameter.shape))
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's names, and copies of this rank's shards; no communication. And
+        `own_state`, if there is any.
+
+        Copies, since shards are parts of larger memory, all of which `torch.save` would write.
+        """
+        state = self.module.state_dict(*args, **kwargs)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                state[name] = value.clone()
+        return self._with_own(state, args, kwargs)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`; of
+        `<replicas>x<shards>` ranks with a hybrid strategy.
+        """
+        if self.compression is None:
+            return {}
+        return own_state(self.compression, self.backend, self._sharding)
+
+    def needs(self, keys: Iterable[str]) -> list[str]:
+        """Which of such keys, of all ranks that there were, `load_own_state` needs on this one."""
+        return needed(keys, self.backend, self._sharding)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from such states, of any number of ranks and any strategy, or of a DDP, joined into
+        one dict.
+
+        For as many ranks as before with a strategy like that one, each needs its own only; else all
+        are needed, and what averages lack stays the same, to a rounding. A warning in the log says
+        what is missing. Nothing is sent. `SizeMismatchError` if it is of another model.
+        """
+        sizes = {name: prod(slice_.shape) for name, slice_ in self.slices().items()}
+        backend, sharding = self.backend, self._sharding
+        load_own(self.compression, state, backend, sizes_of=sizes, sharding=sharding)
+
+    @torch.no_grad()
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The plain module's state, whole, on every rank; with `rank0_only` empty on the others.
+
+        Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
+        """
+        self._runtime.write_epoch.settle()
+        wanted = not rank0_only or self.backend.rank == 0
+        full = {p: value.clone() for p, value in self._full_values() if wanted}
+        local = self.module.state_dict(keep_vars=True) if wanted else {}
+        for name, value in local.items():
+            if isinstance(value, nn.Parameter) and value in full:
+                local[name] = full[value]
+            elif isinstance(value, Tensor):
+                local[name] = value.detach().clone()
+        return dict(local)
+
+    def _full_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter's full value, in the dtype of the shards, one flat parameter at a time.
+
+        Memory that may be the model's own: it is not to be written, and to be copied to be kept.
+        Every rank of the shard group takes all of them.
+        """
+        for flat in self._runtime.flats:
+            yield from zip(flat.parameters, flat.split(flat.all_shards()), strict=True)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full tensors, as of a plain module, or this rank's shards, as of `state_dict()`.
+
+        Values are copied into the shards. Every rank calls it. `SizeMismatchError` names a tensor
+        that is neither, and nothing is changed. `own_state` goes to its rank.
+        """
+        state_dict, own = without_own(state_dict)
+        if assign:
+            self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
+        local = self._only_shards(state_dict)
+        with self._runtime.write_epoch.writing("load_state_dict()"):
+            result = self.module.load_state_dict(local, strict=strict)
+        self.load_own_state(own)
+        return result
+
+    def _only_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state whose tensors are full or shards already, as a state of shards."""
+        pieces = self.slices()
+        held = {parameter: pieces.get(name) for name, parameter in self.named_parameters()}
+        own = self.module.state_dict(keep_vars=True)
+        result = dict(state)
+        for name, value in state.items():
+            mine = own.get(name)
+            if not isinstance(mine, nn.Parameter) or not isinstance(value, Tensor):
+                continue
+            piece = held.get(mine)
+            if piece is None:
+                continue
+            if tuple(value.shape) == piece.shape:
+                result[name] = value.detach().reshape(-1)[piece.start : piece.stop].view(mine.shape)
+            elif value.shape != mine.shape:
+                self._refuse(
+                    f"{name} is to be loaded from a tensor of shape {list(value.shape)}; it takes "
+                    f"the full one, {list(piece.shape)}, or this rank's shard of it, "
+                    f"{list(mine.shape)}",
+                    SizeMismatchError,
+                )
+        return result
+
+    # Full parameters ------------------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
+        """In here modules have full parameters: `fsdp.module.head.weight` has its own shape.
+
+        They are copies, this rank's own. With `writeback`, each rank's part of what it has in the
+        end is its shard afterwards; so every rank makes the same changes. `parameters()` are the
+        shards all the time. Every rank enters and leaves it. Takes memory for the whole model.
+        """
+        if self._summoned:
+            self._refuse("summon_full_params() inside itself")
+        runtime = self._runtime
+        runtime.write_epoch.settle()
+        runtime.reshard_all()
+        copies = [flat.all_shards().clone() for flat in runtime.flats]
+        runtime.swap.swap_in()
+        for group in runtime.groups:
+            group.state.after("summon")
+        try:
+            for flat, copy in zip(runtime.flats, copies, strict=True):
+                flat.show(flat.split(copy))
+            yield
+        finally:
+            for group in runtime.groups:
+                group.state.after("restore")
+            runtime.swap.swap_out()
+            for flat in runtime.flats:
+                flat.show(flat.homes)
+        if writeback:
+            with runtime.write_epoch.writing("summon_full_params()"), torch.no_grad():
+                for flat, copy in zip(runtime.flats, copies, strict=True):
+                    flat.write(copy)
+
+    @property
+    def _summoned(self) -> bool:
+        return self._runtime.groups[0].state.now == "SUMMONED"
+
+    @torch.no_grad()
+    def unwrap(self) -> nn.Module:
+        """The plain module, with full parameters: the same `Parameter` objects, without gradients.
+
+        Every rank calls it; this FSDP is of no use afterwards.
+        """
+        self._runtime.write_epoch.settle()
+        values = {p: value.clone() for p, value in self._full_values()}
+        shards = self._runtime.plan.shards
+        if shards is not None:
+            shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
+        self._remove_hooks()
+        self._unwrapped = True
+        for parameter, value in values.items():
+            parameter.grad = None
+            parameter.data = value
+            release(parameter)
+        return self.module
+
+    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+        refuse(self.backend.rank, problem, kind)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.collectives import broadcast_
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
-from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, ShardingPlan, StoragePool, trim_heap
-from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
+from phalanx.fsdp.flat_param import ShardingPlan, trim_heap
+from phalanx.fsdp.gradients import CompressedReduction
 from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, cut
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
@@ -52,15 +51,14 @@ def build(
         "units": list(cuts),
     }
     check_same_model(model, backend, options, who="FSDP")
-    shard_groups = ShardGroups.of(backend, strategy)
-    plan = ShardingPlan(strategy, precision, shard_groups, StoragePool())
-    compression = CompressedReduction(compressor, shard_groups) if compressor is not None else None
+    plan = ShardingPlan.of(backend, strategy, precision)
+    compression = CompressedReduction(compressor, plan) if compressor is not None else None
     made: dict[str, ParameterGroup] = {}
     for name in _with_values(model, cuts, initialize, backend.rank):
         module = model.get_submodule(name)
         made[name] = group = ParameterGroup(name, module, cuts[name], plan, compression)
         for flat in group.flats:
-            _adopt_values(flat, backend)
+            flat.adopt()
     trim_heap()  # the values that the model was built with are gone
     broadcast_all_([*model.buffers()], backend, 0, label="FSDP's buffers")
     groups = [made[name] for name in cuts]
@@ -69,68 +67,36 @@ def build(
     flats = [flat for group in groups for flat in group.flats]
     unsharded = {p: view for f in flats for p, view in zip(f.parameters, f.views, strict=True)}
     swap = ParameterSwap(model, unsharded, backend.rank)
-    runtime = FsdpRuntime(groups, shard_groups, swap, compression, prefetch)
-    return runtime, _hook(runtime, precision)
+    runtime = FsdpRuntime(groups, plan, swap, compression, prefetch)
+    return runtime, _hook(runtime)
 
 
-def _adopt_values(flat: FlatParameter, backend: Backend) -> None:
-    """Give each rank its shard of rank 0's values. Moves the full values once."""
-    full = flat.joined()
-    if backend.world_size > 1:
-        label = f"FSDP takes rank 0's values of {', '.join(flat.names)}"
-        broadcast_(full, backend, label=label)
-    flat.adopt(full)
-
-
-# Hooks ------------------------------------------------------------------------------------------
-
-
-def _hook(runtime: FsdpRuntime, precision: MixedPrecision | None) -> Callable[[], None]:
+def _hook(runtime: FsdpRuntime) -> Callable[[], None]:
     """Tell the runtime of passes; the function that is returned removes the hooks.
 
     It refers to no model, so that `weakref.finalize` can keep it without keeping the FSDP.
     """
     handles: list[Any] = []
     for group in runtime.groups:
-        handles += _hook_forward(runtime, group, precision if not group.name else None)
+        before, after = partial(runtime.pre_forward, group), partial(runtime.post_forward, group)
+        register_before = group.module.register_forward_pre_hook
+        register_after = group.module.register_forward_hook
+        # First of all, for other hooks may use parameters.
+        handles.append(register_before(before, with_kwargs=True, prepend=True))
+        handles.append(register_after(after, with_kwargs=True, always_call=True))
         for gradient in group.gradients:
-            handles += _hook_gradients(runtime, group, gradient)
+            for number, view in enumerate(gradient.flat.views):
+                if view.is_floating_point() or view.is_complex():
+                    hook = partial(runtime.post_accumulate_grad, group, gradient, number)
+                    view.requires_grad_(True)
+                    handles.append(view.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    view.requires_grad_(gradient.flat.parameters[number].requires_grad)
 
     def remove() -> None:
         for handle in handles:
             handle.remove()
 
     return remove
-
-
-def _hook_forward(
-    runtime: FsdpRuntime, group: ParameterGroup, precision: MixedPrecision | None
-) -> list[Any]:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        runtime.pre_forward(group)
-        return precision.cast((args, kwargs)) if precision is not None else None
-
-    def after(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        runtime.post_forward(group, (args, kwargs), outputs)
-
-    return [
-        # First of all, for other hooks may use parameters.
-        group.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        group.module.register_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
-
-
-def _hook_gradients(
-    runtime: FsdpRuntime, group: ParameterGroup, gradient: FlatGradient
-) -> list[Any]:
-    handles: list[Any] = []
-    for number, view in enumerate(gradient.flat.views):
-        if view.is_floating_point() or view.is_complex():
-            hook = partial(runtime.post_accumulate_grad, group, gradient, number)
-            view.requires_grad_(True)
-            handles.append(view.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            view.requires_grad_(gradient.flat.parameters[number].requires_grad)
-    return handles
 
 
 # Models on the meta device ----------------------------------------------------------------------

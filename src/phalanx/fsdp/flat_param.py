@@ -24,20 +24,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import PendingCollective, async_all_gather
+from phalanx.collectives import PendingCollective, async_all_gather, broadcast_
 from phalanx.core.backend import Backend
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
 
-# Which ranks ------------------------------------------------------------------------------------
+# Which ranks, and what ---------------------------------------------------------------------------
 
 
-class ShardGroups(NamedTuple):
-    """The groups of one rank, for 4 ranks and `hybrid(2)`:
+class ShardingPlan(NamedTuple):
+    """How one FSDP shards on this rank, and its groups; for 4 ranks and `hybrid(2)`:
 
         shards      (0 1)    (2 3)      these have one copy together: all-gather, reduce-scatter
         replicas    (0 2)    (1 3)      these hold the same shard: gradients are averaged
 
+    pool              memory for groups in flight
     world             all ranks
     shards            the shard group of this rank; None if it is alone in it
     replicas          its replica group; None if it is alone in it
@@ -45,6 +46,9 @@ class ShardGroups(NamedTuple):
     shard_index       which one this rank holds
     """
 
+    strategy: ShardingStrategy
+    precision: MixedPrecision | None
+    pool: StoragePool
     world: Backend
     shards: Backend | None
     replicas: Backend | None
@@ -52,8 +56,10 @@ class ShardGroups(NamedTuple):
     shard_index: int
 
     @classmethod
-    def of(cls, backend: Backend, strategy: ShardingStrategy) -> ShardGroups:
-        """This rank's groups. Every rank calls this. `InvalidWorldSizeError` if none fit."""
+    def of(
+        cls, backend: Backend, strategy: ShardingStrategy, precision: MixedPrecision | None
+    ) -> ShardingPlan:
+        """This rank's. Every rank calls this. `InvalidWorldSizeError` if no groups fit."""
         world = backend.world_size
         count = strategy.ranks_per_copy(world)
         copy, index = divmod(backend.rank, count)
@@ -65,28 +71,20 @@ class ShardGroups(NamedTuple):
         else:
             shards = backend.subgroup(range(copy * count, (copy + 1) * count))
             replicas = backend.subgroup(range(index, world, count))
-        return cls(backend, shards, replicas, count, index)
+        return cls(strategy, precision, StoragePool(), backend, shards, replicas, count, index)
 
+    @property
+    def algorithm(self) -> str:
+        """For all-gathers and reduce-scatters of the shard group.
 
-def fewest_bytes(shards: Backend) -> str:
-    """The algorithm for all-gathers and reduce-scatters of a shard group.
-
-    By messages every rank sends each part once to each other one, which is the least there is, in
-    bytes and in memory; not so where several ranks are on each of several hosts, or a library has
-    collectives of its own, which know better.
-    """
-    if shards.native is not None or shards.shares_memory:
-        return "auto"
-    return "direct" if len(set(shards.topology)) in (1, shards.world_size) else "auto"
-
-
-class ShardingPlan(NamedTuple):
-    """How one FSDP shards on this rank: what its flat parameters have in common."""
-
-    strategy: ShardingStrategy
-    precision: MixedPrecision | None
-    groups: ShardGroups
-    pool: StoragePool
+        By messages every rank sends each part once to each other one, which is the least there is,
+        in bytes and in memory; not so where several ranks are on each of several hosts, or a
+        library has collectives of its own, which know better.
+        """
+        shards = self.shards
+        if shards is None or shards.native is not None or shards.shares_memory:
+            return "auto"
+        return "direct" if len(set(shards.topology)) in (1, shards.world_size) else "auto"
 
 
 # Where parameters lie ---------------------------------------------------------------------------
@@ -217,6 +215,7 @@ class FlatParameter:
     common       whether the ranks of the shard group have the unsharded memory in common
     apart        whether the shard is not a part of that
     current      whether the unsharded memory holds what the shards do
+    homes        the unsharded parameters' places in the unsharded memory
     """
 
     def __init__(
@@ -226,22 +225,21 @@ class FlatParameter:
         state: UnshardState,
         plan: ShardingPlan,
     ) -> None:
-        strategy, precision, groups, self._pool = plan
         self.plan = plan
         self.label = label
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
-        self.layout = FlatLayout([tuple(p.shape) for p in self.parameters], groups.shards_per_copy)
-        self.shard_index = groups.shard_index
-        self._group = groups.shards
-        converts = precision is not None and self.dtype.is_floating_point
-        self.compute_dtype = precision.compute_dtype if precision and converts else self.dtype
+        self.layout = FlatLayout([tuple(p.shape) for p in self.parameters], plan.shards_per_copy)
+        self.compute_dtype = self.dtype
+        if plan.precision is not None and self.dtype.is_floating_point:
+            self.compute_dtype = plan.precision.compute_dtype
         common = None
-        if self._group is not None and self.device.type == "cpu":
-            common = self._group.common(self.layout.padded, self.compute_dtype)
+        if plan.shards is not None and self.device.type == "cpu":
+            common = plan.shards.common(self.layout.padded, self.compute_dtype)
         self.common = common is not None
-        self._releases = not (strategy.keeps_whole or self.common or groups.shards_per_copy == 1)
+        keeps = plan.strategy.keeps_whole or self.common or plan.shards is None
+        self._releases = not keeps
         self.apart = self._releases or self.compute_dtype is not self.dtype
         self.unsharded = common if common is not None else self._empty(self.compute_dtype)
         self.shard = (
@@ -249,14 +247,13 @@ class FlatParameter:
             if self.apart
             else self._own(self.unsharded)
         )
-        self._keeps_shape = strategy.name == "no_shard"
         self.current = False
         self._pending: PendingCollective[Tensor] | None = None
         # As .data: what is written into it does not count as a change of what autograd saved.
-        self._homes = self.split(self.unsharded.data)
+        self.homes = self.split(self.unsharded.data)
         self.views = [
             UnshardedParameter(home, state, name)
-            for name, home in zip(self.names, self._homes, strict=True)
+            for name, home in zip(self.names, self.homes, strict=True)
         ]
         if self._releases:
             self.unsharded.untyped_storage().resize_(0)
@@ -266,8 +263,8 @@ class FlatParameter:
 
     def _own(self, full: Tensor) -> Tensor:
         """This rank's shard of full values."""
-        size = self.layout.shard
-        return full[self.shard_index * size : (self.shard_index + 1) * size]
+        size, index = self.layout.shard, self.plan.shard_index
+        return full[index * size : (index + 1) * size]
 
     def split(self, full: Tensor) -> list[Tensor]:
         """Each parameter, in its own shape, as a view of full values."""
@@ -278,9 +275,9 @@ class FlatParameter:
         """Each parameter's part of memory like the shard, in the shape that the optimizer sees."""
         parts = []
         for number, shape in enumerate(self.layout.shapes):
-            start, stop = self.layout.inside(number, self.shard_index)
+            start, stop = self.layout.inside(number, self.plan.shard_index)
             part = shard[start:stop]
-            parts.append(part.view(shape) if self._keeps_shape else part)
+            parts.append(part.view(shape) if self.plan.strategy.name == "no_shard" else part)
         return parts
 
     def sync_requires_grad(self) -> int:
@@ -292,16 +289,17 @@ class FlatParameter:
 
     # Values of shards -----------------------------------------------------------------------
 
-    def joined(self) -> Tensor:
-        """The values that the Parameters have before they are cut: flat, padded, a copy."""
-        joined = self._empty(self.dtype)
-        for part, parameter in zip(self.split(joined), self.parameters, strict=True):
+    def adopt(self) -> None:
+        """Make the Parameters views of the shard, with this rank's part of rank 0's values, whole
+        before. Moves these once.
+        """
+        full = self._empty(self.dtype)
+        for part, parameter in zip(self.split(full), self.parameters, strict=True):
             part.copy_(parameter.detach())
-        joined[self.layout.total :].zero_()
-        return joined
-
-    def adopt(self, full: Tensor) -> None:
-        """Make the Parameters views of the shard, with this rank's part of full values."""
+        full[self.layout.total :].zero_()
+        if self.plan.world.world_size > 1:
+            label = f"FSDP takes rank 0's values of {', '.join(self.names)}"
+            broadcast_(full, self.plan.world, label=label)
         self.write(full)
         for parameter, part in zip(self.parameters, self.split_shard(self.shard), strict=True):
             parameter.data = part
@@ -315,7 +313,7 @@ class FlatParameter:
 
         A collective of the shard group. With common memory, a rank waits for the others before.
         """
-        if self._group is None or (self.common and not self.apart):
+        if self.plan.shards is None or (self.common and not self.apart):
             return self.shard if self.apart else self.unsharded
         full = self._empty(self.dtype)
         self._own(full).copy_(self.shard)
@@ -329,9 +327,11 @@ class FlatParameter:
         if self.current or self._pending is not None:
             return
         if self._releases:
-            self._pool.attach(self.unsharded, self.layout.padded * self.unsharded.element_size())
+            self.plan.pool.attach(
+                self.unsharded, self.layout.padded * self.unsharded.element_size()
+            )
             self._own(self.unsharded).copy_(self.shard)
-        if self._group is None or self.common:
+        if self.plan.shards is None or self.common:
             self.current = True
         else:
             self._pending = self._all_gather(self.unsharded, f"FSDP gathers {self.label}")
@@ -347,7 +347,7 @@ class FlatParameter:
         """Give the unsharded memory back, if it does not stay. Waits for an unshard under way."""
         self.wait_for_unshard()
         if self._releases:
-            self._pool.detach(self.unsharded)
+            self.plan.pool.detach(self.unsharded)
             self.current = False
 
     def convert(self) -> None:
@@ -356,22 +356,14 @@ class FlatParameter:
             self._own(self.unsharded).copy_(self.shard)
 
     def _all_gather(self, full: Tensor, label: str) -> PendingCollective[Tensor]:
-        assert self._group is not None
-        algorithm = fewest_bytes(self._group)
-        own = self._own(full)
-        return async_all_gather(own, self._group, algorithm=algorithm, into=full, label=label)
+        plan, own = self.plan, self._own(full)
+        assert plan.shards is not None
+        return async_all_gather(own, plan.shards, algorithm=plan.algorithm, into=full, label=label)
 
-    # Summoned parameters --------------------------------------------------------------------
-
-    def show(self, full: Tensor) -> None:
-        """Let modules see these values, until `show_own`."""
-        for view, values in zip(self.views, self.split(full), strict=True):
-            view.data = values
-
-    def show_own(self) -> None:
-        """Let modules see the unsharded memory of this again."""
-        for view, home in zip(self.views, self._homes, strict=True):
-            view.data = home
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Let modules see these: `homes`, or for a while others."""
+        for view, value in zip(self.views, values, strict=True):
+            view.data = value
 
     def __repr__(self) -> str:
         return f"FlatParameter({', '.join(self.names)}: {self.layout.total} x {self.dtype})"

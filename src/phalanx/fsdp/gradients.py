@@ -39,13 +39,12 @@ from phalanx.compression.compressor import (
     GradientBucket,
     Member,
     ReduceScatterMean,
-    Rounds,
     is_finite,
 )
 from phalanx.compression.error_feedback import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.fsdp.flat_param import FlatParameter, ShardGroups, fewest_bytes
+from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.averaging import RequestExecutor, bytes_of
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
@@ -64,17 +63,16 @@ class FlatGradient:
 
     def __init__(self, flat: FlatParameter, compression: CompressedReduction | None) -> None:
         self.flat = flat
-        self.used: set[int] = set()
         self.bytes_sent = 0
-        _, precision, self._groups, self._pool = flat.plan
-        self._compressed = compression is not None
-        self._scatters = compression if compression is not None and compression.scatters else None
-        self._averages = compression if self._scatters is None else None
-        shards = self._groups.shards  # where memory is shared, others read it: it is the backend's
-        read = shards is not None and shards.shares_memory and self._scatters is None
+        self._plan = plan = flat.plan
+        self._compression = compression
+        self._scatters = compression is not None and compression.scatters
+        shards = plan.shards  # where memory is shared, others read it: it is the backend's
+        read = shards is not None and shards.shares_memory and not self._scatters
         self._pooled = shards is not None and not read and flat.device.type == "cpu"
-        converts = precision is not None and flat.dtype.is_floating_point
-        self._dtype = precision.reduce_dtype if precision and converts else flat.compute_dtype
+        self._dtype = flat.compute_dtype
+        if plan.precision is not None and flat.dtype.is_floating_point:
+            self._dtype = plan.precision.reduce_dtype
         self._leaves_own = read and flat.layout.padded * self._dtype.itemsize >= LARGE
         self._clear()
         self._scattering: tuple[Wait, Tensor, Tensor] | None = None
@@ -86,7 +84,7 @@ class FlatGradient:
         self._missing: set[int] = set()
         self._elsewhere: dict[int, Tensor] = {}
         self._means: list[Tensor] = []
-        self.used = set()
+        self.used: set[int] = set()
 
     # What autograd gives --------------------------------------------------------------------
 
@@ -100,32 +98,29 @@ class FlatGradient:
             return
         if grad.layout is not torch.strided:
             refuse(
-                self._groups.world.rank,
+                self._plan.world.rank,
                 f"the gradient of {self.flat.names[number]} is {grad.layout}; only dense "
                 "gradients are reduced (pass sparse=False)",
                 UnsupportedOperationError,
             )
-        self._add(number, grad)
-        self._missing.discard(number)
-        self.used.add(number)
-
-    def _add(self, number: int, grad: Tensor) -> None:
-        view = self._views[number]
+        place = self._views[number]
         kept = self._elsewhere.pop(number, None)
-        start, stop = self.flat.layout.part(number, self._groups.shard_index)
+        start, stop = self.flat.layout.part(number, self._plan.shard_index)
         if number not in self._missing:  # a second time, before the others' first
             if kept is not None:
-                view.view(-1)[start:stop].copy_(kept)
-            view.add_(grad)
+                place.view(-1)[start:stop].copy_(kept)
+            place.add_(grad)
         elif self._leaves_own and grad.dtype is self._dtype and grad.is_contiguous():
             # Nobody else reads this rank's own part: it is reduced from where it is.
-            values, place = grad.view(-1), view.view(-1)
-            place[:start].copy_(values[:start])
-            place[stop:].copy_(values[stop:])
+            values, flat_place = grad.view(-1), place.view(-1)
+            flat_place[:start].copy_(values[:start])
+            flat_place[stop:].copy_(values[stop:])
             if start < stop:
                 self._elsewhere[number] = values[start:stop]
         else:
-            view.copy_(grad)
+            place.copy_(grad)
+        self._missing.discard(number)
+        self.used.add(number)
 
     @property
     def owes(self) -> bool:
@@ -138,12 +133,12 @@ class FlatGradient:
             view.grad = None
 
     def _allocate(self) -> Tensor:
-        flat, groups = self.flat, self._groups
+        flat, plan = self.flat, self._plan
         count = flat.layout.padded
         if self._pooled:
-            memory = self._pool.empty(count, self._dtype)
+            memory = plan.pool.empty(count, self._dtype)
         else:
-            backend = groups.shards or groups.replicas or groups.world
+            backend = plan.shards or plan.replicas or plan.world
             memory = backend.empty(count, dtype=self._dtype, device=flat.device)
         self._memory = memory
         memory[flat.layout.total :].zero_()
@@ -164,7 +159,7 @@ class FlatGradient:
         for number in self._missing:
             self._views[number].zero_()
         self._memory, self._views = None, []
-        shards, replicas = self._groups.shards, self._groups.replicas
+        shards, replicas = self._plan.shards, self._plan.replicas
         if shards is None:
             self._average(memory)
             return
@@ -176,11 +171,11 @@ class FlatGradient:
 
     def _scatter(self, shards: Backend, memory: Tensor, into: Tensor) -> Wait:
         label = f"FSDP reduces {self.flat.label}"
-        if self._scatters is not None:
-            return self._scatters.scatter(self.flat, memory, into, label)
+        if self._scatters and self._compression is not None:
+            return self._compression.begin(self.flat, memory, into, label)
         self.bytes_sent += bytes_of(ReduceScatterMean(memory), shards.world_size)
         # What was not copied: where in this rank's shard it belongs, and its values.
-        inside, index = self.flat.layout.inside, self._groups.shard_index
+        inside, index = self.flat.layout.inside, self._plan.shard_index
         own = [(inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())]
         self._elsewhere = {}
         mean = ReduceOp.MEAN
@@ -189,7 +184,7 @@ class FlatGradient:
             return lambda: None
         return async_reduce_scatter(
             *(memory, shards, mean),
-            algorithm=fewest_bytes(shards),
+            algorithm=self._plan.algorithm,
             into=into,
             consume=True,
             own=own,
@@ -202,16 +197,16 @@ class FlatGradient:
             (wait, into, memory), self._scattering = self._scattering, None
             wait()
             if self._pooled:
-                self._pool.give_back(memory.untyped_storage())
+                self._plan.pool.give_back(memory.untyped_storage())
             self._average(into)
 
     def _average(self, mean: Tensor) -> None:
         """Average with the replicas, if there are any."""
         self._means.append(mean)
-        replicas, label = self._groups.replicas, f"FSDP averages {self.flat.label}"
-        if self._averages is not None:
+        replicas, label = self._plan.replicas, f"FSDP averages {self.flat.label}"
+        if self._compression is not None and not self._scatters:
             self._finish_averaging()  # what that leaves over is for this one, if it is the second
-            self._averaging.append(self._averages.average(self.flat, mean, label))
+            self._averaging.append(self._compression.begin(self.flat, mean, mean, label))
         elif replicas is not None:
             self.bytes_sent += bytes_of(AllReduceMean(mean), replicas.world_size)
             averaging = async_all_reduce_(mean, replicas, ReduceOp.MEAN, label=label)
@@ -233,7 +228,7 @@ class FlatGradient:
         """Whether a parameter had a gradient on this rank; or has a mean here: of what compression
         had left over of earlier ones.
         """
-        if number in self.used or not self._compressed:
+        if number in self.used or self._compression is None:
             return number in self.used
         return any(bool(self.flat.split_shard(mean)[number].any()) for mean in self._means)
 
@@ -291,7 +286,7 @@ class GradientReduction:
     @property
     def bytes_sent(self) -> int:
         """By this rank so far, as rings and direct messages send them."""
-        compressed = self.compression.bytes_sent if self.compression is not None else 0
+        compressed = self.compression.exchange.bytes_sent if self.compression is not None else 0
         return compressed + sum(gradient.bytes_sent for gradient in self._all)
 
     def begin(self, group: Sequence[FlatGradient]) -> None:
@@ -312,34 +307,27 @@ class GradientReduction:
             for gradient in self._all:
                 gradient.finish()
             self._under_way = ()
-            used, finite = self._agree()
+            # Which parameters have a mean on any rank, and whether a compressor's are all finite.
+            mine = [g.has_mean(at) for g in self._all for at in range(len(g.flat.parameters))]
+            if compressor is not None:
+                mine.append(not all(gradient.finite for gradient in self._all))
+            flags = torch.tensor(mine, dtype=torch.uint8)
+            if mine:
+                label = "which parameters were used"
+                all_reduce_(flags, self._backend, ReduceOp.MAX, label=label)
+            used = [bool(flag) for flag in flags.tolist()]
         except BaseException:
             if compressor is not None:
                 compressor.rollback()
             raise
         if compressor is not None:
-            (compressor.commit if finite else compressor.rollback)()
+            (compressor.rollback if used.pop() else compressor.commit)()
         first = 0
         for gradient in self._all:
             last = first + len(gradient.flat.parameters)
             gradient.finalize(used[first:last])
             first = last
         self.accumulated = False
-
-    def _agree(self) -> tuple[list[bool], bool]:
-        """Which parameters have a mean on any rank, and, with a compressor, whether all means of
-        all ranks are finite. One small message.
-        """
-        mine = [g.has_mean(number) for g in self._all for number in range(len(g.flat.parameters))]
-        if self.compression is not None:
-            mine.append(not all(gradient.finite for gradient in self._all))
-        flags = torch.tensor(mine, dtype=torch.uint8)
-        if len(flags):
-            label = "which parameters were used"
-            all_reduce_(flags, self._backend, ReduceOp.MAX, label=label)
-        any_rank = [bool(flag) for flag in flags.tolist()]
-        infinite = self.compression is not None and any_rank.pop()
-        return any_rank, not infinite
 
     def finish_accumulated(self) -> None:
         """Reduce what was accumulated and not reduced since, if anything."""
@@ -380,20 +368,16 @@ class CompressedReduction:
     compressor   knows each gradient by its parameter's name; with `hybrid`, whose ranks have parts
                  of it only, by elements and name (`slice_key`)
     scatters     whether it is the reduce-scatter, of which each rank gets its shard
+    exchange     executes the compressor's requests
     """
 
-    def __init__(self, compressor: Compressor, groups: ShardGroups) -> None:
+    def __init__(self, compressor: Compressor, plan: ShardingPlan) -> None:
         self.compressor = compressor
-        self.scatters = groups.shards is not None and groups.replicas is None
-        self._shards = groups.shards_per_copy
-        backend = groups.replicas or groups.shards or groups.world
+        self.scatters = plan.shards is not None and plan.replicas is None
+        backend = plan.replicas or plan.shards or plan.world
+        self.exchange = RequestExecutor(backend)
+        self._shards = plan.shards_per_copy
         self._part = Member(backend.rank, backend.world_size)
-        self._exchange = RequestExecutor(backend)
-
-    @property
-    def bytes_sent(self) -> int:
-        """By this rank so far, as rings and direct messages send them."""
-        return self._exchange.bytes_sent
 
     def cut(self, flats: Iterable[FlatParameter]) -> GradientSharding:
         """What of gradients its compressor knows on this rank."""
@@ -404,38 +388,28 @@ class CompressedReduction:
         )
 
     @torch.no_grad()
-    def scatter(self, flat: FlatParameter, full: Tensor, into: Tensor, label: str) -> Wait:
-        """Begin to put this rank's shard of the mean of full gradients, padded, into `into`.
-
-        `full` is overwritten.
+    def begin(self, flat: FlatParameter, memory: Tensor, into: Tensor, label: str) -> Wait:
+        """Begin to overwrite a shard of gradients with the mean over the ranks that have it; or, as
+        the reduce-scatter, `into` with this rank's shard of the mean of full gradients, padded,
+        which are overwritten.
         """
-        bundle = GradientBucket(full, flat.names, [*map(torch.Size, flat.layout.shapes)])
-
-        def rounds() -> Rounds:
-            yield from self.compressor.average_shard_(bundle, self._part)
-            into.copy_(bundle.shards(self._part.parts)[self._part.number])
-
-        return self._begin(rounds(), label)
-
-    @torch.no_grad()
-    def average(self, flat: FlatParameter, shard: Tensor, label: str) -> Wait:
-        """Begin to overwrite a shard of gradients with the mean over the ranks that have it."""
-        pieces = self._pieces(flat)
-        size = sum(map(prod, pieces.values()))
-        bundle = GradientBucket(shard[:size], list(pieces), [*map(torch.Size, pieces.values())])
-        return self._begin(self.compressor.average_(bundle, self._part), label)
-
-    def _begin(self, rounds: Rounds, label: str) -> Wait:
-        under_way = [self._exchange.begin(rounds, label)]
+        shapes = self._pieces(flat)
+        size = len(memory) if self.scatters else sum(map(prod, shapes.values()))
+        bucket = GradientBucket(memory[:size], list(shapes), [*map(torch.Size, shapes.values())])
+        compressor = self.compressor
+        average = compressor.average_shard_ if self.scatters else compressor.average_
+        under_way = [self.exchange.begin(average(bucket, self._part), label)]
 
         @torch.no_grad()
         def wait() -> None:
-            self._exchange.finish(under_way)
+            self.exchange.finish(under_way)
+            if self.scatters:
+                into.copy_(bucket.shards(self._part.parts)[self._part.number])
 
         return wait
 
     def _pieces(self, flat: FlatParameter) -> dict[str, tuple[int, ...]]:
-        """What this rank's shard has of each parameter, and its shape.
+        """What this rank has of each parameter before it is averaged, and its shape.
 
         Of a matrix the rows that are whole are one again, for compressors that look for that:
 
@@ -445,11 +419,11 @@ class CompressedReduction:
             x . . .     x           1 of its last one
         """
         whole = dict(zip(flat.names, flat.layout.shapes, strict=True))
-        if self._shards == 1:
+        if self._shards == 1 or self.scatters:
             return whole
         pieces: dict[str, tuple[int, ...]] = {}
         for number, (name, shape) in enumerate(whole.items()):
-            start, stop = flat.layout.part(number, flat.shard_index)
+            start, stop = flat.layout.part(number, flat.plan.shard_index)
             row = prod(shape[1:])
             first, last = (-(-start // row) * row, stop // row * row) if row else (0, 0)
             cuts = (start, first, last, stop) if first < last else (start, stop)

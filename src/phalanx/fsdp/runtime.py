@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from phalanx.fsdp.flat_param import ShardGroups
+from phalanx.fsdp.flat_param import ShardingPlan
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, GradientReduction
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap, refuse
@@ -36,18 +36,11 @@ from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.wrapper import inside_backward, keeps_graph
 
 
-class _UnderWay(NamedTuple):
-    """A group's forward pass under way, and what error was being handled when it began."""
-
-    call: ForwardCall
-    error: BaseException | None
-
-
 class FsdpRuntime:
     """Of one FSDP on one rank.
 
     groups           the parameter groups, that of the model itself first
-    shard_groups     which ranks have a copy together, or the same shard
+    plan             which ranks have a copy together, or the same shard
     swap             lets modules see unsharded parameters
     write_epoch      keeps those who write parameters and those who read them apart
     reduction        of the gradients
@@ -59,24 +52,25 @@ class FsdpRuntime:
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
-        shard_groups: ShardGroups,
+        plan: ShardingPlan,
         swap: ParameterSwap,
         compression: CompressedReduction | None,
         prefetch: int,
     ) -> None:
         self.groups = groups
         self.flats = [flat for group in groups for flat in group.flats]
-        self.shard_groups = shard_groups
+        self.plan = plan
         self.swap = swap
-        self.write_epoch = WriteEpoch(groups, shard_groups.shards or shard_groups.world)
+        self.write_epoch = WriteEpoch(groups, plan.shards or plan.world)
         gradients = [group.gradients for group in groups]
-        self.reduction = GradientReduction(gradients, shard_groups.world, compression)
+        self.reduction = GradientReduction(gradients, plan.world, compression)
         self.has_run = self.prefetched = self.in_backward = False
         self._prefetch = prefetch
-        self._rank = shard_groups.world.rank
+        self._rank = plan.world.rank
         self._last_order: Sequence[ParameterGroup] = groups  # of the last forward pass, or a guess
         self._order: list[ParameterGroup] = []  # in the pass under way, or over
-        self._stack: list[_UnderWay] = []  # groups' forward passes inside each other
+        # Groups' forward passes inside each other; what error was being handled when each began.
+        self._stack: list[tuple[ForwardCall, BaseException | None]] = []
         self._keeps_graph = False
         self._makes_graph = False  # a graph of backward, which will read parameters, too
         self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
@@ -84,8 +78,8 @@ class FsdpRuntime:
 
     # A forward pass -------------------------------------------------------------------------
 
-    def pre_forward(self, group: ParameterGroup) -> None:
-        """A group's module is about to compute."""
+    def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A group's module is about to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
         if again:
             self._begin_backward()
@@ -98,15 +92,17 @@ class FsdpRuntime:
             order.append(group)
             place = len(order)
         earlier = order[max(place - 1 - self._prefetch, 0) : max(place - 1, 0)][::-1]
-        outer = self._stack[-1].call if self._stack else None
+        outer = self._stack[-1][0] if self._stack else None
         call = ForwardCall(group, self.write_epoch.number, earlier, outer)
-        self._stack.append(_UnderWay(call, sys.exc_info()[1]))
+        self._stack.append((call, sys.exc_info()[1]))
         group.unshard()
         group.wait_for_unshard()
         group.state.on_backward = lambda: self._pre_backward(call)
         if not again:
             for following in self._last_order[place : place + self._prefetch]:
                 following.unshard()
+        precision = self.plan.precision if not group.name else None
+        return precision.cast((args, kwargs)) if precision is not None else None
 
     def _begin_forward(self) -> None:
         if self.in_backward:  # it failed: nothing of it counts
@@ -120,16 +116,18 @@ class FsdpRuntime:
         if not self.reduction.synchronize and torch.is_grad_enabled():
             self.reduction.accumulated = True  # on all ranks, whatever has gradients on this one
 
-    def post_forward(self, group: ParameterGroup, inputs: Any, outputs: Any) -> None:
+    def post_forward(
+        self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
+    ) -> None:
         """It has computed, or failed."""
-        while self._stack and self._stack[-1].call.group is not group:
+        while self._stack and self._stack[-1][0].group is not group:
             self._stack.pop()
         if not self._stack:
             return
         call, error = self._stack.pop()
         failed = sys.exc_info()[1] is not error
         if not failed and torch.is_grad_enabled():
-            self._watch(call, inputs, outputs)
+            self._watch(call, (args, kwargs), outputs)
         if inside_backward():
             return  # a checkpoint is computed again, and its backward pass comes at once
         if not failed:
@@ -224,7 +222,8 @@ class FsdpRuntime:
             self._pre_backward(call.outer)
         self._calls.append(call)
         group.waiting.discard(call)
-        self._reach(group)
+        group.begin_backward()
+        self._reached[group] = None
         group.open_calls.add(call)
         # Groups before are over, though they may not have all gradients. So ranks on which a
         # parameter was not used keep the order of those on which it was.
@@ -238,17 +237,14 @@ class FsdpRuntime:
         for earlier in call.earlier:
             earlier.unshard()
 
-    def _reach(self, group: ParameterGroup) -> None:
-        group.begin_backward()
-        self._reached[group] = None
-
     @torch.no_grad()
     def post_accumulate_grad(
         self, group: ParameterGroup, gradient: FlatGradient, number: int, _: Tensor
     ) -> None:
         """Autograd has the whole gradient of an unsharded parameter."""
         self._begin_backward()
-        self._reach(group)
+        group.begin_backward()
+        self._reached[group] = None
         if self.reduction.synchronize:
             gradient.accumulate(number)
         else:

@@ -107,8 +107,11 @@ class UnshardedParameter(nn.Parameter):
     ) -> Any:
         """Run `func`, if the state allows it, and notice the backward pass through its results."""
         used: set[UnshardState] = set()
-        if not _only_inspects(func):
-            for unsharded in _unsharded_among((*args, *kwargs.values()) if kwargs else args):
+        given = (*args, *kwargs.values()) if kwargs else args
+        for value in () if _only_inspects(func) else given:
+            for unsharded in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(unsharded, UnshardedParameter):
+                    continue
                 used.add(unsharded.state)
                 if unsharded.state.now not in USABLE:
                     raise MisuseError(
@@ -120,9 +123,11 @@ class UnshardedParameter(nn.Parameter):
                     )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            for state in used:
-                if state.on_backward is not None:
-                    _call_before_backward(result, state.on_backward)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for on_backward in [s.on_backward for s in used if s.on_backward is not None]:
+                for value in results:
+                    if isinstance(value, Tensor) and value.grad_fn is not None:
+                        value.grad_fn.register_prehook(lambda _, run=on_backward: run())
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -131,20 +136,6 @@ class UnshardedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 values = repr(self.detach())
         return f"UnshardedParameter({self.name_in_model}: {values})"
-
-
-def _unsharded_among(args: Iterable[Any]) -> Iterable[UnshardedParameter]:
-    for value in args:
-        if isinstance(value, UnshardedParameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, UnshardedParameter))
-
-
-def _call_before_backward(result: Any, on_backward: Callable[[], None]) -> None:
-    for value in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.grad_fn.register_prehook(lambda _: on_backward())
 
 
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
