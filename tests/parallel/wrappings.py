@@ -58,7 +58,7 @@ class Wrapping(NamedTuple):
 
     def state(self, wrapped: Any) -> dict[str, Tensor]:
         """The whole model's parameters and buffers; a copy."""
-        return values(wrapped) if self.kind is DDP else wrapped.full_state_dict()
+        return values(wrapped.module) if self.kind is DDP else wrapped.full_state_dict()
 
     def gradients(
         self,

@@ -135,7 +135,7 @@ class FSDP(Wrapper):
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
-        self._runtime, self._remove_hooks = build(
+        self._runtime = build(
             module,
             backend,
             strategy=strategy,
@@ -149,6 +149,7 @@ class FSDP(Wrapper):
         self._sharding = compressed.cut(self._runtime.flats) if compressed else UNSHARDED
         for parameter in module.parameters():
             claim(parameter, self)
+        self._remove_hooks = self._runtime.hook()
         weakref.finalize(self, self._remove_hooks)
 
     # As a module ----------------------------------------------------------------------------

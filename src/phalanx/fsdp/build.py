@@ -1,10 +1,9 @@
-"""How an FSDP comes to be: the model is cut, gets its values, and is given hooks."""
+"""How an FSDP comes to be: the model is cut, and gets its values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from phalanx.fsdp.gradients import CompressedReduction
 from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, cut
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
-from phalanx.fsdp.unsharded import ParameterSwap, refuse, registrations
+from phalanx.fsdp.unsharded import refuse, registrations
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.guards import check_same_model
 
@@ -36,11 +35,8 @@ def build(
     prefetch: int,
     initialize: Initialize | None,
     compressor: Compressor | None,
-) -> tuple[FsdpRuntime, Callable[[], None]]:
-    """Cut a model over the ranks; the runtime, and what removes its hooks from the model.
-
-    Every rank calls this; nothing is changed if ranks disagree.
-    """
+) -> FsdpRuntime:
+    """Cut a model over the ranks. Every rank calls this; nothing is changed if ranks disagree."""
     strategy.ranks_per_copy(backend.world_size)
     cuts = cut(model, rule)
     options = {
@@ -64,39 +60,7 @@ def build(
     groups = [made[name] for name in cuts]
     for group in groups:
         group.surrounds = any(group.is_around(other) for other in groups)
-    flats = [flat for group in groups for flat in group.flats]
-    unsharded = {p: view for f in flats for p, view in zip(f.parameters, f.views, strict=True)}
-    swap = ParameterSwap(model, unsharded, backend.rank)
-    runtime = FsdpRuntime(groups, plan, swap, compression, prefetch)
-    return runtime, _hook(runtime)
-
-
-def _hook(runtime: FsdpRuntime) -> Callable[[], None]:
-    """Tell the runtime of passes; the function that is returned removes the hooks.
-
-    It refers to no model, so that `weakref.finalize` can keep it without keeping the FSDP.
-    """
-    handles: list[Any] = []
-    for group in runtime.groups:
-        before, after = partial(runtime.pre_forward, group), partial(runtime.post_forward, group)
-        register_before = group.module.register_forward_pre_hook
-        register_after = group.module.register_forward_hook
-        # First of all, for other hooks may use parameters.
-        handles.append(register_before(before, with_kwargs=True, prepend=True))
-        handles.append(register_after(after, with_kwargs=True, always_call=True))
-        for gradient in group.gradients:
-            for number, view in enumerate(gradient.flat.views):
-                if view.is_floating_point() or view.is_complex():
-                    hook = partial(runtime.post_accumulate_grad, group, gradient, number)
-                    view.requires_grad_(True)
-                    handles.append(view.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                    view.requires_grad_(gradient.flat.parameters[number].requires_grad)
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    return FsdpRuntime(model, groups, plan, compression, prefetch)
 
 
 # Models on the meta device ----------------------------------------------------------------------

@@ -21,7 +21,8 @@ the collectives, whose labels name the group.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,16 +52,17 @@ class FsdpRuntime:
 
     def __init__(
         self,
+        model: nn.Module,
         groups: Sequence[ParameterGroup],
         plan: ShardingPlan,
-        swap: ParameterSwap,
         compression: CompressedReduction | None,
         prefetch: int,
     ) -> None:
         self.groups = groups
         self.flats = [flat for group in groups for flat in group.flats]
         self.plan = plan
-        self.swap = swap
+        unsharded = {p: v for f in self.flats for p, v in zip(f.parameters, f.views, strict=True)}
+        self.swap = ParameterSwap(model, unsharded, plan.world.rank)
         self.write_epoch = WriteEpoch(groups, plan.shards or plan.world)
         gradients = [group.gradients for group in groups]
         self.reduction = GradientReduction(gradients, plan.world, compression)
@@ -75,6 +77,33 @@ class FsdpRuntime:
         self._makes_graph = False  # a graph of backward, which will read parameters, too
         self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
         self._calls: list[ForwardCall] = []  # that the backward pass has come to
+
+    def hook(self) -> Callable[[], None]:
+        """Notice passes from now on; the function that is returned removes the hooks.
+
+        It refers to no model, so that `weakref.finalize` can keep it without keeping the FSDP.
+        """
+        handles: list[Any] = []
+        for group in self.groups:
+            before, after = partial(self.pre_forward, group), partial(self.post_forward, group)
+            register_before = group.module.register_forward_pre_hook
+            register_after = group.module.register_forward_hook
+            # First of all, for other hooks may use parameters.
+            handles.append(register_before(before, with_kwargs=True, prepend=True))
+            handles.append(register_after(after, with_kwargs=True, always_call=True))
+            for gradient in group.gradients:
+                for number, view in enumerate(gradient.flat.views):
+                    if view.is_floating_point() or view.is_complex():
+                        notice = partial(self.post_accumulate_grad, group, gradient, number)
+                        view.requires_grad_(True)
+                        handles.append(view.register_post_accumulate_grad_hook(notice))  # type: ignore[no-untyped-call]
+                        view.requires_grad_(gradient.flat.parameters[number].requires_grad)
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
 
     # A forward pass -------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -132,46 +134,45 @@ def load_own(
 
     Without any the compressor keeps the state that it has. A warning in the log says what is lost.
     Where gradients were sharded otherwise, what was left over of them is shared out anew, and what
-    else compressors remember (where PowerSGD begins) begins anew, too. Raises ValueError if there
-    are states of different numbers of ranks, and what `check_intact` does; the compressor is as
-    before then.
+    else compressors remember (where PowerSGD begins) begins anew, too. Raises ValueError for states
+    of different numbers of ranks, and for what is no state; the compressor is as before then.
     """
     states, layouts = _states_in(state)
     if not states:
         return
+    warn = partial(log.warning, "rank %d: the state dict %s", backend.rank)
     if compressor is None:
-        log.warning(
-            "rank %d: the state dict has what compressors had left over, and it is lost: there is "
-            "no compression now",
-            backend.rank,
-        )
+        warn("has what compressors had left over, and it is lost: there is no compression now")
         return
     if len(layouts) > 1:
         raise ValueError(
             f"rank {backend.rank}: the state dict has states of compressors of "
             f"{sorted(p * k for p, k in layouts)} ranks: load those of one save"
         )
-    saved = SavedStates(states, *layouts.pop())
-    check_intact(states, backend, sizes_of if saved.shards == 1 else None)
-    _warn_if_forgotten(compressor, states, backend)
+    layout = copies_then, shards_then = layouts.pop()
+    _check_intact(states, backend, sizes_of if shards_then == 1 else None)
+    forgets = RESIDUAL not in compressor.remembers()
+    if forgets and any(key.startswith(RESIDUAL) for each in states.values() for key in each):
+        warn(
+            f"has what an ErrorFeedback had left over, and it is lost: {compressor!r} forgets what "
+            f"it leaves out; ErrorFeedback({compressor!r}) would go on"
+        )
+    ranks = max(copies_then * shards_then, *(rank + 1 for rank in states))
     place, copy = backend.rank % sharding.shards, backend.rank // sharding.shards
-    alike = [states.get(rank) for rank in range(place, saved.ranks, sharding.shards)]
+    alike = [states.get(rank) for rank in range(place, ranks, sharding.shards)]
     residuals = [name for one in alike if one is not None for name in strip_prefix(RESIDUAL, one)]
-    fits = saved.shards == sharding.shards and sharding.has(residuals)
-    missing = sorted({*range(saved.ranks)} - states.keys())
-    alone_is_enough = fits and saved.ranks == backend.world_size and backend.rank not in missing
+    fits = shards_then == sharding.shards and sharding.has(residuals)
+    missing = sorted({*range(ranks)} - states.keys())
+    alone_is_enough = fits and ranks == backend.world_size and backend.rank not in missing
     if missing and not alone_is_enough:
-        log.warning(
-            "rank %d: the state dict lacks what the compressors of ranks %s had left over (of %d "
-            "ranks), and it is lost: save the state dict of every rank",
-            backend.rank,
-            ", ".join(map(str, missing)),
-            saved.ranks,
+        warn(
+            f"lacks what the compressors of ranks {', '.join(map(str, missing))} had left over (of "
+            f"{ranks} ranks), and it is lost: save the state dict of every rank"
         )
     if fits:
         own = compressor.reshard(alike, backend.world_size // sharding.shards)[copy]
     else:
-        own = saved.share_of(backend, sharding, sizes_of)
+        own = _share_of(states, layout, backend, sharding, sizes_of)
     compressor.load_state_dict(own)
 
 
@@ -180,102 +181,77 @@ def _states_in(state: Mapping[str, Any]) -> tuple[States, set[tuple[int, int]]]:
     states: dict[int, dict[str, Tensor]] = {}
     layouts = set()
     for key, value in state.items():
-        match = _KEY.fullmatch(key)
-        if match is not None:
+        if match := _KEY.fullmatch(key):
             rank, copies, shards, name = match.groups()
             states.setdefault(int(rank), {})[name] = value
             layouts.add((int(copies), int(shards or 1)))
     return states, layouts
 
 
-class SavedStates(NamedTuple):
-    """States of compressors as they were saved: of `copies` x `shards` ranks, as far as known."""
+def _share_of(
+    states: States,
+    layout: tuple[int, int],
+    backend: Backend,
+    sharding: GradientSharding,
+    sizes_of: Mapping[str, int] | None,
+) -> dict[str, Tensor]:
+    """This rank's share of what averages were short of, where gradients are sharded otherwise now.
 
-    by_rank: States
-    copies: int
-    shards: int
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there were."""
-        return max(self.copies * self.shards, *(rank + 1 for rank in self.by_rank))
-
-    def share_of(
-        self, backend: Backend, sharding: GradientSharding, sizes_of: Mapping[str, int] | None
-    ) -> dict[str, Tensor]:
-        """This rank's share of what averages were short of, where gradients are sharded otherwise
-        now.
-
-        sizes_of  of each gradient, by name, if they are known: `SizeMismatchError` if what was left
-                  over is of another model
-        """
-        dtype = torch.float32
-        short: dict[str, Tensor] = {}
-        for place in range(self.shards):
-            group = [state for rank, state in self.by_rank.items() if rank % self.shards == place]
-            short.update(total_residual(group, self.copies))
-            kept = [
-                left.dtype for state in group for left in strip_prefix(RESIDUAL, state).values()
-            ]
-            dtype = torch.float64 if torch.float64 in kept else dtype
-        whole = short if self.shards == 1 else join_slices(short, sizes_of or {})
-        if sizes_of is not None:
-            for name, values in whole.items():
-                _check_size(name, values.numel(), sizes_of, backend.rank)
-        mine = whole
-        if sharding.shards > 1:
-            places = {key: read_slice_key(key) for key in sharding.slices}
-            mine = {k: whole[n][start:stop] for k, (n, start, stop) in places.items() if n in whole}
-        copies, copy = backend.world_size // sharding.shards, backend.rank // sharding.shards
-        return {
-            RESIDUAL + key: split_residual(left, copies, dtype)[copy] for key, left in mine.items()
-        }
+    layout   of how many copies and shards the states are
+    """
+    copies_then, shards_then = layout
+    dtype = torch.float32
+    short: dict[str, Tensor] = {}
+    for place in range(shards_then):
+        group = [state for rank, state in states.items() if rank % shards_then == place]
+        short.update(total_residual(group, copies_then))
+        kept = [left.dtype for state in group for left in strip_prefix(RESIDUAL, state).values()]
+        dtype = torch.float64 if torch.float64 in kept else dtype
+    mine = whole = short if shards_then == 1 else join_slices(short, sizes_of or {})
+    if sizes_of is not None:
+        for name, values in whole.items():
+            _check_size(name, values.numel(), sizes_of, backend.rank)
+    if sharding.shards > 1:
+        places = {key: read_slice_key(key) for key in sharding.slices}
+        mine = {k: whole[n][start:stop] for k, (n, start, stop) in places.items() if n in whole}
+    copies, copy = backend.world_size // sharding.shards, backend.rank // sharding.shards
+    return {RESIDUAL + key: split_residual(left, copies, dtype)[copy] for key, left in mine.items()}
 
 
-def _warn_if_forgotten(compressor: Compressor, states: States, backend: Backend) -> None:
-    if RESIDUAL not in compressor.remembers() and any(
-        key.startswith(RESIDUAL) for state in states.values() for key in state
-    ):
-        log.warning(
-            "rank %d: the state dict has what an ErrorFeedback had left over, and it is lost: %r "
-            "forgets what it leaves out; ErrorFeedback(%r) would go on",
-            backend.rank,
-            compressor,
-            compressor,
-        )
-
-
-# ------------------------------------------------------------------------------
-# Refuse what cannot be a state.
-
-
-def check_intact(
-    states: States, backend: Backend, sizes_of: Mapping[str, int] | None = None
-) -> None:
+def _check_intact(states: States, backend: Backend, sizes_of: Mapping[str, int] | None) -> None:
     """Raise unless these can be states of compressors; nothing has been loaded then.
-
-    sizes_of   of each gradient, by name, if they are known
 
     `SizeMismatchError`, which names it, for what was left over of a gradient that is not there, or
     has another size, here or on another of the ranks; ValueError for what is no state: values that
     are not finite would come back in every average.
     """
     rank = backend.rank
-    sizes = dict(sizes_of) if sizes_of is not None else {}
+    sizes = dict(sizes_of or {})
+
+    def refuse(owner: int, key: str, problem: str) -> NoReturn:
+        raise ValueError(
+            f"rank {rank}: the state dict is damaged: {key!r}, of rank {owner}'s compressor, "
+            f"{problem}"
+        )
+
     for owner, state in states.items():
         for key, value in state.items():
             if not isinstance(value, Tensor):
-                _refuse(rank, owner, key, f"is a {type(value).__name__}, not a tensor")
+                refuse(owner, key, f"is a {type(value).__name__}, not a tensor")
         for name, left in strip_prefix(RESIDUAL, state).items():
             if not left.is_floating_point() or left.dim() != 1 or not is_finite(left):
-                _refuse(rank, owner, RESIDUAL + name, "is no row of finite numbers")
+                refuse(owner, RESIDUAL + name, "is no row of finite numbers")
             if sizes_of is None:
                 sizes.setdefault(name, left.numel())
             _check_size(name, left.numel(), sizes, rank)
     for owner, state in states.items():
         for key, left in strip_prefix(OWNED, state).items():
-            if not _is_slice(key, left, sizes):
-                _refuse(rank, owner, OWNED + key, "is no part of a gradient that is there")
+            name, start, stop = "", 0, 0
+            with suppress(ValueError):
+                name, start, stop = read_slice_key(key)
+            fits = 0 <= start <= stop <= sizes.get(name, -1) and left.shape == (stop - start,)
+            if not (fits and left.is_floating_point() and is_finite(left)):
+                refuse(owner, OWNED + key, "is no part of a gradient that is there")
 
 
 def _check_size(name: str, count: int, sizes: Mapping[str, int], rank: int) -> None:
@@ -286,18 +262,3 @@ def _check_size(name: str, count: int, sizes: Mapping[str, int], rank: int) -> N
             f"this model has {has}: it is the state of another model",
             rank=rank,
         )
-
-
-def _is_slice(key: str, left: Tensor, sizes: Mapping[str, int]) -> bool:
-    try:
-        name, start, stop = read_slice_key(key)
-    except ValueError:
-        return False
-    fits = 0 <= start <= stop <= sizes.get(name, -1) and left.shape == (stop - start,)
-    return fits and left.is_floating_point() and is_finite(left)
-
-
-def _refuse(rank: int, owner: int, key: str, problem: str) -> NoReturn:
-    raise ValueError(
-        f"rank {rank}: the state dict is damaged: {key!r}, of rank {owner}'s compressor, {problem}"
-    )

@@ -66,19 +66,12 @@ def check_same_model(
     mine += [describe(name, parameter) for name, parameter in module.named_parameters()]
     mine += [f"buffer {describe(name, buffer)}" for name, buffer in module.named_buffers()]
     differ = difference(mine, backend, end="no more parameters")
-    if differ is None:
-        return
-    what, remedy = (
-        (f"options of {who}", "Pass the same ones on every rank")
-        if differ.place < len(options)
-        else ("models", "Build the same model on every rank, in the same order")
-    )
-    raise DesyncError(
-        f"rank {backend.rank}: the ranks' {what} differ: {differ.text}. {remedy}",
-        rank=backend.rank,
-        peer=differ.odd[0],
-        op=who,
-    )
+    if differ is not None:
+        what, remedy = "models", "Build the same model on every rank, in the same order"
+        if differ.place < len(options):
+            what, remedy = f"options of {who}", "Pass the same ones on every rank"
+        text = f"the ranks' {what} differ: {differ.text}. {remedy}"
+        raise _desync(text, backend.rank, differ.odd, who)
 
 
 def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: str) -> None:
@@ -94,12 +87,13 @@ def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: 
     """
     differ = difference(lines, backend, end="nothing more")
     if differ is not None:
-        raise DesyncError(
-            f"rank {backend.rank}: {op}: the ranks differ: {differ.text}. {remedy}",
-            rank=backend.rank,
-            peer=differ.odd[0],
-            op=op,
-        )
+        text = f"{op}: the ranks differ: {differ.text}. {remedy}"
+        raise _desync(text, backend.rank, differ.odd, op)
+
+
+def _desync(text: str, rank: int, odd: Sequence[int], op: str) -> DesyncError:
+    """Of this rank; its peer is the first of those in the minority."""
+    return DesyncError(f"rank {rank}: {text}", rank=rank, peer=odd[0], op=op)
 
 
 # ------------------------------------------------------------------------------

@@ -119,25 +119,23 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
+    who = kind.__name__
     for name, inner in module.named_modules():
+        found, problem = f"{name or 'the module'} is a {type(inner).__name__}", None
         if isinstance(inner, Wrapper) and inner.spreads:
-            raise MisuseError(
-                f"rank {rank}: {kind.__name__}: {name or 'the module'} is a {type(inner).__name__},"
-                f" which is not called as a module is: put {kind.__name__} around its layers, "
+            problem = (
+                f"{found}, which is not called as a module is: put {who} around its layers, "
                 "before they are given to it, or average the gradients after each step: "
                 "all_reduce_coalesced_([p.grad for p in pipeline.parameters()], "
-                'mesh["data"], ReduceOp.MEAN)',
-                rank=rank,
-                op=kind.__name__,
+                'mesh["data"], ReduceOp.MEAN)'
             )
-        if isinstance(inner, Wrapper) and inner.averages and type(inner) is not kind:
-            raise MisuseError(
-                f"rank {rank}: {kind.__name__}: {name or 'the module'} is a "
-                f"{type(inner).__name__} already: use only one of them. FSDP averages between "
-                "shards and replicas by itself, see ShardingStrategy.hybrid and NO_SHARD",
-                rank=rank,
-                op=kind.__name__,
+        elif isinstance(inner, Wrapper) and inner.averages and type(inner) is not kind:
+            problem = (
+                f"{found} already: use only one of them. FSDP averages between shards and replicas "
+                "by itself, see ShardingStrategy.hybrid and NO_SHARD"
             )
+        if problem is not None:
+            raise MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
 
 
 def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -106,6 +106,7 @@ class OuterStep:
         self._backend = backend
         self._who = who
         self._residual = residual
+        self._compression = compression
         self._copies = {
             name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()
         }
@@ -221,8 +222,7 @@ class OuterStep:
             for key, value in group.items():
                 if key != "params" and isinstance(value, (bool, int, float, Tensor)):
                     state[f"{_PREFIX}option.{number}.{key}"] = _as_tensor(value, key)
-        compressor = self.compressed.compressor if self.compressed is not None else None
-        return state | (own_state(compressor, self._backend) if compressor is not None else {})
+        return state | (own_state(self._compression, self._backend) if self._compression else {})
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -230,8 +230,7 @@ class OuterStep:
         done. Raises `SizeMismatchError` for that of another model.
         """
         sizes = {name: parameter.numel() for name, parameter in self._trained.items()}
-        compressor = self.compressed.compressor if self.compressed is not None else None
-        load_own(compressor, state, self._backend, sizes_of=sizes)
+        load_own(self._compression, state, self._backend, sizes_of=sizes)
         entries = []
         for key, value in state.items():
             if not key.startswith(_PREFIX):
@@ -272,14 +271,12 @@ _PREFIX = "outer@all."
 def _as_tensor(value: object, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, (bool, int)):
-        return torch.tensor(value)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    raise UnsupportedObjectError(
-        f"DiLoCo's outer optimizer keeps {value!r} as {what}: a state dict takes tensors and "
-        "numbers only"
-    )
+    if not isinstance(value, (bool, int, float)):
+        raise UnsupportedObjectError(
+            f"DiLoCo's outer optimizer keeps {value!r} as {what}: a state dict takes tensors and "
+            "numbers only"
+        )
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 # ------------------------------------------------------------------------------

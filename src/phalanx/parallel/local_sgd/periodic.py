@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +93,12 @@ class PeriodicSync(Wrapper):
     @property
     def steps(self) -> int:
         """How many steps this rank has taken."""
-        return self._counter.counts.steps
+        return self._counter.steps
 
     @property
     def meetings(self) -> int:
         """How many syncs there were; the same on every rank."""
-        return self._counter.counts.syncs
+        return self._counter.syncs
 
     @property
     def bytes_sent(self) -> int:
@@ -132,10 +132,9 @@ class PeriodicSync(Wrapper):
             self._sync_if_due()
 
     def _sync_if_due(self) -> None:
-        steps, since, _ = self._counter.counts
-        early = steps <= self.start_after
+        early = self.steps <= self.start_after
         period = 1 if early else self.every
-        if since >= period:
+        if self._counter.since >= period:
             self._sync(f"every {period} steps", whole=early)
 
     # Syncs ----------------------------------------------------------------------------------
@@ -154,19 +153,19 @@ class PeriodicSync(Wrapper):
 
     def _sync(self, why: str, *, whole: bool) -> None:
         label = f"{type(self).__name__}'s sync {self.meetings}, {why}"
+        several, alike = self.backend.world_size > 1, True
         with self._explaining():
             if self._outer is not None:
-                self._alike = self._outer.sync(label, whole=whole)
-            else:
+                alike = self._outer.sync(label, whole=whole)
+            elif several:
                 self._take_mean(label)
-            self._sync_buffers(f"{label}, buffers")
-        self._counter.synced()
+            if several:
+                self._sync_buffers(f"{label}, buffers")
+        self._alike = alike
+        self._counter.since, self._counter.syncs = 0, self.meetings + 1
 
     @torch.no_grad()
     def _take_mean(self, label: str) -> None:
-        self._alike = True
-        if self.backend.world_size == 1:
-            return
         buckets = averaged(self._trained.values(), self._dense, self.backend, label=label)
         if not all(is_finite(bucket.flat) for bucket in buckets):
             log.warning(
@@ -182,8 +181,6 @@ class PeriodicSync(Wrapper):
         """Make buffers alike, in place: floating ones, such as statistics of batch norm, become
         their mean; others, such as counters and masks, rank 0's.
         """
-        if self.backend.world_size == 1:
-            return
         buffers = persistent_buffers(self.module).values()
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
         for bucket in averaged(means, self._dense, self.backend, label=label):
@@ -193,7 +190,7 @@ class PeriodicSync(Wrapper):
 
     def _any_rank_differs(self, why: str, timeout: float | None = None) -> bool:
         """Whether ranks may have different parameters. One message of 8 bytes."""
-        apart = self._counter.now().since > 0 or not self._alike
+        apart = self._counter.now()[1] > 0 or not self._alike
         apart_anywhere = torch.tensor([int(apart)])
         label = f"{type(self).__name__}'s {why} after {self.meetings} syncs"
         with self._explaining():
@@ -287,7 +284,7 @@ class PeriodicSync(Wrapper):
                 self._outer.begin()
         counts, values = _saved(state, self.backend)
         self._counter.load(counts)
-        since = self._counter.counts.since
+        since = self._counter.since
         self._alike = not (began or since)
         if not values and not since:
             values = dict(began)  # this rank had taken no step, and others had
@@ -357,19 +354,19 @@ _KEY = re.compile(r"local@(\d+)/(\d+)\.(?:count|value\.(.*))", re.DOTALL)
 
 def _saved(
     state: Mapping[str, Any], backend: Backend
-) -> tuple[Counts | None, Mapping[str, Tensor]]:
+) -> tuple[list[int] | None, Mapping[str, Tensor]]:
     """What this rank goes on with: counts, and values by name.
 
     Its own; with another number of ranks the first one's counts, and the mean of all values if
     those of all ranks are there.
     """
-    counts: dict[tuple[int, int], Counts] = {}
+    counts: dict[tuple[int, int], list[int]] = {}
     values: dict[tuple[int, int], dict[str, Tensor]] = {}
     for key, value in state.items():
         if match := _KEY.fullmatch(key):
             saved_by = int(match[2]), int(match[1])
             if match[3] is None:
-                counts[saved_by] = Counts(*map(int, value.tolist()))
+                counts[saved_by] = value.tolist()
             else:
                 values.setdefault(saved_by, {})[match[3]] = value
     here = backend.world_size, backend.rank
@@ -394,19 +391,6 @@ def _saved(
 #                                                        at once
 
 
-class Counts(NamedTuple):
-    """How far a rank is.
-
-    steps   of optimizers, in all
-    since   of these since the last sync
-    syncs   how many
-    """
-
-    steps: int
-    since: int
-    syncs: int
-
-
 class StepCounter:
     """Counts steps by which parameters have been written since the last step was over.
 
@@ -414,10 +398,13 @@ class StepCounter:
     are not written by then have no optimizer: they are not waited for until somebody writes them.
 
     trained   the parameters whose writing is a step
+    steps     how many are over
+    since     of these since the last sync
+    syncs     how many
     """
 
     def __init__(self, trained: Iterable[nn.Parameter]) -> None:
-        self.counts = Counts(0, 0, 0)
+        self.steps = self.since = self.syncs = 0
         self.trained = frozenset(trained)
         self._written: set[nn.Parameter] = set()
         self._without_optimizer: set[nn.Parameter] = set()
@@ -442,19 +429,15 @@ class StepCounter:
 
     def close(self) -> None:
         """A step that is under way is over."""
-        self.counts = self.now()
+        self.steps, self.since, _ = self.now()
         self._written.clear()
 
-    def now(self) -> Counts:
-        """The counts, with the step that is under way."""
-        steps, since, syncs = self.counts
-        return Counts(steps + 1, since + 1, syncs) if self._written else self.counts
+    def now(self) -> tuple[int, int, int]:
+        """Steps, those since the last sync, and syncs, with the step that is under way."""
+        more = 1 if self._written else 0
+        return self.steps + more, self.since + more, self.syncs
 
-    def synced(self) -> None:
-        """There was a sync."""
-        self.counts = self.counts._replace(since=0, syncs=self.counts.syncs + 1)
-
-    def load(self, counts: Counts | None) -> None:
+    def load(self, counts: Sequence[int] | None) -> None:
         """Continue from saved counts; None: the ranks are alike now."""
         self._written.clear()
-        self.counts = counts or self.counts._replace(since=0)
+        self.steps, self.since, self.syncs = counts or (self.steps, 0, self.syncs)

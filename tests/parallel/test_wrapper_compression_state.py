@@ -1,4 +1,4 @@
-"""What error feedback has left over in FSDP: saved, shared out over other ranks, restored."""
+"""What error feedback has left over: saved, shared out over other ranks, restored."""
 
 from __future__ import annotations
 
@@ -29,13 +29,19 @@ from phalanx import (
     save_checkpoint,
     simulate,
 )
-from phalanx.compression import Compressor, RandomK
+from phalanx.compression import Compressor, Half, RandomK
 
 KINDS: dict[str, Callable[[], Compressor]] = {
     "top-k": lambda: ErrorFeedback(TopK(0.1)),
     "random-k": lambda: ErrorFeedback(RandomK(0.2)),
     "1 bit": lambda: ErrorFeedback(Quantized(1, block=16)),
+    "float16": lambda: ErrorFeedback(Half(torch.float16)),
     "PowerSGD": lambda: ErrorFeedback(PowerSGD(1)),
+}
+WITHOUT_FEEDBACK: dict[str, Callable[[], Compressor]] = {
+    "top-k alone": lambda: TopK(0.2),
+    "bfloat16 alone": Half,
+    "8 bits alone": Quantized,
 }
 HYBRID = ShardingStrategy.hybrid(2)
 SIZES = {name: p.numel() for name, p in mlp().named_parameters()}
@@ -43,9 +49,10 @@ SIZES = {name: p.numel() for name, p in mlp().named_parameters()}
 
 def model_of(backend: Backend, strategy: Any, kind: str, seed: int = 0) -> Any:
     """A model that compresses, in shards; a DDP if there is no strategy."""
+    compression = {**KINDS, **WITHOUT_FEEDBACK}[kind]()
     if strategy is None:
-        return DDP(mlp(seed), backend, bucket_size=200, compression=KINDS[kind]())
-    return FSDP(mlp(seed), backend, strategy=strategy, compression=KINDS[kind]())
+        return DDP(mlp(seed), backend, bucket_size=200, compression=compression)
+    return FSDP(mlp(seed), backend, strategy=strategy, compression=compression)
 
 
 def train(model: Any, steps: range) -> None:
@@ -72,6 +79,8 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
         ("1 bit", 2, NO_SHARD, False, False),
         ("top-k", 2, SHARD_GRAD_OP, True, False),
         ("1 bit", 4, HYBRID, True, True),
+        *((kind, 2, None, False, False) for kind in (*KINDS, *WITHOUT_FEEDBACK)),
+        ("1 bit", 2, None, True, False),
     ],
 )
 def test_training_goes_on_bit_for_bit(
@@ -96,7 +105,7 @@ def test_training_goes_on_bit_for_bit(
         assert_same_bits([saved, state_of(holder_again)])
         train(again, range(2, 4))
         assert_same_bits([state_of(holder), state_of(holder_again)])
-        assert any("residual." in key for key in saved)
+        assert any("residual." in key for key in saved) is (kind in KINDS)
 
     simulate(run, ranks)
 
@@ -166,24 +175,54 @@ def test_groups_may_be_others(tmp_path: Path):
         torch.testing.assert_close(loaded[name], value, rtol=2**-23, atol=1e-12)
 
 
-def test_states_of_all_ranks_may_be_joined_by_hand():
+@pytest.mark.parametrize(
+    ("kind", "strategy", "p", "q"),
+    [
+        ("1 bit", FULL_SHARD, 3, 2),
+        *((kind, None, p, q) for kind in KINDS for p, q in ((3, 2), (2, 3))),
+    ],
+    ids=str,
+)
+def test_states_of_all_ranks_may_be_joined_by_hand(kind: str, strategy: Any, p: int, q: int):
     def save(backend: Backend) -> Any:
-        fsdp = model_of(backend, FULL_SHARD, "1 bit")
-        train(fsdp, range(2))
-        assert not any(key.startswith("compression@") for key in fsdp.full_state_dict())
-        return {**fsdp.full_state_dict(), **fsdp.own_state()}
+        model = model_of(backend, strategy, kind)
+        train(model, range(2))
+        if strategy is None:
+            return state_of(model)
+        assert not any(key.startswith("compression@") for key in model.full_state_dict())
+        return {**model.full_state_dict(), **model.own_state()}
 
-    saved = simulate(save, 3)
+    saved = simulate(save, p)
     everything = {key: value for state in saved for key, value in state.items()}
 
     def load(backend: Backend) -> Any:
-        fsdp = model_of(backend, FULL_SHARD, "1 bit", seed=1)
-        fsdp.load_state_dict(everything)
-        return fsdp.own_state()
+        model = model_of(backend, strategy, kind, seed=1)
+        model.load_state_dict(everything)
+        plain = state_of(model.module) if strategy is None else model.full_state_dict()
+        assert_same_bits([plain, {key: everything[key] for key in plain}])
+        loaded = {key: value.clone() for key, value in model.own_state().items()}
+        train(model, range(2, 3))  # whoever takes it goes on with it
+        return loaded
 
-    before, after = lacking(saved, SIZES), lacking(simulate(load, 2), SIZES)
+    before, after = lacking(saved, SIZES), lacking(simulate(load, q), SIZES)
+    assert before.keys() == after.keys()
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=2**-23, atol=0)
+
+
+def test_a_plain_module_loads_the_module_s_state_or_what_it_knows_of_ddp_s():
+    def run(backend: Backend) -> None:
+        ddp = model_of(backend, None, "top-k")
+        train(ddp, range(1))
+        mlp().load_state_dict(ddp.module.state_dict())
+        mlp().load_state_dict(ddp.state_dict(), strict=False)
+        with pytest.raises(RuntimeError, match=r"Unexpected.*compression@0/1.residual"):
+            mlp().load_state_dict(ddp.state_dict())
+        fresh = model_of(backend, None, "top-k")
+        fresh.load_state_dict(mlp(1).state_dict())  # which has nothing left over
+        assert_same_bits([state_of(fresh.module), state_of(mlp(1))])
+
+    simulate(run, 1)
 
 
 # What is lost is said --------------------------------------------------------------------------
@@ -205,23 +244,31 @@ def test_a_rank_s_state_alone_is_not_enough_for_other_shards(caplog: pytest.LogC
     assert "ranks 1, 2, 3" in next(text for text in lacks if text.startswith("rank 0"))
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID], ids=str)
-def test_the_state_of_another_model_is_refused_by_name(strategy: Any):
+@pytest.mark.parametrize("strategy", [None, FULL_SHARD, HYBRID], ids=str)
+@pytest.mark.parametrize(
+    ("name", "has"), [("0.weight", "48 values"), ("9.weight", "no such gradient")]
+)
+def test_the_state_of_another_model_is_refused_by_name(name: str, has: str, strategy: Any):
     def run(backend: Backend) -> None:
-        fsdp = model_of(backend, strategy, "top-k")
-        whole = {f"compression@{rank}/3.residual.9.weight": torch.zeros(5) for rank in range(3)}
-        with pytest.raises(SizeMismatchError, match=r"over of 9.weight, and .* no such gradient"):
-            fsdp.load_own_state(whole)
+        model = model_of(backend, strategy, "top-k")
+        whole = {f"compression@{rank}/3.residual.{name}": torch.zeros(5) for rank in range(3)}
+        with pytest.raises(SizeMismatchError, match=f"over of {name}, and .* has {has}"):
+            model.load_own_state(whole)
 
     simulate(run, 4)
 
 
-def test_who_does_not_compress_is_told_that_something_is_lost(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("strategy", [None, FULL_SHARD], ids=str)
+def test_who_does_not_compress_is_told_that_something_is_lost(
+    strategy: Any, caplog: pytest.LogCaptureFixture
+):
     def run(backend: Backend) -> None:
-        fsdp = model_of(backend, FULL_SHARD, "top-k")
-        train(fsdp, range(1))
-        state = fsdp.state_dict()
-        FSDP(mlp(1), backend).load_state_dict(state)
+        model = model_of(backend, strategy, "top-k")
+        train(model, range(1))
+        state = model.state_dict()
+        kind = type(model)
+        del model
+        kind(mlp(1), backend).load_state_dict(state)
 
     with caplog.at_level(logging.WARNING, logger="phalanx"):
         simulate(run, 1)

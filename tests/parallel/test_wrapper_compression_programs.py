@@ -1,5 +1,5 @@
-"""Random programs of passes, accumulation, groups used twice or not, infinities and failures, which
-other ranks and strategies go on with:
+"""Random programs of passes, accumulation, layers used twice or not, skips, infinities and
+failures, which other ranks, strategies and wrappers go on with:
 
 gradients that came + what averages lack  ==  gradients that there were + what they lacked
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import (
+    DDP,
     FSDP,
     Backend,
     ErrorFeedback,
@@ -54,33 +55,44 @@ def fail(*_: object) -> None:
 class Phase:
     """A few passes on some ranks, beginning with the joined states of the ranks before."""
 
-    def __init__(self, draw: random.Random, seed: int, state: dict[str, Tensor]) -> None:
-        self.strategy = draw.choice(STRATEGIES)
-        self.ranks = draw.choice([2, 4] if self.strategy.name == "hybrid" else [1, 2, 3, 4])
-        self.one_group = draw.random() < 0.5
+    def __init__(
+        self, kinds: list[Any], draw: random.Random, seed: int, state: dict[str, Tensor]
+    ) -> None:
+        self.kind = draw.choice(kinds)
+        if self.kind is DDP:
+            self.options = {
+                "bucket_size": draw.choice([1, 100, 1 << 20]),
+                "skip_nonfinite": draw.random() < 0.5,
+                "find_unused_parameters": True,
+            }
+            self.ranks = draw.randint(1, 4)
+        else:
+            one_group = draw.random() < 0.5
+            unit = (lambda module: isinstance(module, Branches)) if one_group else None
+            self.options = {"strategy": draw.choice(STRATEGIES), "unit": unit}
+            hybrid = self.options["strategy"].name == "hybrid"
+            self.ranks = draw.choice([2, 4] if hybrid else [1, 2, 3, 4])
         self.acts = draw.choices(ACTS, k=3)
         self.culprit = draw.randrange(self.ranks)
         self.seed = seed
         self.state = state
 
     def run(self, backend: Backend, make: Any) -> Any:
-        model = seeded(Branches)
-        unit = (lambda module: module is model) if self.one_group else None
         compression = ErrorFeedback(make())
-        fsdp = FSDP(model, backend, strategy=self.strategy, unit=unit, compression=compression)
-        fsdp.load_own_state(self.state)
-        before, came, given = fsdp.own_state(), [], []
+        wrapped = self.kind(seeded(Branches), backend, compression=compression, **self.options)
+        wrapped.load_own_state(self.state)
+        before, came, given = wrapped.own_state(), [], []
         for number, act in enumerate(self.acts):
-            fsdp.zero_grad()
+            wrapped.zero_grad()
             alone = seeded(Branches)
-            self.act(fsdp, alone, act, number, backend.rank)
+            self.act(wrapped, alone, act, number, backend.rank)
             if act not in ("fail", "infinite"):
-                came.append(gradient_pieces(fsdp))
+                came.append(gradient_pieces(wrapped))
                 given.append(alone)
-        fsdp(noise(2, 6), "left")  # which forgets what has failed
-        return before, fsdp.own_state(), came, given
+        wrapped(noise(2, 6), "left")  # which finishes or forgets what has failed
+        return before, wrapped.own_state(), came, given
 
-    def act(self, fsdp: FSDP, alone: nn.Module, act: str, number: int, rank: int) -> None:
+    def act(self, wrapped: Any, alone: nn.Module, act: str, number: int, rank: int) -> None:
         inputs = [noise(3, 6, seed=self.seed + 100 * number + 10 * k + rank) for k in range(2)]
         names = ("left",) if act == "unused" else ("left", "right")
 
@@ -88,43 +100,45 @@ class Phase:
             return model(inputs[micro], *names).pow(2).sum()
 
         if act == "accumulate":
-            with fsdp.no_sync():
-                loss(fsdp, 1).backward()
+            with wrapped.no_sync():
+                loss(wrapped, 1).backward()
             loss(alone, 1).backward()
         if act == "infinite":
-            (loss(fsdp) * (math.inf if rank == self.culprit else 1)).backward()
+            (loss(wrapped) * (math.inf if rank == self.culprit else 1)).backward()
         elif act == "fail":
-            value = loss(fsdp)
-            handle = fsdp.module.trunk.register_full_backward_pre_hook(fail)
-            value = loss(fsdp)
+            value = loss(wrapped)
+            handle = wrapped.module.trunk.register_full_backward_pre_hook(fail)
+            value = loss(wrapped)
             with pytest.raises(Failure):
                 value.backward()
             handle.remove()
         elif act == "twice":
-            (loss(fsdp) + loss(fsdp, 1)).backward()
+            (loss(wrapped) + loss(wrapped, 1)).backward()
             (loss(alone) + loss(alone, 1)).backward()
         elif act == "retained":
-            value = loss(fsdp)
+            value = loss(wrapped)
             value.backward(retain_graph=True)
             value.backward()
             (2 * loss(alone)).backward()
         elif act == "recomputed":
             given = inputs[0].requires_grad_()
-            checkpoint(fsdp, given, *names, use_reentrant=False).pow(2).sum().backward()
+            checkpoint(wrapped, given, *names, use_reentrant=False).pow(2).sum().backward()
             loss(alone).backward()
         else:
-            loss(fsdp).backward()
+            loss(wrapped).backward()
             loss(alone).backward()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_lost_in_any_program(seed: int):
+@pytest.mark.parametrize("kinds", [[DDP], [FSDP], [DDP, FSDP]], ids=["DDP", "FSDP", "either"])
+def test_nothing_is_lost_in_any_program(kinds: list[Any], seed: int):
+    """Ranks that have the same elements of a gradient have the same bits (`joined`)."""
     draw = random.Random(seed)
     make = KINDS[seed % len(KINDS)]
     state: dict[str, Tensor] = {}
     lacked_before: dict[str, Tensor] = {}
     for phase_number in range(3):
-        phase = Phase(draw, 1000 * (3 * seed + phase_number), state)
+        phase = Phase(kinds, draw, 1000 * (3 * seed + phase_number), state)
         ran = simulate(lambda b, phase=phase: phase.run(b, make), phase.ranks, seed=seed)
         befores, afters, came, given = zip(*ran, strict=True)
         before, after = lacking(befores, SIZES), lacking(afters, SIZES)
