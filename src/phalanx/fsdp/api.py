@@ -145,7 +145,7 @@ class FSDP(Wrapper):
             initialize=initialize,
             compressor=self.compression,
         )
-        compressed = self._runtime.reduction.compression
+        compressed = self._runtime.compression
         self._sharding = compressed.cut(self._runtime.flats) if compressed else UNSHARDED
         for parameter in module.parameters():
             claim(parameter, self)
@@ -176,17 +176,19 @@ class FSDP(Wrapper):
         Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
         of this class drops them, and an optimizer's does not.
         """
-        reduction = self._runtime.reduction
-        before, reduction.synchronize = reduction.synchronize, False
+        runtime = self._runtime
+        before, runtime.synchronize = runtime.synchronize, False
         try:
             yield
         finally:
-            reduction.synchronize = before
+            runtime.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were accumulated under `no_sync`, too."""
         super().zero_grad(set_to_none)
-        self._runtime.reduction.drop_accumulated()
+        self._runtime.accumulated = False
+        for gradient in self._runtime.gradients:
+            gradient.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.
@@ -194,16 +196,20 @@ class FSDP(Wrapper):
         Blocks until they are; every rank has to call it. Does nothing where there are none: after
         an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
         """
-        if not self._runtime.has_run:
+        runtime = self._runtime
+        if not runtime.has_run:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
-        self._runtime.reduction.finish_accumulated()
+        if runtime.accumulated:
+            runtime.finish_reduction(runtime.groups)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent so far, as rings and direct messages send
         them. In shared memory ranks read them instead.
         """
-        return self._runtime.reduction.bytes_sent
+        compressed = self._runtime.compression
+        sent = compressed.exchange.bytes_sent if compressed is not None else 0
+        return sent + sum(gradient.bytes_sent for gradient in self._runtime.gradients)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -367,7 +373,7 @@ class FSDP(Wrapper):
         """
         self._runtime.write_epoch.settle()
         wanted = not rank0_only or self.backend.rank == 0
-        full = {p: value.clone() for p, value in self._full_values() if wanted}
+        full = self._full_values(keep=wanted)
         local = self.module.state_dict(keep_vars=True) if wanted else {}
         for name, value in local.items():
             if isinstance(value, nn.Parameter) and value in full:
@@ -376,14 +382,16 @@ class FSDP(Wrapper):
                 local[name] = value.detach().clone()
         return dict(local)
 
-    def _full_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter's full value, in the dtype of the shards, one flat parameter at a time.
-
-        Memory that may be the model's own: it is not to be written, and to be copied to be kept.
-        Every rank of the shard group takes all of them.
+    def _full_values(self, *, keep: bool = True) -> dict[nn.Parameter, Tensor]:
+        """Copies of the parameters' full values, in the dtype of the shards. Every rank of the
+        shard group calls this, also one that does not keep them.
         """
+        full: dict[nn.Parameter, Tensor] = {}
         for flat in self._runtime.flats:
-            yield from zip(flat.parameters, flat.split(flat.all_shards()), strict=True)
+            parts = flat.split(flat.all_shards())
+            for parameter, part in zip(flat.parameters, parts, strict=True) if keep else ():
+                full[parameter] = part.clone()
+        return full
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -471,7 +479,7 @@ class FSDP(Wrapper):
         Every rank calls it; this FSDP is of no use afterwards.
         """
         self._runtime.write_epoch.settle()
-        values = {p: value.clone() for p, value in self._full_values()}
+        values = self._full_values()
         shards = self._runtime.plan.shards
         if shards is not None:
             shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more

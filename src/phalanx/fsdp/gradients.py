@@ -28,7 +28,6 @@ from torch import Tensor
 
 from phalanx.collectives import (
     ReduceOp,
-    all_reduce_,
     async_all_reduce_,
     async_reduce_scatter,
     reduce_scatter,
@@ -258,95 +257,6 @@ class FlatGradient:
         if scattering is not None:
             scattering[0]()
         self._finish_averaging()
-
-
-class GradientReduction:
-    """The reduction of all gradients of one FSDP on one rank, one group after the other.
-
-    synchronize   whether backward passes reduce; if not, full gradients add up on this rank
-    accumulated   whether there may be gradients, on some rank, that were not reduced
-
-    What a compressor remembers counts when all means of a pass are finite, on all ranks.
-    """
-
-    def __init__(
-        self,
-        gradients: Sequence[Sequence[FlatGradient]],
-        backend: Backend,
-        compression: CompressedReduction | None,
-    ) -> None:
-        self.synchronize = True
-        self.accumulated = False
-        self.compression = compression
-        self._groups = gradients
-        self._all = [gradient for group in gradients for gradient in group]
-        self._backend = backend
-        self._under_way: Sequence[FlatGradient] = ()
-
-    @property
-    def bytes_sent(self) -> int:
-        """By this rank so far, as rings and direct messages send them."""
-        compressed = self.compression.exchange.bytes_sent if self.compression is not None else 0
-        return compressed + sum(gradient.bytes_sent for gradient in self._all)
-
-    def begin(self, group: Sequence[FlatGradient]) -> None:
-        """Reduce the gradients of a group, when those of the one before are on this rank."""
-        for gradient in self._under_way:
-            gradient.finish_scattering()
-        for gradient in group:
-            gradient.reduce()
-        self._under_way = group
-
-    @torch.no_grad()
-    def finish(self, groups: Iterable[Sequence[FlatGradient]]) -> None:
-        """Reduce what is left, of these groups; then means of all become the gradients."""
-        compressor = self.compression.compressor if self.compression is not None else None
-        try:
-            for group in groups:
-                self.begin(group)
-            for gradient in self._all:
-                gradient.finish()
-            self._under_way = ()
-            # Which parameters have a mean on any rank, and whether a compressor's are all finite.
-            mine = [g.has_mean(at) for g in self._all for at in range(len(g.flat.parameters))]
-            if compressor is not None:
-                mine.append(not all(gradient.finite for gradient in self._all))
-            flags = torch.tensor(mine, dtype=torch.uint8)
-            if mine:
-                label = "which parameters were used"
-                all_reduce_(flags, self._backend, ReduceOp.MAX, label=label)
-            used = [bool(flag) for flag in flags.tolist()]
-        except BaseException:
-            if compressor is not None:
-                compressor.rollback()
-            raise
-        if compressor is not None:
-            (compressor.rollback if used.pop() else compressor.commit)()
-        first = 0
-        for gradient in self._all:
-            last = first + len(gradient.flat.parameters)
-            gradient.finalize(used[first:last])
-            first = last
-        self.accumulated = False
-
-    def finish_accumulated(self) -> None:
-        """Reduce what was accumulated and not reduced since, if anything."""
-        if self.accumulated:
-            self.finish(self._groups)
-
-    def drop_accumulated(self) -> None:
-        """Forget what was accumulated and not reduced."""
-        self.accumulated = False
-        for gradient in self._all:
-            gradient.drop_accumulated()
-
-    def abandon(self) -> None:
-        """The pass has failed: nothing of it counts."""
-        self._under_way = ()
-        for gradient in self._all:
-            gradient.abandon()
-        if self.compression is not None:
-            self.compression.compressor.rollback()
 
 
 # Compression ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ the collectives, whose labels name the group.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.fsdp.flat_param import ShardingPlan
-from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, GradientReduction
+from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap, refuse
 from phalanx.fsdp.write_epoch import WriteEpoch
@@ -44,7 +45,11 @@ class FsdpRuntime:
     plan             which ranks have a copy together, or the same shard
     swap             lets modules see unsharded parameters
     write_epoch      keeps those who write parameters and those who read them apart
-    reduction        of the gradients
+    gradients        of all groups
+    compression      reduces them, if there is a compressor: what it remembers counts when all means
+                     of a pass are finite, on all ranks
+    synchronize      whether backward passes reduce; if not, full gradients add up on this rank
+    accumulated      whether there may be gradients, on some rank, that were not reduced
     has_run          whether there was a forward pass
     prefetched       whether groups were unsharded for a forward pass that has not come
     in_backward      whether a backward pass is under way, or was cut short by an error
@@ -64,8 +69,10 @@ class FsdpRuntime:
         unsharded = {p: v for f in self.flats for p, v in zip(f.parameters, f.views, strict=True)}
         self.swap = ParameterSwap(model, unsharded, plan.world.rank)
         self.write_epoch = WriteEpoch(groups, plan.shards or plan.world)
-        gradients = [group.gradients for group in groups]
-        self.reduction = GradientReduction(gradients, plan.world, compression)
+        self.gradients = [gradient for group in groups for gradient in group.gradients]
+        self.compression = compression
+        self.synchronize = True
+        self.accumulated = False
         self.has_run = self.prefetched = self.in_backward = False
         self._prefetch = prefetch
         self._rank = plan.world.rank
@@ -77,6 +84,7 @@ class FsdpRuntime:
         self._makes_graph = False  # a graph of backward, which will read parameters, too
         self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
         self._calls: list[ForwardCall] = []  # that the backward pass has come to
+        self._under_way: Sequence[FlatGradient] = ()  # those of the last group that was reduced
 
     def hook(self) -> Callable[[], None]:
         """Notice passes from now on; the function that is returned removes the hooks.
@@ -135,15 +143,19 @@ class FsdpRuntime:
 
     def _begin_forward(self) -> None:
         if self.in_backward:  # it failed: nothing of it counts
-            self.reduction.abandon()
+            self._under_way = ()
+            for gradient in self.gradients:
+                gradient.abandon()
+            if self.compression is not None:
+                self.compression.compressor.rollback()
             self._close_backward()
         self.write_epoch.settle()
         self.swap.swap_in()
         self._order = []
         self.has_run = True
         self.prefetched = False
-        if not self.reduction.synchronize and torch.is_grad_enabled():
-            self.reduction.accumulated = True  # on all ranks, whatever has gradients on this one
+        if not self.synchronize and torch.is_grad_enabled():
+            self.accumulated = True  # on all ranks, whatever has gradients on this one
 
     def post_forward(
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
@@ -274,10 +286,10 @@ class FsdpRuntime:
         self._begin_backward()
         group.begin_backward()
         self._reached[group] = None
-        if self.reduction.synchronize:
+        if self.synchronize:
             gradient.accumulate(number)
         else:
-            self.reduction.accumulated = True
+            self.accumulated = True
         if group.count_gradient() and not group.surrounds:
             self._post_backward(group)
 
@@ -289,7 +301,8 @@ class FsdpRuntime:
             return
         group.open_calls.discard(call)
         if not group.open_calls:  # all gradients are there that will be; the rest was not used
-            if self.reduction.synchronize and group.owes:
+            if self.synchronize and group.owes:
+                group.reduced = True
                 self._reduce(group)
             self._reshard(group)
 
@@ -298,14 +311,51 @@ class FsdpRuntime:
     def _post_backward(self, group: ParameterGroup) -> None:
         """A group gets no more gradients."""
         group.finished = True
-        if self.reduction.synchronize:
+        if self.synchronize:
+            group.reduced = True
             self._reduce(group)
         if not group.has_frozen:
             self._reshard(group)
 
     def _reduce(self, group: ParameterGroup) -> None:
-        group.reduced = True
-        self.reduction.begin(group.gradients)
+        """Reduce the gradients of a group, when those of the one before are on this rank."""
+        for gradient in self._under_way:
+            gradient.finish_scattering()
+        for gradient in group.gradients:
+            gradient.reduce()
+        self._under_way = group.gradients
+
+    @torch.no_grad()
+    def finish_reduction(self, groups: Iterable[ParameterGroup]) -> None:
+        """Reduce what is left, of these groups; then means of all become the gradients."""
+        compressor = self.compression.compressor if self.compression is not None else None
+        try:
+            for group in groups:
+                self._reduce(group)
+            for gradient in self.gradients:
+                gradient.finish()
+            self._under_way = ()
+            # Which parameters have a mean on any rank, and whether a compressor's are all finite.
+            mine = [g.has_mean(at) for g in self.gradients for at in range(len(g.flat.parameters))]
+            if compressor is not None:
+                mine.append(not all(gradient.finite for gradient in self.gradients))
+            flags = torch.tensor(mine, dtype=torch.uint8)
+            if mine:
+                label = "which parameters were used"
+                all_reduce_(flags, self.plan.world, ReduceOp.MAX, label=label)
+            used = [bool(flag) for flag in flags.tolist()]
+        except BaseException:
+            if compressor is not None:
+                compressor.rollback()
+            raise
+        if compressor is not None:
+            (compressor.rollback if used.pop() else compressor.commit)()
+        first = 0
+        for gradient in self.gradients:
+            last = first + len(gradient.flat.parameters)
+            gradient.finalize(used[first:last])
+            first = last
+        self.accumulated = False
 
     def _reshard(self, group: ParameterGroup) -> None:
         """After its backward pass, unless another one is to go through that."""
@@ -319,10 +369,10 @@ class FsdpRuntime:
             else:
                 call.spent |= call.entered
             call.entered.clear()
-        if self.reduction.synchronize:
+        if self.synchronize:
             reached = sorted(self._reached, key=lambda group: group.surrounds)
             groups = dict.fromkeys((*reached, *self.groups))
-            self.reduction.finish([group.gradients for group in groups if group.owes])
+            self.finish_reduction([group for group in groups if group.owes])
         self._close_backward()
 
     def _close_backward(self) -> None:

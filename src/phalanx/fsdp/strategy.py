@@ -96,10 +96,10 @@ class MixedPrecision:
         """The inputs of the model, converted if that was asked for."""
         if not self.cast_inputs:
             return inputs
-        return pytree.tree_map_only(Tensor, self._cast, inputs)
-
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self.compute_dtype) if value.is_floating_point() else value
+        dtype = self.compute_dtype
+        return pytree.tree_map_only(
+            Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, inputs
+        )
 
 
 def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:

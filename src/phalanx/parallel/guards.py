@@ -25,12 +25,25 @@ from phalanx.errors import (
     DeadlockError,
     DesyncError,
     DistributedError,
+    MisuseError,
     PeerLostError,
 )
 from phalanx.parallel.buckets import Bucket
 from phalanx.wire.memory import readable_bytes
 
 log = logging.getLogger("phalanx")
+
+
+def refuse(
+    who: str,
+    rank: int,
+    problem: str,
+    kind: type[DistributedError] = MisuseError,
+    peer: int | None = None,
+) -> NoReturn:
+    """Raise an error of a wrapper, or of what else `who` is, on this rank."""
+    raise kind(f"rank {rank}: {who}: {problem}", rank=rank, peer=peer, op=who)
+
 
 # ------------------------------------------------------------------------------
 # Before training: do the ranks hold the same model, and are they about to do the same?
@@ -70,8 +83,12 @@ def check_same_model(
         what, remedy = "models", "Build the same model on every rank, in the same order"
         if differ.place < len(options):
             what, remedy = f"options of {who}", "Pass the same ones on every rank"
-        text = f"the ranks' {what} differ: {differ.text}. {remedy}"
-        raise _desync(text, backend.rank, differ.odd, who)
+        raise DesyncError(
+            f"rank {backend.rank}: the ranks' {what} differ: {differ.text}. {remedy}",
+            rank=backend.rank,
+            peer=differ.odd[0],
+            op=who,
+        )
 
 
 def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: str) -> None:
@@ -87,13 +104,8 @@ def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: 
     """
     differ = difference(lines, backend, end="nothing more")
     if differ is not None:
-        text = f"{op}: the ranks differ: {differ.text}. {remedy}"
-        raise _desync(text, backend.rank, differ.odd, op)
-
-
-def _desync(text: str, rank: int, odd: Sequence[int], op: str) -> DesyncError:
-    """Of this rank; its peer is the first of those in the minority."""
-    return DesyncError(f"rank {rank}: {text}", rank=rank, peer=odd[0], op=op)
+        problem = f"the ranks differ: {differ.text}. {remedy}"
+        refuse(op, backend.rank, problem, DesyncError, peer=differ.odd[0])
 
 
 # ------------------------------------------------------------------------------
@@ -228,14 +240,15 @@ class DriftCheck:
         )
         more = f" (and {len(different) - 1} parameters more)" if len(different) > 1 else ""
         rank = self._backend.rank
-        raise DesyncError(
-            f"rank {rank}: DDP: after {self._passes} backward passes the ranks' parameters differ: "
-            f"{verdict}{more}. Something changed it on that rank only: code that runs on some "
-            "ranks, an optimizer with other settings, faulty memory. Go back to a checkpoint, or "
-            "call broadcast_parameters(root) with a rank that is right",
-            rank=rank,
+        refuse(
+            "DDP",
+            rank,
+            f"after {self._passes} backward passes the ranks' parameters differ: {verdict}{more}. "
+            "Something changed it on that rank only: code that runs on some ranks, an optimizer "
+            "with other settings, faulty memory. Go back to a checkpoint, or call "
+            "broadcast_parameters(root) with a rank that is right",
+            DesyncError,
             peer=next((other for other in odd if other != rank), odd[0]),
-            op="DDP",
         )
 
 

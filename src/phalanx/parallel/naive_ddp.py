@@ -8,7 +8,8 @@ process had trained on the joined batch. `DDP` computes the same averages, and a
     memory of the buckets, few large messages in place of many small ones         buckets.py
     `no_sync`, unused parameters, activation checkpointing                        reducer.py
     all-reduce or compressed messages                                             averaging.py
-    ranks with fewer batches (`join`), batches of different sizes (`weighted`)    uneven.py
+    ranks with fewer batches (`join`)                                             uneven.py
+    batches of different sizes (`weighted`)                                       ddp.py
     comparison of models and replicas, steps that are not finite, likely causes   guards.py
     plain names in `state_dict`, checkpoints                                      wrapper.py
 """

@@ -25,7 +25,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.averaging import GradientAveraging, PendingAverage
 from phalanx.parallel.buckets import Bucket, batches
-from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain
+from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
 
 NAMES_SHOWN = 10
@@ -79,12 +79,8 @@ class Reducer:
         for parameter, name in self._names.items():
             for other in (parameter._post_accumulate_grad_hooks or {}).values():
                 if getattr(other, "func", None) is Reducer._gradient_ready:
-                    raise MisuseError(
-                        f"rank {backend.rank}: DDP: another DDP averages the gradients of {name} "
-                        "already; delete that one first",
-                        rank=backend.rank,
-                        op="DDP",
-                    )
+                    problem = f"another DDP averages the gradients of {name} already; "
+                    refuse("DDP", backend.rank, problem + "delete that one first")
         for parameter in self._trained:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
@@ -149,7 +145,7 @@ class Reducer:
     def _begin_pass(self, phase: JoinPhase) -> None:
         if phase is JoinPhase.BACKWARD:
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         if not self._open:
             self._open = True
             self._left_out = self.unanswered > 1
@@ -205,17 +201,11 @@ class Reducer:
             label = f"DDP's pass {self._pass}, bucket {number}"
             self._started.append(self._averaging.begin_bucket(bucket, label))
 
-    def _on_backward_end(self) -> None:
-        self._callback_queued = self.zero_weight = False
-        self._finish_pass()
-        if self._arrivals is not None:
-            self._adopt_arrival_order(self._arrivals)
-
     def catch_up(self) -> None:
         """Average what was accumulated and not averaged since, if anything."""
         if self._unsynchronized:
             self._begin_pass(JoinPhase.CATCHING_UP)
-            self._finish_pass()
+            self._finish_pass(JoinPhase.CATCHING_UP)
 
     @torch.no_grad()
     def answer(self, phase: JoinPhase) -> None:
@@ -223,12 +213,12 @@ class Reducer:
         for parameter in self._trained:
             parameter.grad = None
             self._put(parameter)
-        self._average(set(self._trained))
-        if phase is JoinPhase.BACKWARD and self._arrivals is not None:
-            self._adopt_arrival_order(self._arrivals)
+        self._average(set(self._trained), phase)
 
     @torch.no_grad()
-    def _finish_pass(self) -> None:
+    def _finish_pass(self, phase: JoinPhase = JoinPhase.BACKWARD) -> None:
+        if phase is JoinPhase.BACKWARD:
+            self._callback_queued = self.zero_weight = False
         missing: list[Tensor] = []
         if len(self._started) < len(self._buckets):
             missing = [p for b in self._buckets for p in b.views if p in b.pending]
@@ -248,9 +238,9 @@ class Reducer:
             )
         for parameter in missing:  # what no_sync has accumulated, or zeros
             self._put(parameter)
-        self._average(set(unused))
+        self._average(set(unused), phase)
 
-    def _average(self, unused: set[Tensor]) -> None:
+    def _average(self, unused: set[Tensor], phase: JoinPhase) -> None:
         """All gradients are in their buckets: wait for the averages, and agree on what counts."""
         world, join = self._backend.world_size, self.join
         try:
@@ -268,6 +258,8 @@ class Reducer:
                 parameter.grad = None
         if self._drift is not None:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
+        if phase is JoinPhase.BACKWARD and self._arrivals is not None:
+            self._adopt_arrival_order(self._arrivals)
 
     def _finish_buckets(self, scale: float = 1) -> None:
         """Wait until all that was started is averaged; scale it. Raises the first error, after all

@@ -19,7 +19,8 @@ from torch import nn
 
 from phalanx.collectives import all_gather
 from phalanx.core.backend import Backend
-from phalanx.errors import DesyncError, MisuseError
+from phalanx.errors import DesyncError
+from phalanx.parallel.guards import refuse
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 
@@ -34,8 +35,7 @@ def check_joinable(module: nn.Module, backend: Backend, already: Join | None) ->
                 "weighted with 0 samples; or use join(throw_on_early_termination=True)"
             )
     if problem is not None:
-        rank = backend.rank
-        raise MisuseError(f"rank {rank}: DDP: {problem}", rank=rank, op="DDP")
+        refuse("DDP", backend.rank, problem)
 
 
 # The join header: each rank says which phase of training it is about to begin, before it does.
@@ -113,21 +113,18 @@ class Join:
         first, common = active[0], phases[active[0]]
         other = next((rank for rank in active if phases[rank] is not common), None)
         if other is not None:
-            raise DesyncError(
-                f"rank {backend.rank}: DDP: rank {first} {_WORDS[common]} while rank {other} "
-                f"{_WORDS[phases[other]]}. Every rank that has a batch has to do the same with it",
-                rank=backend.rank,
-                peer=other if other != backend.rank else first,
-                op="DDP",
+            problem = (
+                f"rank {first} {_WORDS[common]} while rank {other} {_WORDS[phases[other]]}. Every "
+                "rank that has a batch has to do the same with it"
             )
+            peer = other if other != backend.rank else first
+            refuse("DDP", backend.rank, problem, DesyncError, peer)
         over = [rank for rank, theirs in enumerate(phases) if theirs is JoinPhase.OVER]
         if self.throws and over:
             noun = "ranks" if len(over) > 1 else "rank"
-            raise MisuseError(
-                f"rank {backend.rank}: DDP: {noun} {', '.join(map(str, over))} ran out of "
-                f"batches, and others have not (throw_on_early_termination=True)",
-                rank=backend.rank,
-                peer=over[0],
-                op="DDP",
+            problem = (
+                f"{noun} {', '.join(map(str, over))} ran out of batches, and others have not "
+                "(throw_on_early_termination=True)"
             )
+            refuse("DDP", backend.rank, problem, peer=over[0])
         return common

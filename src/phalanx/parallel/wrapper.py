@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError
 from phalanx.parallel.compressor_state import is_own_key, needed, without_own
+from phalanx.parallel.guards import refuse
 
 
 class Wrapper(nn.Module):
@@ -135,7 +135,7 @@ def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
                 "by itself, see ShardingStrategy.hybrid and NO_SHARD"
             )
         if problem is not None:
-            raise MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
+            refuse(who, rank, problem)
 
 
 def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object) -> None:

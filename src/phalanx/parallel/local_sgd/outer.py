@@ -28,11 +28,11 @@ from phalanx.compression.compressor import (
     wide,
 )
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedObjectError
+from phalanx.errors import SizeMismatchError, UnsupportedObjectError
 from phalanx.parallel.averaging import GradientAveraging
 from phalanx.parallel.buckets import MESSAGE, Bucket, batches
 from phalanx.parallel.compressor_state import load_own, own_state
-from phalanx.parallel.guards import check_agreement, describe_with_values
+from phalanx.parallel.guards import check_agreement, describe_with_values, refuse
 
 log = logging.getLogger("phalanx")
 
@@ -129,12 +129,11 @@ class OuterStep:
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, copy in self._copies.items():
             if id(copy) not in given:
-                raise MisuseError(
-                    f"rank {self._backend.rank}: {self._who}: the outer optimizer leaves out "
-                    f"{name}, which would stay as it is: give it all parameters that it is called "
-                    "with",
-                    rank=self._backend.rank,
-                    op=self._who,
+                refuse(
+                    self._who,
+                    self._backend.rank,
+                    f"the outer optimizer leaves out {name}, which would stay as it is: give it "
+                    "all parameters that it is called with",
                 )
 
     @torch.no_grad()

@@ -22,11 +22,11 @@ from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating, is_finite
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError, MisuseError, SizeMismatchError
+from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.parallel.averaging import GradientAveraging
 from phalanx.parallel.buckets import broadcast_all_
 from phalanx.parallel.compressor_state import needed
-from phalanx.parallel.guards import check_same_model, explain
+from phalanx.parallel.guards import check_same_model, explain, refuse
 from phalanx.parallel.local_sgd.outer import OuterStep, averaged, not_finite
 from phalanx.parallel.optimizer_hooks import claim, log, owner_of
 from phalanx.parallel.wrapper import Wrapper
@@ -318,8 +318,7 @@ class PeriodicSync(Wrapper):
             self._refuse(f"{what} inside averaged(): leave it first")
 
     def _refuse(self, problem: str) -> NoReturn:
-        rank, who = self.backend.rank, type(self).__name__
-        raise MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
+        refuse(type(self).__name__, self.backend.rank, problem)
 
 
 @torch.no_grad()
