@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
-from operator import index, mul
+from operator import index
 from typing import TYPE_CHECKING, NoReturn
+
+import torch
 
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError
@@ -44,7 +46,7 @@ class DeviceMesh:
         self.backend = backend
         self.shape = _checked_shape(shape, backend)
         self.axis_names = _checked_names(axis_names, self.shape)
-        self._strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        self._ranks = torch.arange(backend.world_size, device="cpu").view(self.shape)
         check_agreement(
             [f"the shape {self.shape}", f"the axes {self.axis_names}"],
             backend,
@@ -103,20 +105,18 @@ class DeviceMesh:
                 f"{coordinates}",
                 rank=self.backend.rank,
             )
-        return sum(map(mul, coordinates, self._strides))
+        return int(self._ranks[coordinates])
 
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
         """Where a rank of `backend` is: the opposite of `rank_at`."""
         self.backend.check_rank(rank)
-        axes = zip(self._strides, self.shape, strict=True)
+        axes = zip(self._ranks.stride(), self.shape, strict=True)
         return tuple(rank // stride % size for stride, size in axes)
 
     def _group(self, names: tuple[str, ...]) -> SubBackend:
-        places = [
-            range(size) if name in names else (here,)
-            for name, size, here in zip(self.axis_names, self.shape, self.coordinates, strict=True)
-        ]
-        return self.backend.subgroup(self.rank_at(*place) for place in product(*places))
+        here = zip(self.axis_names, self.coordinates, strict=True)
+        places = tuple(slice(None) if name in names else place for name, place in here)
+        return self.backend.subgroup(self._ranks[places].flatten().tolist())
 
     def _picture(self) -> Iterator[str]:
         """The last axis from left to right, the one before downwards, the others one by one."""
@@ -128,16 +128,15 @@ class DeviceMesh:
         ]
         margin = max(map(len, [row_name, *titles]))
         width = len(str(self.backend.world_size - 1)) + 2
-        first = 0
-        for title in titles:
+        planes = self._ranks.view(-1, rows, columns).tolist()
+        for title, plane in zip(titles, planes, strict=True):
             yield f"{title:{margin}}  {column_name}".rstrip()
-            for row in range(rows):
+            for row, ranks in enumerate(plane):
                 cells = "".join(
                     f"{f'[{rank}]' if rank == self.backend.rank else f'{rank} ':>{width + 1}}"
-                    for rank in range(first, first + columns)
+                    for rank in ranks
                 )
                 yield f"{row_name if row == 0 else '':{margin}}{cells}".rstrip()
-                first += columns
 
 
 def _checked_shape(shape: Sequence[int], backend: Backend) -> tuple[int, ...]:
