@@ -204,26 +204,13 @@ def _children(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _fitting(modules: dict[str, nn.Module], rule: UnitRule) -> list[str]:
-    kinds: tuple[type[nn.Module], ...] = ()
-    if isinstance(rule, type):
-        kinds = (rule,)
-    elif isinstance(rule, Iterable):
-        kinds = tuple(rule)
-    if kinds and all(isinstance(kind, type) for kind in kinds):
-        fitting = {name for name, module in modules.items() if isinstance(module, kinds)}
-    elif callable(rule) and not isinstance(rule, Iterable):
-        fitting = {name for name, module in modules.items() if rule(module)}
-    else:
-        raise TypeError(
-            f"unit is a class of modules, several of them, or a function of a module, not {rule!r}"
-        )
-    if not fitting:
-        kinds_there = sorted({type(module).__name__ for module in modules.values()})
+    fits = _predicate(rule)
+    found = [name for name, module in modules.items() if name and fits(module)]
+    if not found and not fits(modules[""]):
+        kinds = sorted({type(module).__name__ for module in modules.values()})
         raise MisuseError(
-            f"FSDP: unit={rule!r} fits none of the model's modules, which are "
-            f"{', '.join(kinds_there)}"
+            f"FSDP: unit={rule!r} fits none of the model's modules, which are {', '.join(kinds)}"
         )
-    found = [name for name in modules if name and name in fitting]
     for name in found:
         if not _is_called(modules[name]):
             raise MisuseError(
@@ -231,6 +218,20 @@ def _fitting(modules: dict[str, nn.Module], rule: UnitRule) -> list[str]:
                 "forward and is never called: name the modules inside it"
             )
     return found
+
+
+def _predicate(rule: UnitRule) -> Callable[[nn.Module], bool]:
+    if isinstance(rule, type):
+        return lambda module: isinstance(module, rule)
+    if isinstance(rule, Iterable):
+        kinds = tuple(rule)
+        if kinds and all(isinstance(kind, type) for kind in kinds):
+            return lambda module: isinstance(module, kinds)
+    elif callable(rule):
+        return rule
+    raise TypeError(
+        f"unit is a class of modules, several of them, or a function of a module, not {rule!r}"
+    )
 
 
 def _is_called(module: nn.Module) -> bool:
