@@ -143,7 +143,8 @@ class TensorRequest(Request[T]):
         """The step that does it by the backend's library, if that has it."""
         if not plan.program:
             return None
-        self._settle()
+        if self.own:
+            self._settle()
         op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
         step = native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
         return (step,) if step is not None else None
@@ -153,7 +154,8 @@ class TensorRequest(Request[T]):
     ) -> tuple[Iterable[Program], Callable[[], T], tuple[memoryview, ...], Combine | None]:
         """The rounds of the plan, what gives the result, and the memory of the rounds."""
         backend, result = self.backend, self.result
-        self._settle()
+        if self.own:
+            self._settle()
         work, source, own = ROUND_MEMORY[self.collective](self, plan)
         buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
         if source is not None:
@@ -174,12 +176,11 @@ class TensorRequest(Request[T]):
 
     def _settle(self) -> None:
         """Put the parts of `own` in their places in `source`."""
-        if self.own:
-            assert self.source is not None
-            slice_ = _slice(self.source.view(-1), self.backend)
-            for element, values in self.own:
-                copy_bits(slice_[element : element + values.numel()], values.view(-1))
-            self.own = ()
+        assert self.source is not None
+        slice_ = _slice(self.source.view(-1), self.backend)
+        for element, values in self.own:
+            copy_bits(slice_[element : element + values.numel()], values.view(-1))
+        self.own = ()
 
     def _taken_from(self, own: Tensor) -> T:
         """The result, which has been reduced in memory of the rounds."""

@@ -286,7 +286,7 @@ class Backend:
             call = Call(name, number, what, group.suffix, site, now, seconds)
             channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)
-            self._begin(work)
+            group.issue(work)
         if background and not work.over:
             patience = 0.0 if self.spares_a_processor else PATIENCE
             engine.transport.background(work, patience=patience)
@@ -328,7 +328,7 @@ class Backend:
             call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
             channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
             work = Work(group, call, channel, program, buffers, combine=combine, result=result)
-            self._begin(work)
+            group.issue(work)
         if background and not work.over:
             patience = 0.0 if self.spares_a_processor else PATIENCE
             engine.transport.background(work, patience=patience)
@@ -374,19 +374,8 @@ class Backend:
                     steps = _raising(error)
             channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
             work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
-            self._begin(work)
+            group.issue(work)
         work.wait()
-
-    def _begin(self, work: Work[Any]) -> None:
-        """Begin it here and now; an interrupt that comes meanwhile ends it. Lock held."""
-        try:
-            self.group.issue(work)
-            self.engine.run_ready()
-        except Exception:
-            raise
-        except BaseException as interruption:
-            self.group.abandon(work, f"interrupted by {type(interruption).__name__}")
-            raise
 
     def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this, with the same label.

@@ -181,7 +181,7 @@ class Engine(Poster):
             self.transport.wait(until)
         finally:
             self.watchdog.waits.remove(until)
-            if until.over:
+            if until.over and self.watchdog.queries:
                 self.watchdog.forget(until)
             until.group.was_blocked(self.now() - began)
         if self.callbacks:

@@ -98,18 +98,28 @@ class Group(GroupBase):
     # Works ----------------------------------------------------------------------------------
 
     def issue(self, work: WorkBase) -> None:
-        """Begin a work, or put it behind the collectives that were issued before."""
+        """Begin a work here and now, or put it behind the collectives that were issued before.
+
+        An interrupt that comes meanwhile ends it. Lock held.
+        """
         if self.failure is not None or self.closed or self.engine.closed:
             self._refuse(work)
-        if not work.is_collective:
-            self._messages.add(work)
-            work.advance()
-        else:
-            self._queue.append(work)
-            if self.checker.early_asks:
-                self.checker.compare_early(work.call)
-            if self._queue and self._queue[0] is work:
+        try:
+            if not work.is_collective:
+                self._messages.add(work)
                 work.advance()
+            else:
+                self._queue.append(work)
+                if self.checker.early_asks:
+                    self.checker.compare_early(work.call)
+                if self._queue and self._queue[0] is work:
+                    work.advance()
+            self.engine.run_ready()
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self.abandon(work, f"interrupted by {type(interruption).__name__}")
+            raise
 
     @override
     def under_way(self) -> list[WorkBase]:

@@ -148,8 +148,10 @@ class TcpTransport(Transport):
         with engine.lock:
             left = min(until.deadline - now(), self.first_look)  # most are done by then
             while not until.over:
-                # A thread may wait inside a step, a library's collective.
-                step = until.group.head_of_queue(until).step if isinstance(until, Work) else None
+                step = None
+                if engine.polled and isinstance(until, Work):
+                    # A thread may wait inside a step, a library's collective.
+                    step = until.group.head_of_queue(until).step
                 if left <= 0:
                     engine.run_ready()
                 elif isinstance(step, Step) and step.blocks and step.block(min(left, SLICE)):
