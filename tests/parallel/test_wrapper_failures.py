@@ -337,13 +337,17 @@ def test_a_rank_that_skips_a_failed_batch_by_itself_is_told_that_it_is_out_of_st
         assert isinstance(error, DesyncError)
 
 
-def test_ranks_that_fail_at_different_places_never_mix_their_gradients():
+@pytest.mark.parametrize("how", ["backward, output", "backward, input"])
+@pytest.mark.parametrize("bucket_size", [168, 1 << 20])
+def test_ranks_that_fail_at_different_places_never_mix_their_gradients(how: str, bucket_size: int):
+    """Also if one of them fails before any gradient, and the other when all are on their way."""
+
     def run(backend: Backend) -> BaseException | Gradients:
-        ddp = DDP(build(), backend, bucket_size=168, broadcast_buffers=False)
+        ddp = DDP(build(), backend, bucket_size=bucket_size, broadcast_buffers=False)
         backward(ddp, 0)
         backend.barrier()
-        place = 3 if backend.rank else 1
-        error = outcome_of(lambda: fail(ddp, 1, place, "backward, input"))
+        place, at = (3, how) if backend.rank else (0, "backward, input")
+        error = outcome_of(lambda: fail(ddp, 1, place, at))
         error = error or outcome_of(lambda: backward(ddp, 2))
         return error or gradients(ddp)
 

@@ -95,8 +95,11 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
+        cut_short = self._open
         self._callback_queued = self._open = self.zero_weight = False
         if not self._filling:
+            if cut_short:  # after it had filled buckets on other ranks, perhaps
+                self._pass += 1
             return
         if self._arrivals is not None:
             self._arrivals.clear()
