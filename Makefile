@@ -21,6 +21,7 @@
 #   make flood     how long a job takes to form with a crowd of strangers at its door
 #   make two-hosts algorithms side by side between two hosts; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
+#   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
 #
 # Compression, measured on the language model (docs/compression.md):
@@ -55,7 +56,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood two-hosts kill-saves agreement \
+.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood two-hosts kill-saves mutants agreement \
 	loss-against-bytes slow-link gate main-path clean
 
 demo: $(READY)
@@ -100,6 +101,9 @@ two-hosts: $(READY)
 
 kill-saves: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)
+
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/mutants.py $(ARGS)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
