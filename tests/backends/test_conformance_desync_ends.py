@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from clusters import PATIENCE, Cluster, whole
+from clusters import PATIENCE, Cluster, Tcp, whole
 
 import phalanx
 from phalanx import Backend, DesyncError, PeerLostError
@@ -57,6 +57,24 @@ def test_a_disagreement_is_told_although_the_other_side_leaves_in_the_middle_of_
             pending.wait()
 
     cluster.run(disagree, 2, timeout=PROMPT)
+
+
+def test_a_disagreement_is_told_although_the_other_side_makes_no_call_and_cannot_answer() -> None:
+    told = threading.Event()
+
+    def disagree(backend: Backend) -> None:
+        if backend.rank == 0:
+            phalanx.broadcast(ONES, backend, algorithm="star")
+            assert told.wait(PATIENCE)
+            return
+        with pytest.raises(
+            DesyncError, match=r"rank 1: all_reduce #0 .* met another operation, or other arguments"
+        ) as info:
+            phalanx.all_reduce(ONES, backend, algorithm="star")
+        told.set()
+        assert info.value.peer == 0
+
+    Tcp().run(disagree, 2, timeout=PROMPT)
 
 
 def test_what_came_for_a_group_that_was_broken_before_it_was_made_is_dropped(

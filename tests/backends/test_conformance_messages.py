@@ -185,6 +185,18 @@ def test_large_messages_cross_in_both_directions_at_once(cluster: Cluster) -> No
     cluster.run(exchange, 2)
 
 
+def test_sendrecv_writes_the_values_of_what_is_not_contiguous_and_nothing_between_them(
+    cluster: Cluster,
+) -> None:
+    def exchange(backend: Backend) -> None:
+        other = 1 - backend.rank
+        frame = torch.zeros(3, 4)
+        sendrecv(torch.arange(6.0).reshape(2, 3).t(), other, frame[:, 1::2], other, backend)
+        assert frame.tolist() == [[0, 0, 0, 3], [0, 1, 0, 4], [0, 2, 0, 5]]
+
+    cluster.run(exchange, 2)
+
+
 def test_sendrecv_goes_round_a_ring(cluster: Cluster) -> None:
     def shift(backend: Backend) -> int:
         size = backend.world_size

@@ -15,6 +15,7 @@ from phalanx import (
     CollectiveTimeoutError,
     DeadlockError,
     PeerLostError,
+    SimulatedBackend,
     irecv,
     isend,
     simulate,
@@ -170,6 +171,14 @@ def test_in_a_simulation_waiting_for_any_in_vain_is_a_deadlock_that_says_for_who
     words = r"rank 0 waits for 1, 2 \(which has returned\) in wait_any"
     with pytest.raises(DeadlockError, match=words):
         simulate(wait, 3)
+
+
+def test_what_several_ranks_wait_for_is_refused() -> None:
+    first, second = SimulatedBackend.create_group(2)
+    with pytest.raises(ValueError, match="what one rank waits for: these are of several ranks"):
+        wait_any([irecv(bytearray(1), 1, first), irecv(bytearray(1), 0, second)])
+    first.close()
+    second.close()
 
 
 def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:

@@ -191,6 +191,60 @@ def test_256_mib_are_kept_and_who_sends_more_is_told_what_waits_for_what() -> No
     tcp.run(exchange, 3)
 
 
+def test_who_keeps_256_mib_of_a_peer_that_it_waits_for_is_told_to_receive_those_first() -> None:
+    gave_up = threading.Event()
+    part = LIMIT // 4
+
+    def exchange(backend: Backend) -> None:
+        if backend.rank == 0:
+            for number in range(4):
+                backend.send(filled(part, number), 1, tag=number)
+            backend.send(b"x", 1, tag=8)
+            assert gave_up.wait(PATIENCE)
+            backend.send(b"x", 1, tag=9)
+            return
+        backend.recv(bytearray(1), 0, tag=8)
+        with pytest.raises(CollectiveTimeoutError) as info:
+            backend.recv(bytearray(1), 0, tag=9, timeout=1.0)
+        gave_up.set()
+        assert info.value.peer == 0
+        text = re.sub(r" at test_\w+\.py:\d+", "", str(info.value))
+        assert text == (
+            "rank 1: recv #1 (tag 9) waited 1 s for rank 0, of whose messages this rank keeps 256 "
+            "MiB that nobody has received, and takes no more: receive those first"
+        )
+        for number in range(4):
+            expect(backend, part, 0, number, number)
+        backend.recv(bytearray(1), 0, tag=9)
+
+    tcp.run(exchange, 2)
+
+
+def test_receives_keep_their_order_when_the_message_of_the_first_is_given_up_in_the_middle() -> (
+    None
+):
+    gave_up = threading.Event()
+    size = 24 * MIB  # more than a socket takes
+
+    def exchange(backend: Backend) -> None:
+        if backend.rank == 0:
+            with pytest.raises(CollectiveTimeoutError):
+                backend.send(filled(size, 0), 1, timeout=0.2)
+            gave_up.set()
+            for number in (1, 2):
+                backend.send(filled(size, number), 1)
+            return
+        assert gave_up.wait(PATIENCE)
+        first, second = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+        pending = [irecv(first, 0, backend), irecv(second, 0, backend)]
+        for each in pending:
+            assert each.wait() == 0
+        assert torch.equal(first, filled(size, 1))
+        assert torch.equal(second, filled(size, 2))
+
+    tcp.run(exchange, 2)
+
+
 def test_a_send_that_timed_out_has_not_sent_its_message() -> None:
     """Or whoever sends it again sends it twice. Nobody reads until a send has timed out."""
     gave_up = threading.Event()
