@@ -60,13 +60,15 @@ def test_a_disagreement_is_told_although_the_other_side_leaves_in_the_middle_of_
 
 
 def test_a_disagreement_is_told_although_the_other_side_makes_no_call_and_cannot_answer() -> None:
-    told = threading.Event()
+    sent, told = threading.Event(), threading.Event()
 
     def disagree(backend: Backend) -> None:
         if backend.rank == 0:
             phalanx.broadcast(ONES, backend, algorithm="star")
+            sent.set()
             assert told.wait(PATIENCE)
             return
+        assert sent.wait(PATIENCE)
         with pytest.raises(
             DesyncError, match=r"rank 1: all_reduce #0 .* met another operation, or other arguments"
         ) as info:
