@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ddp_models import mlp, noise
+from ddp_models import mlp, noise, seeded
 from ddp_runs import assert_close, values
 from fsdp_runs import (
     COMMON,
+    COOPERATIVE,
     FULL_SHARD,
     MESSAGES,
     NO_SHARD,
     SHARD_GRAD_OP,
+    STRATEGIES,
     gradient_pieces,
     joined,
     on_ranks,
@@ -221,3 +225,30 @@ def test_buffers_are_rank_0_s_when_it_is_built_and_each_rank_s_own_afterwards():
 
     build = lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))  # noqa: E731
     assert on_ranks(COMMON, 2, build, body) == [[1.0] * 6] * 2
+
+
+# What passes leave behind -----------------------------------------------------------------------
+
+
+def parts_alive() -> int:
+    gc.collect()
+    kinds = Counter(map(type, gc.get_objects()))
+    return sum(count for kind, count in kinds.items() if "phalanx.fsdp" in str(kind))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_steps_leave_nothing_behind(strategy: Any):
+    """Neither memory, nor passes that later ones would wait for."""
+
+    def body(model: nn.Module, backend: Backend) -> list[int]:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        counts = []
+        for _ in range(4):
+            fsdp(noise(4, 6)).sum().backward()
+            backend.barrier()
+            counts.append(parts_alive() if backend.rank == 0 else 0)
+            backend.barrier()
+        return counts
+
+    first, *others = on_ranks(COOPERATIVE, 2, lambda: seeded(mlp), body)[0]
+    assert others == [first] * 3
