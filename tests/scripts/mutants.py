@@ -29,11 +29,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
-MEMORY = 8 << 30  # bytes that a process of the tests may take
 TESTS = {  # below tests/; the fastest and most telling first
     "core": [
         *("backends/test_[hinrw]*.py", "backends/test_simulated_*.py", "backends/test_trace.py"),
         *(f"backends/test_conformance_[{letters}]*.py" for letters in ("!acdft", "ac", "dft")),
+        "stress/test_stress_buffered_sends.py",
     ],
     "fsdp": ["parallel/test_fsdp_*.py", "parallel/test_wrapper_[!at]*.py"],
 }
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--sources", nargs="+", help="patterns below the package, of one folder")
     parser.add_argument("--tests", nargs="+", help="patterns below tests/, of one folder")
     options = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # bytes a process
     options.results.touch()
     survivors, tried = [], 0
     with tempfile.TemporaryDirectory(prefix="phalanx-mutants-") as folder:
