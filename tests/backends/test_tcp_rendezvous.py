@@ -24,8 +24,9 @@ from phalanx import (
     TcpBackend,
 )
 from phalanx.transport.tcp.rendezvous import Rendezvous
-from phalanx.wire.control import Attached, Endpoint, encode
-from phalanx.wire.frame import Kind
+from phalanx.wire.control import Address, Attached, Endpoint, Table, encode
+from phalanx.wire.frame import Channel, Kind, pack_header
+from phalanx.wire.handshake import AcceptorHandshake, Identity
 
 PATIENT = 20.0
 Start = Callable[..., "Future[TcpBackend]"]
@@ -132,6 +133,41 @@ def test_the_ranks_that_did_not_come_are_named(start: Start) -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"rank 2: .*ranks 1, 3 of 4 did") as info:
         two.result()  # rank 0, which knows, has told it
     assert info.value.peer == 1
+
+
+def rank_0_by_hand(listener: socket.socket, size: int) -> socket.socket:
+    """Let one rank in, as rank 0 of a job of this size does, and say nothing yet."""
+    listener.setblocking(True)
+    sock, _ = listener.accept()
+    handshake = AcceptorHandshake(Identity("", 0, 0, size), TOKEN.encode(), lambda _: None)
+    while not handshake.complete:
+        sock.sendall(handshake.receive(sock.recv(1 << 16)))
+    return sock
+
+
+def test_who_has_reached_rank_0_and_hears_of_nobody_else_points_to_its_error(start: Start) -> None:
+    listener, address = place()
+    one = start(1, 3, address, timeout=1.0)
+    words = r"rank 1: .* rank 0 is there, but other ranks did not come \(its error names them\)"
+    with listener, rank_0_by_hand(listener, 3):
+        with pytest.raises(CollectiveTimeoutError, match=words) as info:
+            one.result()
+        assert info.value.peer == 0
+
+
+def test_a_rank_that_is_there_and_takes_no_calls_is_named(start: Start) -> None:
+    listener, address = place()
+    two = start(2, 3, address, timeout=1.0)
+    with listener, rank_0_by_hand(listener, 3) as sock, loopback_listener() as silent:
+        ports = [listener.getsockname()[1], silent.getsockname()[1], 1]
+        table = encode(Table([Address("127.0.0.1", port, "a host") for port in ports]))
+        size = len(table)
+        sock.sendall(pack_header(Channel(0, Kind.TABLE, 0), length=size, total=size) + table)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"rank 2: .* no connection with rank 1 \(rank 1: "
+        ) as info:
+            two.result()
+        assert info.value.peer == 1
 
 
 def test_a_port_in_use_says_so() -> None:
