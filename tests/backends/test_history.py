@@ -87,7 +87,9 @@ def test_only_the_last_few_are_listed(cluster: Cluster) -> None:
             return
         with pytest.raises(PeerLostError) as info:
             backend.barrier()
-        numbers = [int(line.split()[1][1:]) for line in operations(info.value, job_rank(backend))]
+        listed = operations(info.value, job_rank(backend))
+        numbers = [int(line.split()[1][1:]) for line in listed]
+        assert all(line.endswith("took") for line in listed[:-1]), "however soon they were done"
         assert numbers in ([*range(5, SHOWN + 5)], [*range(6, SHOWN + 6)])
 
     cluster.run(fail, 2)
