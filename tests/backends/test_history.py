@@ -9,11 +9,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
 import torch
-from clusters import Cluster, whole
+from clusters import PATIENCE, Cluster, Gloo, whole
 
 import phalanx
 from phalanx import (
@@ -192,9 +193,13 @@ def test_nothing_that_has_ended_is_kept_in_memory(cluster: Cluster) -> None:
         backend.barrier()
         arrays.clear()
         tensors.clear()
+        # A thread of Gloo's lets go of a tensor after it has said that it is done.
+        patience = monotonic() + (PATIENCE if isinstance(cluster, Gloo) else 0.0)
         with one_at_a_time:
             gc.collect()
-        assert [ref() for ref in alive] == [None] * 4
+            while any(ref() is not None for ref in alive) and monotonic() < patience:
+                gc.collect()
+        assert [ref() is None for ref in alive] == [True] * 4
 
     cluster.run(forget, 2)
 
