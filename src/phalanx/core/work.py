@@ -86,8 +86,11 @@ class Work(WorkBase, Generic[T]):
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once. Moves bytes without waiting."""
+        engine = self.group.engine
         if not self.over:
-            self.group.engine.poll(self)
+            engine.poll(self)
+        elif engine.callbacks:  # another rank's thread may have ended it
+            engine.run_callbacks()
         return self.over
 
     def wait(self, timeout: float | None = None) -> T:
@@ -108,6 +111,8 @@ class Work(WorkBase, Generic[T]):
                 with group.engine.lock:
                     group.abandon(self, f"interrupted by {type(interruption).__name__}")
                 raise
+        elif self.group.engine.callbacks:
+            self.group.engine.run_callbacks()
         error = self.error
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error
@@ -131,11 +136,13 @@ class Work(WorkBase, Generic[T]):
         It is called by a thread of this rank that waits or polls, or by the one in the background,
         with no lock held. It may issue works, and wait for others. What it raises is logged.
         """
-        with self.group.engine.lock:
+        engine = self.group.engine
+        with engine.lock:
             if not self.over:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+            engine.callbacks.append((callback, self))
+        engine.run_callbacks()
 
     # What the engine does with it -----------------------------------------------------------
 
