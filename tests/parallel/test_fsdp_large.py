@@ -7,6 +7,7 @@ import torch
 from clusters import CLUSTERS
 from ddp_models import noise, seeded
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx import FSDP, Backend
 from phalanx.fsdp.gradients import LARGE
@@ -51,3 +52,41 @@ def test_gradients_of_large_groups_equal_those_of_the_plain_model(
     for number, parameter in enumerate(expected.parameters()):
         whole = torch.cat([rank[number] for rank in parts])
         torch.testing.assert_close(whole, 2 * parameter.grad.reshape(-1), **tolerance)
+
+
+class Checkpointed(nn.Module):
+    """Its second layer computes twice, each time in a checkpoint; so that has two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.two(y)), x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("name", ["shm", "simulated", "tcp"])
+def test_a_second_gradient_of_a_parameter_is_added_to_the_first_wherever_that_is(name: str) -> None:
+    size = 2
+    batch = noise(size * 2, WIDTH)
+
+    def build() -> nn.Module:
+        return seeded(lambda: nn.Sequential(Checkpointed()))
+
+    expected = build()
+    (expected(batch.clone().requires_grad_()).square().sum() / size).backward()
+    models = [build() for _ in range(size)]
+
+    def run(backend: Backend) -> list[Tensor]:
+        model = FSDP(models[backend.rank], backend)
+        rows = batch[2 * backend.rank : 2 * backend.rank + 2].clone().requires_grad_()
+        model(rows).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    parts = BY_NAME[name].run(run, size)
+    for number, parameter in enumerate(expected.parameters()):
+        whole = torch.cat([rank[number] for rank in parts])
+        torch.testing.assert_close(whole, parameter.grad.reshape(-1), rtol=1e-4, atol=1e-4)

@@ -32,6 +32,18 @@ class ConvNet(nn.Module):
         return self.head(x)
 
 
+class TiedInTheMiddle(nn.Module):
+    """A layer that shares its weight, and not its bias, with one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
 class Gain(nn.Module):
     """A parameter that nothing gives a value."""
 
@@ -46,6 +58,7 @@ class Gain(nn.Module):
 KINDS: dict[str, Any] = {
     "convnet": (ConvNet, lambda: noise(4, 36)),
     "tied transformer": (TiedTransformer, lambda: sentences(3)[0]),
+    "tied in the middle": (TiedInTheMiddle, lambda: noise(3, 6)),
 }
 
 

@@ -79,7 +79,7 @@ def _with_values(
     """
     waiting = dict(cuts)
     yield from _take_complete(waiting)
-    drawn: set[nn.Parameter] = set()
+    drawn: dict[nn.Parameter, torch.Size] = {}
     for name, module in model.named_modules():
         tensors = (*module._parameters.values(), *module._buffers.values())
         if any(tensor is not None and tensor.is_meta for tensor in tensors):
@@ -115,11 +115,14 @@ def _materialize(model: nn.Module, module: nn.Module, cuts: Cuts) -> None:
 def _initialize(
     name: str,
     module: nn.Module,
-    drawn: set[nn.Parameter],
+    drawn: dict[nn.Parameter, torch.Size],
     initialize: Initialize | None,
     rank: int,
 ) -> None:
-    """Give them values. What another module has initialized, and this one shares, keeps its own."""
+    """Give them values. What another module has initialized, and this one shares, keeps its own.
+
+    drawn   what has been initialized, and its shape: it may have been cut since
+    """
     reset = getattr(module, "reset_parameters", None)
     if initialize is None and not callable(reset):
         refuse(
@@ -131,10 +134,10 @@ def _initialize(
     own = module._parameters
     shared = {attribute: p for attribute, p in own.items() if p is not None and p in drawn}
     for attribute, parameter in shared.items():  # the numbers are drawn all the same
-        own[attribute] = nn.Parameter(torch.empty_like(parameter))
+        own[attribute] = nn.Parameter(torch.empty(drawn[parameter], dtype=parameter.dtype))
     if initialize is not None:
         initialize(module)
     elif callable(reset):
         reset()
     own.update(shared)
-    drawn.update(p for p in own.values() if p is not None)
+    drawn.update((p, p.shape) for p in own.values() if p is not None and p not in drawn)

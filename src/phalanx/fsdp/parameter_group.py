@@ -95,7 +95,8 @@ class ParameterGroup:
         self.waiting: WeakSet[ForwardCall] = WeakSet()
         self.open_calls: set[ForwardCall] = set()
         self.in_backward = self.reduced = self.finished = False
-        self._missing = self._trained = 0
+        self._trained = 0
+        self._arrived: set[tuple[FlatGradient, int]] = set()
 
     def is_around(self, other: ParameterGroup) -> bool:
         """Whether the other one is inside this one."""
@@ -129,14 +130,18 @@ class ParameterGroup:
         """A backward pass has come to this group."""
         if not self.in_backward:
             self.in_backward = True
-            self._missing = self._trained = sum(flat.sync_requires_grad() for flat in self.flats)
+            self._trained = sum(flat.sync_requires_grad() for flat in self.flats)
+            self._arrived.clear()
 
-    def count_gradient(self) -> bool:
-        """A parameter's gradient is complete on this rank; True if it is the last one."""
-        self._missing -= 1
-        if self._missing:
+    def count_gradient(self, gradient: FlatGradient, number: int) -> bool:
+        """A parameter's gradient is complete on this rank; True if it is the last one.
+
+        Reentrant checkpoints may bring some of them several times, and all of them once more.
+        """
+        self._arrived.add((gradient, number))
+        if len(self._arrived) < self._trained:
             return False
-        self._missing = self._trained  # a reentrant checkpoint may bring all of them once more
+        self._arrived.clear()
         return True
 
     @property

@@ -290,7 +290,7 @@ class FsdpRuntime:
             gradient.accumulate(number)
         else:
             self.accumulated = True
-        if group.count_gradient() and not group.surrounds:
+        if group.count_gradient(gradient, number) and not group.surrounds:
             self._post_backward(group)
 
     def _leave(self, call: ForwardCall) -> None:
