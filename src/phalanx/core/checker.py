@@ -94,7 +94,7 @@ class Checker:
         suffix = self._members.suffix
         call = Call(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling)
         calls.append(call)
-        if len(calls) > KEPT and calls[0].ended:
+        while len(calls) > KEPT and calls[KEPT].ended:  # they end in their order
             calls.popleft()
         return call
 

@@ -1,0 +1,52 @@
+"""What a rank remembers of its collectives, to tell others when they disagree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import phalanx
+from phalanx import DesyncError, SimulatedBackend
+from phalanx.core.checker import KEPT
+
+ONES = torch.ones(2)
+
+
+@pytest.mark.parametrize("queued", [0, KEPT // 2, 3 * KEPT])
+def test_a_rank_knows_what_it_has_done_however_many_collectives_it_has_queued_since(
+    queued: int,
+) -> None:
+    first, second = SimulatedBackend.create_group(2)
+    phalanx.broadcast(ONES, first, algorithm="star")  # of the root: over at once
+    pending = [phalanx.async_all_reduce(ONES, first) for _ in range(queued)]
+    with pytest.raises(DesyncError, match=r": all_gather #0 .* met broadcast #0 .* from rank 0"):
+        phalanx.all_gather(ONES, second, algorithm="ring")
+    for each in pending:
+        with pytest.raises(
+            DesyncError, match=r": broadcast #0 .* met all_gather #0 .* from rank 1"
+        ):
+            each.wait()
+
+
+def test_the_last_collectives_that_are_over_are_remembered_and_no_others() -> None:
+    backends = SimulatedBackend.create_group(2)
+    for _ in range(2):
+        works = [
+            phalanx.async_all_reduce(ONES, backend) for backend in backends for _ in range(3 * KEPT)
+        ]
+        assert [work.wait().tolist() for work in works] == [[2.0, 2.0]] * len(works)
+    for backend in backends:
+        phalanx.async_all_reduce(ONES, backend)
+        calls = backend.group.checker.calls
+        assert [call.sequence for call in calls] == [*range(5 * KEPT, 6 * KEPT + 1)]
+
+
+def test_calls_that_a_broken_group_refuses_are_not_remembered() -> None:
+    first, second = SimulatedBackend.create_group(2)
+    second.abort()
+    for _ in range(3):
+        with pytest.raises(phalanx.PeerLostError, match="the group is broken"):
+            first.barrier()
+        with pytest.raises(phalanx.PeerLostError, match="the group is broken"):
+            phalanx.async_all_reduce(ONES, first)
+    assert not first.group.checker.calls
