@@ -93,6 +93,20 @@ def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     cluster.run(call, 2)
 
 
+@pytest.mark.parametrize("whole", [bool, np.int64, torch.tensor], ids=["bool", "numpy", "torch"])
+def test_any_integer_may_say_which_rank(cluster: Cluster, whole: Callable[[int], int]) -> None:
+    def exchange(backend: Backend) -> None:
+        other, into = whole(1 - backend.rank), bytearray(1)
+        backend.sendrecv(b"a", other, into, other)
+        pending = phalanx.isend(b"b", other, backend)
+        sender = backend.recv(into, other)
+        pending.wait()
+        assert (sender, type(sender), into) == (1 - backend.rank, int, b"b")
+        still_in_step(backend)
+
+    cluster.run(exchange, 2)
+
+
 @pytest.mark.checkered
 @pytest.mark.parametrize("call", WAITING.values(), ids=WAITING.keys())
 def test_a_timeout_must_be_positive_and_a_refused_one_leaves_the_group_in_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from collective_reference import (
@@ -27,7 +28,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import phalanx
-from phalanx import Backend, InvalidRankError, ReduceOp, SizeMismatchError, simulate
+from phalanx import (
+    Backend,
+    InvalidRankError,
+    PendingCollective,
+    ReduceOp,
+    SizeMismatchError,
+    simulate,
+)
 
 tree_or_star = st.sampled_from(["auto", "tree", "star"])
 rests = st.sampled_from([(), (3,), (0,), (2, 2)])
@@ -262,6 +270,28 @@ def test_a_root_that_does_not_exist_is_refused_before_anything_is_sent_to_it(
         return phalanx.all_reduce(torch.ones(1), backend).item()
 
     assert simulate(run, 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("call", ROOTED_CALLS.values(), ids=ROOTED_CALLS.keys())
+@pytest.mark.parametrize(
+    "one", [True, np.int64(1), torch.tensor(1)], ids=["bool", "numpy", "torch"]
+)
+def test_any_integer_may_say_who_the_root_is(call: Call, one: int) -> None:
+    """And it is the same root as the int that others give."""
+
+    def run(backend: Backend) -> list[str]:
+        results = []
+        for root in (one, one if backend.rank else 1, 1 if backend.rank else one):
+            result = call(torch.ones(4), backend, root)
+            results.append(repr(result.wait() if isinstance(result, PendingCollective) else result))
+            backend.barrier()
+        return results
+
+    def plain(backend: Backend) -> list[str]:
+        result = call(torch.ones(4), backend, 1)
+        return [repr(result.wait() if isinstance(result, PendingCollective) else result)] * 3
+
+    assert simulate(run, 2) == simulate(plain, 2)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast")
     shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
@@ -79,7 +79,7 @@ def broadcast_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast_")
     out, result = work_in_place(tensor)
     source = out if backend.rank == root else None
@@ -149,7 +149,7 @@ def gather(
     `InvalidRankError` for a root that does not exist, `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "gather")
     rows = tensor.shape[0] if tensor.dim() else 1
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
@@ -193,7 +193,7 @@ def scatter(
     dim 0 does not divide, `into` does not fit, or neither says what is to come;
     `CollectiveTimeoutError`, `PeerLostError`, and `DesyncError` if ranks expect different tensors.
     """
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     whole, dtype, device = _what_is_cut(tensor, backend, root, into)
     shape = check_slices(whole, backend, "scatter")
     out, result = out_for(shape, dtype, backend, into, "scatter", device=device)

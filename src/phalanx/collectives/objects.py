@@ -185,7 +185,7 @@ def broadcast_object(
     `broadcast`, after those of its length. Raises as `all_gather_object` does, on the root, and
     `InvalidRankError` for a root that does not exist.
     """
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     name = "broadcast_object"
     mine = _encoded(obj, backend, name) if backend.rank == root else None
     return _exchange(

@@ -118,7 +118,7 @@ def reduce(
     does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce")
     shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
     source, out = plain(tensor), None
@@ -143,7 +143,7 @@ def reduce_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
-    backend.check_rank(root, "root")
+    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce_")
     if backend.rank == root:
         source, result = work_in_place(tensor)

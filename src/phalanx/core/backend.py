@@ -198,8 +198,7 @@ class Backend:
         timeout: float | None = None,
     ) -> None:
         """`send` to `dst` and `recv` from `src` at the same time."""
-        self.check_peer(dst)
-        self.check_peer(src)
+        dst, src = self.check_peer(dst), self.check_peer(src)
         outgoing = readable_bytes(data)
         view, stand_in = writable_bytes(into)
         round_ = Round(
@@ -222,7 +221,7 @@ class Backend:
 
         With `background` it moves on while nobody waits for it.
         """
-        self.check_peer(dst)
+        dst = self.check_peer(dst)
         view = readable_bytes(data)
         round_ = Round(sends=(SendBytes(dst, 0, len(view)),))
         return self._message("send", dst, tag, round_, (view,), timeout, background=background)
@@ -242,7 +241,7 @@ class Backend:
         `background` it moves on while nobody waits for it.
         """
         if src is not None:
-            self.check_peer(src)
+            src = self.check_peer(src)
         elif self.world_size == 1:
             raise SelfSendError(
                 f"rank {self.rank}: there is no other rank in this group to receive from",
@@ -478,25 +477,26 @@ class Backend:
 
     # What is checked before anything is sent ------------------------------------------------
 
-    def check_rank(self, rank: int, what: str = "rank") -> None:
-        """Raise `InvalidRankError` unless `rank` is one of this group's."""
+    def check_rank(self, rank: int, what: str = "rank") -> int:
+        """`rank` as an int, whatever integer it is; `InvalidRankError` unless the group has it."""
         if type(rank) is int and 0 <= rank < self.world_size:
-            return
+            return rank
         try:
-            exists = 0 <= index(rank) < self.world_size
+            number = index(rank)
         except TypeError:
-            exists = False
-        if not exists:
+            number = -1
+        if not 0 <= number < self.world_size:
             raise InvalidRankError(
                 f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
                 f"0 to {self.world_size - 1}",
                 rank=self.rank,
                 peer=rank,
             )
+        return number
 
-    def check_peer(self, peer: int) -> None:
-        """Raise unless `peer` is another rank of this group."""
-        self.check_rank(peer, "peer")
+    def check_peer(self, peer: int) -> int:
+        """The same for the other side of a message; `SelfSendError` for this rank itself."""
+        peer = self.check_rank(peer, "peer")
         if peer == self.rank:
             raise SelfSendError(
                 f"rank {self.rank}: a message to or from itself would wait for itself; "
@@ -504,6 +504,7 @@ class Backend:
                 rank=self.rank,
                 peer=peer,
             )
+        return peer
 
     # The end --------------------------------------------------------------------------------
 
