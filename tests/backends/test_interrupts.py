@@ -13,7 +13,7 @@ import torch
 from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
 
 import phalanx
-from phalanx import Backend, MisuseError
+from phalanx import Backend, MisuseError, simulate
 
 threads = pytest.mark.parametrize(
     "threads",
@@ -72,6 +72,23 @@ def test_an_interrupted_receive_breaks_nothing_and_loses_nothing(threads: Thread
         assert into == b"mine"
         assert mine.recv(into, 1) == 1
         assert into == b"late"
+
+
+def test_an_interrupt_just_before_a_collective_begins_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(now: float) -> None:
+        raise KeyboardInterrupt
+
+    def run(backend: Backend) -> float:
+        if backend.rank == 1:
+            with monkeypatch.context() as patched:
+                patched.setattr(backend.engine.transport, "glance", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    phalanx.all_reduce(torch.ones(3), backend)
+        return phalanx.all_reduce(torch.ones(1), backend).item()
+
+    assert simulate(run, 2) == [2.0, 2.0]
 
 
 @threads

@@ -91,6 +91,8 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
             raise KeyboardInterrupt
         return False
 
+    cluster = Looped()
+
     def run(backend: Backend) -> None:
         if backend.rank == 1:
             with pytest.raises(phalanx.MisuseError, match="interrupted by KeyboardInterrupt"):
@@ -100,10 +102,40 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
             patched.setattr(Part, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 phalanx.all_reduce(torch.ones(1), backend)
+        assert cluster.libraries[0].loop.broken, "the library leaves the tensor alone"
         with pytest.raises(phalanx.MisuseError, match=r"the group is broken: .*was given up"):
             backend.barrier()
 
-    Looped().run(run, 2)
+    cluster.run(run, 2)
+
+
+def test_a_collective_whose_group_breaks_in_its_first_moment_is_taken_from_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Looped()
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 1:
+            with pytest.raises(PeerLostError, match="the disk is full"):
+                backend.recv(bytearray(1), 0)
+            return
+
+        def breaks(part: Part, seconds: float) -> bool:
+            backend.fail(PeerLostError("the disk is full", rank=0))
+            return False
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Part, "wait", breaks)
+            with pytest.raises(
+                PeerLostError, match=r"all_reduce #0 \(.*: the disk is full"
+            ) as info:
+                phalanx.all_reduce(torch.ones(1), backend)
+        assert "the group is broken" not in str(info.value), "it was not, when this one began"
+        assert cluster.libraries[0].loop.broken, "the library leaves the tensor alone"
+        with pytest.raises(PeerLostError, match="the group is broken: the disk is full"):
+            backend.barrier()
+
+    cluster.run(run, 2)
 
 
 def test_closing_ends_the_librarys_groups() -> None:

@@ -353,10 +353,13 @@ class Backend:
         group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
             now = engine.now()
-            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
             engine.transport.glance(now)
             steps: Iterator[Program] = iter(program)
-            if group.is_free():
+            step: Program | None = None
+            is_free = group.is_free()
+            # From here on the others wait for this rank's part, so an interrupt breaks the group.
+            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+            if is_free:
                 try:
                     for step in steps:
                         if isinstance(step, Round):
@@ -368,11 +371,13 @@ class Backend:
                         group.finished = call.sequence + 1
                         group.call_ended(call)
                         return
+                    assert step is not None
                     steps = chain((step,), steps)
                 except BaseException as error:
                     steps = _raising(error)
             channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
             work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
+            work.step = None if isinstance(step, Round) else step  # it has begun
             group.issue(work)
         work.wait()
 

@@ -325,6 +325,8 @@ class Group(GroupBase):
         """Raise the first failure of the group, or that it is closed."""
         call, failure = work.call, self.failure
         # It may have failed while the caller did the first steps of this one.
+        if work.step is not None:
+            work.step.cancel()
         later = not work.is_collective or call.sequence >= self._issued_before
         if work.is_collective and later:
             self.checker.calls.pop()
