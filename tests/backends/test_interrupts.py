@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import torch
 from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
 
 import phalanx
-from phalanx import Backend, MisuseError, simulate
+from phalanx import Backend, MisuseError, SimulatedBackend, simulate
 
 threads = pytest.mark.parametrize(
     "threads",
@@ -89,6 +90,28 @@ def test_an_interrupt_just_before_a_collective_begins_leaves_no_trace(
         return phalanx.all_reduce(torch.ones(1), backend).item()
 
     assert simulate(run, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "call", [phalanx.all_reduce, phalanx.async_all_reduce], ids=["blocking", "async"]
+)
+def test_an_interrupt_while_a_collective_begins_breaks_the_group(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., object]
+) -> None:
+    """It has its number, so the others wait for this rank's part."""
+
+    class Interrupted(deque[object]):
+        def append(self, work: object) -> None:
+            raise KeyboardInterrupt
+
+    first, second = SimulatedBackend.create_group(2)
+    monkeypatch.setattr(first.group, "_queue", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        call(torch.ones(3), first)
+    monkeypatch.undo()
+    for backend in (first, second):
+        with pytest.raises(MisuseError, match=r"all_reduce #0 .*interrupted by KeyboardInterrupt"):
+            backend.barrier()
 
 
 @threads

@@ -88,11 +88,10 @@ class Checker:
         """The next collective of this group, now that it is known what it is."""
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
-        sequence, calls = self.issued, self.calls
-        self.issued = sequence + 1
-        self.rolling_hash = rolling = extend_hash(self.rolling_hash, fingerprint)
-        suffix = self._members.suffix
+        sequence, calls, suffix = self.issued, self.calls, self._members.suffix
+        rolling = extend_hash(self.rolling_hash, fingerprint)
         call = Call(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling)
+        self.issued, self.rolling_hash = sequence + 1, rolling
         calls.append(call)
         while len(calls) > KEPT and calls[KEPT].ended:  # they end in their order
             calls.popleft()

@@ -165,12 +165,15 @@ class Group(GroupBase):
         call = work.call
         call.failed = work.error is not None
         if work.is_collective:
-            was_head = self._queue[0] is work
-            self._queue.remove(work)
+            queue = self._queue
             if not call.failed:
                 self.finished = call.sequence + 1
-            if was_head and self._queue:
-                self.engine.ready.append(self._queue[0])
+            if queue and queue[0] is work:
+                queue.popleft()
+                if queue:
+                    self.engine.ready.append(queue[0])
+            elif work in queue:  # not if it was interrupted before it came there
+                queue.remove(work)
         else:
             self._messages.discard(work)
         self.call_ended(call)
