@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -22,6 +23,7 @@ from phalanx import (
     CollectiveTimeoutError,
     DesyncError,
     DistributedError,
+    MisuseError,
     PeerLostError,
     SimulatedBackend,
     irecv,
@@ -214,6 +216,27 @@ def test_memory_is_free_when_the_call_returns_not_when_the_collector_comes(
         backend.sendrecv(out, other, into, other)
         out.append(1)
         into.append(1)
+
+    gc.disable()
+    try:
+        cluster.run(resize, 2)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.timeouts
+def test_so_it_is_when_the_call_fails(cluster: Cluster) -> None:
+    def resize(backend: Backend) -> None:
+        out, into, late, other = bytearray(8), bytearray(8), bytearray(8), 1 - backend.rank
+        with suppress(CollectiveTimeoutError):
+            backend.recv(late, other, timeout=0.01)
+        group = backend.subgroup([0, 1])
+        group.fail(MisuseError("enough", rank=group.rank))
+        with suppress(MisuseError):
+            group.sendrecv(out, other, into, other)
+        for memory in (out, into, late):
+            memory.append(1)
+        backend.barrier()
 
     gc.disable()
     try:

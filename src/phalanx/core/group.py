@@ -338,4 +338,7 @@ class Group(GroupBase):
         self._unraised = False
         error = self._error_for(failure, call, later=later)
         self.engine.history.note_on(error)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # a cycle, by its traceback, with the memory of the call

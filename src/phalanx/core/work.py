@@ -174,6 +174,7 @@ class Work(WorkBase, Generic[T]):
         if self.over:
             return
         self.error = error
+        self._finish = None  # it may refer to this work
         self.group.engine.history.note_on(error)
         step, self.step = self.step, None
         if step is not None:
