@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import phalanx
-from phalanx import Backend, DeadlockError, MisuseError, RankStopped, simulate
+from phalanx import (
+    Backend,
+    DeadlockError,
+    MisuseError,
+    PeerLostError,
+    RankStopped,
+    SimulatedBackend,
+    simulate,
+)
+from phalanx.core.posted import PostedSend
 
 # Deadlocks ----------------------------------------------------------------------------------
 
@@ -225,3 +235,22 @@ def test_asking_in_turns_until_it_is_done_is_no_deadlock() -> None:
         return float(pending.wait()[0])
 
     assert simulate(run, 2) == [2.0] * 2
+
+
+@pytest.mark.parametrize("leave", [Backend.close, Backend.abort])
+def test_a_rank_that_leaves_in_the_middle_of_a_round_is_named(
+    monkeypatch: pytest.MonkeyPatch, leave: Callable[[Backend], None]
+) -> None:
+    """Just before it would be sent something: who has begun a round waits for nobody who left."""
+    first, _, last = SimulatedBackend.create_group(3)
+    transport = first.engine.transport
+    send = transport.send
+
+    def send_and_leave(posted: PostedSend) -> None:
+        send(posted)
+        leave(last)
+
+    monkeypatch.setattr(transport, "send", send_and_leave)
+    with pytest.raises(PeerLostError, match=r"broadcast #0 .*: rank 2 (left|was lost)") as info:
+        phalanx.broadcast(torch.ones(3), first, algorithm="star")
+    assert info.value.peer == 2
