@@ -6,18 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import SimulatedBackend
-from phalanx.core.call import UNKNOWN_SITE
-from phalanx.core.checker import EMPTY_HASH, Checker, extend_hash
+from phalanx.core.call import UNKNOWN_SITE, Members
+from phalanx.core.checker import EMPTY_HASH, Checker
 
 FINGERPRINT = st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ISSUED = st.lists(FINGERPRINT, max_size=6)
 
 
+def unreachable(*_: object) -> None:
+    raise AssertionError("nobody is told anything")
+
+
+def next_call(checker: Checker, fingerprint: int) -> int:
+    return checker.next_call("all_reduce", "", fingerprint, UNKNOWN_SITE, 0.0, 1.0).sequence
+
+
 def rolling_hash_of(issued: list[int]) -> int:
-    rolling_hash = EMPTY_HASH
+    checker = Checker(Members(0, (0,), 0), lambda: 0.0, unreachable, unreachable)
     for fingerprint in issued:
-        rolling_hash = extend_hash(rolling_hash, fingerprint)
-    return rolling_hash
+        next_call(checker, fingerprint)
+    return checker.rolling_hash
 
 
 @given(ISSUED, ISSUED)
@@ -35,10 +43,6 @@ def test_ranks_that_have_diverged_once_stay_diverged(
     hashes = [rolling_hash_of([*before, each, *after]) for each in now]
     assert hashes[0] != hashes[1]
     assert 0 <= min(hashes) <= max(hashes) < 2**64
-
-
-def next_call(checker: Checker, fingerprint: int) -> int:
-    return checker.next_call("all_reduce", "", fingerprint, UNKNOWN_SITE, 0.0, 1.0).sequence
 
 
 def test_a_group_has_a_rolling_hash_of_its_own() -> None:

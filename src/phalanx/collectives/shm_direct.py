@@ -274,7 +274,13 @@ class ShmDirect:
         control = self.control
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0
-        where = self._where(source, out)
+        where = None  # all that this rank shows, if it lies in shared memory
+        if self._gives and self.form.passed_on is not Who.ROOT:
+            given = result = control.find(source, self._given)
+            if source != out and self.form.passed_on is not None:
+                result = control.find(out, self._given)
+            if given is not None and result is not None:
+                where = Descriptors(given, result)
         if where is None:
             self._settle(source_tensor, own)
             own = ()
@@ -291,17 +297,6 @@ class ShmDirect:
                 self._stage(source, 0)
             yield ShmEpoch(control)
         yield from self._pieces(source, out)
-
-    def _where(self, source: int, out: int) -> Descriptors | None:
-        """Where what this rank shows lies, if all of it is shared memory."""
-        if not self._gives or self.form.passed_on is Who.ROOT:
-            return None
-        find = self.control.find
-        given = find(source, self._given)
-        result = given
-        if source != out and self.form.passed_on is not None:
-            result = find(out, self._given)
-        return Descriptors(given, result) if given is not None and result is not None else None
 
     def _direct(self, source: int, out: int, turn: int, own: OwnParts) -> Iterator[Program]:
         control = self.control

@@ -369,7 +369,8 @@ class Backend:
                             break
                     else:
                         group.finished = call.sequence + 1
-                        group.call_ended(call)
+                        call.ended = engine.now()
+                        engine.history.calls.append(call)
                         return
                     assert step is not None
                     steps = chain((step,), steps)

@@ -35,6 +35,19 @@ KEPT = 64  # calls of a group that are remembered when they are over
 ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
 
 
+# A rolling hash: all that a rank has been asked to do together with a group, as one word.
+#
+#     rolling hash after #n  =  (rolling hash before it + fingerprint of #n + 1) * odd    (mod 2^64)
+#
+# Ranks with equal rolling hashes have issued the same collectives in the same order; others have
+# diverged, now or long ago. One step is a bijection: two that differ in the last collective alone
+# never have equal rolling hashes. Of any others that differ, one pair in some 2^60 has.
+
+EMPTY_HASH = 0
+WORD = 2**64 - 1
+ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicative hashing)
+
+
 class Desync(NamedTuple):
     """The group will break: with the other side's words, or at `deadline` without them."""
 
@@ -89,7 +102,7 @@ class Checker:
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         sequence, calls, suffix = self.issued, self.calls, self._members.suffix
-        rolling = extend_hash(self.rolling_hash, fingerprint)
+        rolling = (self.rolling_hash + fingerprint + 1) * ODD & WORD
         call = Call(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling)
         self.issued, self.rolling_hash = sequence + 1, rolling
         calls.append(call)
@@ -202,23 +215,3 @@ class Checker:
     def _known(self, sequence: int) -> Call | None:
         """A collective of this rank, if it is not over, or one of the last."""
         return next((each for each in reversed(self.calls) if each.sequence == sequence), None)
-
-
-# ------------------------------------------------------------------------------
-# A rolling hash: all that a rank has been asked to do together with a group, as one word.
-#
-#     rolling hash after #n  =  (rolling hash before it + fingerprint of #n + 1) * odd    (mod 2^64)
-#
-# Ranks with equal rolling hashes have issued the same collectives in the same order; others have
-# diverged, now or long ago. One step is a bijection: two that differ in the last collective alone
-# never have equal rolling hashes. Of any others that differ, one pair in some 2^60 has.
-
-_WORD = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicative hashing)
-
-EMPTY_HASH = 0
-
-
-def extend_hash(rolling_hash: int, fingerprint: int) -> int:
-    """The rolling hash after one more collective."""
-    return (rolling_hash + fingerprint + 1) * _ODD & _WORD

@@ -155,11 +155,6 @@ class Group(GroupBase):
                 return False
         return True
 
-    def call_ended(self, call: Call) -> None:
-        """A collective or message is over, well or not."""
-        call.ended = self.engine.now()
-        self.engine.history.calls.append(call)
-
     def work_ended(self, work: WorkBase) -> None:
         """A work is over: the next one in the queue may begin."""
         call = work.call
@@ -176,7 +171,8 @@ class Group(GroupBase):
                 queue.remove(work)
         else:
             self._messages.discard(work)
-        self.call_ended(call)
+        call.ended = self.engine.now()
+        self.engine.history.calls.append(call)
         self.engine.ended(work)
 
     @override

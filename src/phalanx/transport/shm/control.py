@@ -103,23 +103,6 @@ class ControlBlock:
 
     # Epoch --------------------------------------------------------------------------------
 
-    def absent(self, value: int) -> list[int]:
-        """The members, as global ranks, that have not arrived at an epoch yet."""
-        return [
-            rank
-            for place, rank in enumerate(self.ranks)
-            if place != self.place and not self._has_come(place, value)
-        ]
-
-    def diverged(self, value: int, rolling_hash: int) -> int | None:
-        """A member (a global rank) that arrived with another rolling hash, if there is one."""
-        entry = ENTRIES + self.turn * ENTRY
-        for slot in self.slots:
-            # The flag is read first: the entry read after it is the one shown with it.
-            if slot is not None and slot.words[FLAG] >= value and slot.words[entry] != rolling_hash:
-                return slot.rank
-        return None
-
     def spin(self, value: int) -> bool:
         """Spin a short while until all have arrived at an epoch; False if they have not."""
         flags = self._flags
@@ -141,18 +124,16 @@ class ControlBlock:
             self.fence()
         return True
 
-    def _has_come(self, place: int, value: int) -> bool:
-        slot = self.slots[place]
-        if slot is None:
-            peer = self._domain.local_peers[self.ranks[place]]
-            slot = self.slots[place] = peer_slot(peer, self.group)
-        return slot is not None and slot.words[FLAG] >= value
+    def find_peer(self, place: int) -> PeerSlot | None:
+        """The peer slot of a member, if it has made the group by now."""
+        peer = self._domain.local_peers[self.ranks[place]]
+        slot = self.slots[place] = peer_slot(peer, self.group)
+        return slot
 
     def _find_others(self) -> bool:
         """Whether all members have made the group."""
         others = [place for place in range(self.size) if place != self.place]
-        have_made_it = [self._has_come(place, 0) for place in others]
-        if not all(have_made_it):
+        if not all(self.slots[place] or self.find_peer(place) for place in others):
             return False
         self._flags = [self.slot(place).words for place in others]
         return True
@@ -349,9 +330,23 @@ class ShmEpoch(Step):
 
     @override
     def waits_for(self) -> list[int]:
-        absent = self.control.absent(self.value)
-        return sorted({*absent, *self.control.broken(self.value)}) if self._last else absent
+        control, value = self.control, self.value
+        absent = []
+        for place, rank in enumerate(control.ranks):
+            if place != control.place:
+                slot = control.slots[place] or control.find_peer(place)
+                if slot is None or slot.words[FLAG] < value:
+                    absent.append(rank)
+        return sorted({*absent, *control.broken(value)}) if self._last else absent
 
     @override
     def diverged(self) -> int | None:
-        return self.control.diverged(self.value, self._rolling_hash) if self._first else None
+        if not self._first:
+            return None
+        control, value, rolling_hash = self.control, self.value, self._rolling_hash
+        entry = ENTRIES + control.turn * ENTRY
+        for slot in control.slots:
+            # The flag is read first: the entry read after it is the one shown with it.
+            if slot is not None and slot.words[FLAG] >= value and slot.words[entry] != rolling_hash:
+                return slot.rank
+        return None
