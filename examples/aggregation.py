@@ -1,13 +1,13 @@
 """The smallest training loop: compute, aggregate, apply; by whichever aggregator is named.
 
 phalanx run -n 2 examples/aggregation.py
-phalanx run -n 2 examples/aggregation.py parameter_server
+phalanx run -n 2 examples/aggregation.py parameter_server         (--help names all)
 phalanx run -n 2 examples/aggregation.py top_k
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ import phalanx
 from phalanx import train_epoch
 from phalanx.training import CompressionConfig, DataParallelConfig, DistributedConfig
 
+KINDS = ("local", "all_reduce", "parameter_server", "top_k")
 TOP_K = CompressionConfig("top_k", {"ratio": 0.1}, error_feedback=True)
 
 
@@ -53,4 +54,6 @@ def main(kind: str = "all_reduce", *, epochs: int = 3) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("aggregator", nargs="?", choices=KINDS, default="all_reduce")
+    main(parser.parse_args().aggregator)

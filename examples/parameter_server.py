@@ -6,14 +6,13 @@ phalanx run -n 4 examples/parameter_server.py staleness (or synchronous, or asyn
 
 from __future__ import annotations
 
-import sys
+import argparse
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-import phalanx
-from phalanx import Backend, ParameterServer
+from phalanx import Backend, ParameterServer, init, simulate
 from phalanx.aggregation import ServerMode
 
 MODES = {
@@ -55,6 +54,7 @@ def train(backend: Backend, mode: ServerMode, *, steps: int = 100) -> float:
 
 
 if __name__ == "__main__":
-    world = phalanx.init()
-    run = partial(train, mode=MODES[sys.argv[1] if len(sys.argv) > 1 else "asynchronous"])
-    phalanx.simulate(run, 4) if world.world_size == 1 else run(world)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", nargs="?", choices=MODES, default="asynchronous")
+    run, world = partial(train, mode=MODES[parser.parse_args().mode]), init()
+    simulate(run, 4) if world.world_size == 1 else run(world)
