@@ -103,7 +103,7 @@ def test_a_death_names_rank_and_signal() -> None:
     [
         (0, "ended without a result: exit code 0"),
         (1, 'needs `if __name__ == "__main__":` around the call'),
-        (-9, "the kernel does when memory runs out"),
+        (-9, "the kernel does that when memory runs out"),
         (143, "after a SIGTERM, sent from outside"),
     ],
 )
@@ -157,8 +157,8 @@ def test_the_root_cause_is_the_first_failure_of_a_ranks_own() -> None:
         (ended(2, -6), "rank 2 was killed by signal 6 (SIGABRT); it left no traceback"),
         (
             ended(2, -9),
-            "rank 2 was killed by signal 9 (SIGKILL); nobody here sent it: the kernel does when "
-            "memory runs out",
+            "rank 2 was killed by signal 9 (SIGKILL), not by this launcher; the kernel does that "
+            "when memory runs out",
         ),
         (
             ended(2, 143),

@@ -175,7 +175,7 @@ def test_fields_of_other_types_are_refused_when_they_are_written_down_too():
         DataParallelConfig({"world_size": 1, "rank": 0, "coordinator_addr": "a:1"})
     with pytest.raises(TypeError, match=r"takes a CompressionConfig.* not TopK\(0.1\)"):
         DataParallelConfig(CONFIG, "compressed", TopK(0.1))
-    with pytest.raises(ValueError, match="is none; there are local"):
+    with pytest.raises(ValueError, match="there is no aggregator"):
         DataParallelConfig(CONFIG, LocalAggregator())
     with pytest.raises(ValueError, match="is no method"):
         CompressionConfig(["top_k"], {"ratio": 0.1})
@@ -201,7 +201,7 @@ def test_aggregators_that_cannot_be_are_refused_from_the_environment(variables):
 
 
 def test_so_are_they_when_they_are_written_down():
-    with pytest.raises(ValueError, match="'gossip' is none; there are local"):
+    with pytest.raises(ValueError, match="no aggregator 'gossip'; there are local"):
         DataParallelConfig(CONFIG, "gossip")
     with pytest.raises(ValueError, match="takes a compression"):
         DataParallelConfig(CONFIG, "compressed")

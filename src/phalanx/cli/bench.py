@@ -27,9 +27,9 @@ their time with that of the same step alone, without communication: the median o
 ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
 it is, and with all freed memory given back, which the C library else keeps.
 
-Who is not installed is left out, and the reason is given. Ranks are processes of this host,
-with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under a launcher
-(phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on whatever hosts.
+A library that is not installed is left out, and the reason is given. Ranks are processes of
+this host, with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under
+a launcher (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on all its hosts.
 
     phalanx bench
 
@@ -62,7 +62,7 @@ Operations = Annotated[
 Backends = Annotated[
     str,
     typer.Option(
-        help="Who takes part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
+        help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
         "(Phalanx over those), gloo, nccl, mpi (those libraries themselves)."
     ),
 ]
@@ -84,7 +84,10 @@ Machine = Annotated[
     bool, typer.Option(help="Also time a plain socket pair (one way) and a memory copy.")
 ]
 Width = Annotated[
-    int, typer.Option(help="Of the layers of a training step: 1024 for ddp, 2048 for fsdp.")
+    int,
+    typer.Option(
+        help="Of the layers of a training step.", show_default="1024 for ddp, 2048 for fsdp"
+    ),
 ]
 Figures = Annotated[
     str,
@@ -123,7 +126,7 @@ def bench_command(
     memory: Memories = "ordinary,registered",
     algorithms: Algorithms = "auto",
     machine: Machine = True,
-    baseline: Annotated[str, typer.Option(help="Whom the others are compared with.")] = "gloo",
+    baseline: Annotated[str, typer.Option(help="Which the others are compared with.")] = "gloo",
     width: Width = 0,
     measure: Figures = "time,peak",
     steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,

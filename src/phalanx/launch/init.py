@@ -227,8 +227,8 @@ def _mpi(world: World, timeout: float) -> Backend:
         backend.close()
         raise BackendUnavailableError(
             f"MPI says that this is rank {backend.rank} of {backend.world_size}, the launcher "
-            f"rank {world.rank} of {world.world_size}: start the ranks with the mpirun that "
-            "belongs to the MPI library of mpi4py",
+            f"rank {world.rank} of {world.world_size}: for the backend 'mpi' start the ranks with "
+            f"mpirun -n {world.world_size} python SCRIPT, the mpirun of mpi4py's MPI library",
             rank=world.rank,
         )
     return backend

@@ -28,7 +28,7 @@ INTERRUPTED, STOPPED = 130, 143
 _ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
 
 _HINTS = {
-    -signal.SIGKILL: "; nobody here sent it: the kernel does when memory runs out",
+    -signal.SIGKILL: ", not by this launcher; the kernel does that when memory runs out",
     -signal.SIGSEGV: "; a crash in compiled code: its output holds the stack",
     -signal.SIGTERM: ", sent from outside, before it had begun",
     STOPPED: " is what it ends with after a SIGTERM, sent from outside",

@@ -64,7 +64,7 @@ class Job:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
         if self.ranks < 1 or self.nodes < 1:
             raise InvalidWorldSizeError(
-                f"{self.nodes} nodes of {self.ranks} ranks: it takes at least one of each"
+                f"-n {self.ranks} --nnodes {self.nodes}: it takes at least one rank and one node"
             )
         if not 0 <= self.node_rank < self.nodes:
             raise InvalidRankError(

@@ -222,7 +222,7 @@ class DataParallelConfig(_Config, frozen=True):
         names = [*_AGGREGATORS, "compressed"]
         if not isinstance(self.aggregator, str) or self.aggregator not in names:
             raise ValueError(
-                f"aggregator: {self.aggregator!r} is none; there are {', '.join(names)}"
+                f"there is no aggregator {self.aggregator!r}; there are {', '.join(names)}"
             )
         if (self.aggregator == "compressed") != (self.compression is not None):
             raise ValueError(
