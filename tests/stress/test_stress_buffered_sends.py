@@ -149,7 +149,7 @@ def test_a_receiver_in_no_call_drains_nothing_and_the_sender_says_so() -> None:
                 backend.send(filled(64 * MIB, 1), 1, timeout=0.5)
             gave_up.set()
             assert info.value.peer == 1
-            assert "does not answer: it has made no matching call, and is in none" in str(
+            assert "does not answer: it has made no matching call, and is in no other" in str(
                 info.value
             )
         else:

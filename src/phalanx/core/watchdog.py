@@ -227,8 +227,8 @@ class WaitForGraph:
             yield ": either they wait for each other, or moving the bytes takes longer than "
             yield "timeout= allows"
         elif self._answers.get(chain[-1]) is None:
-            yield f"{it} does not answer: it has made no matching call, and is in none; or it is "
-            yield "slower than timeout= allows"
+            yield f"{it} does not answer: it has made no matching call, and is in no other; or it "
+            yield "is slower than timeout= allows"
         else:
             yield f"{it} has made no matching call, or is slower than timeout= allows"
 

@@ -183,7 +183,7 @@ class DialerHandshake(Handshake):
         rank, _ = _CHALLENGE.unpack(challenge)
         transcript = self._hello + challenge
         if not hmac.compare_digest(proof, self._proof(b"acceptor", transcript)):
-            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
+            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
         if rank != self.peer:
             raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
         self._proved = True
@@ -207,7 +207,7 @@ class AcceptorHandshake(Handshake):
             return self._challenge(kind, content)
         self._expect(kind, content, PROOF, PROOF_SIZE)
         if not hmac.compare_digest(content, self._awaited):
-            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN)")
+            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
         # Only now: a dialer that has proved nothing learns nothing about the job.
         reason = self._admit(self.peer)
         if reason is not None:

@@ -187,7 +187,7 @@ def parse_sizes(text: str, factor: int = 8) -> list[int]:
 def _parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None or int(found[1]) == 0:
-        raise MisuseError(f"{text!r} is no size of a message: write bytes, such as 8, 64K or 16M")
+        raise MisuseError(f"{text!r} is no size of a message: write bytes, as in 8,64K or 8..16M")
     return int(found[1]) << 10 * (1 + _UNITS.find(found[2].upper()) if found[2] else 0)
 
 

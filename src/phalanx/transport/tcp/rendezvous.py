@@ -377,7 +377,7 @@ class Dial:
                     raise Refused("calls are not answered", final=False)
                 _check_connected(sock)
                 self.refusals = 0
-                self.trouble = "it accepts connections but does not answer"
+                self.trouble = "it accepts connections but does not answer; is it another program?"
                 send(sock, handshake.start())
                 while not handshake.complete:
                     yield READ, math.inf
