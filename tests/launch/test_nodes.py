@@ -119,6 +119,23 @@ def test_a_node_without_the_store_is_told(stack: ExitStack, master: str) -> None
         until(nodes[1], generation=0)
 
 
+def test_a_node_says_for_which_others_it_waits(stack: ExitStack, master: str) -> None:
+    first, second = (
+        Nodes(stack.enter_context(Reaper()), nodes=3, node_rank=node, ranks=1, master=master)
+        for node in (0, 1)
+    )
+    for node in (first, second):
+        stack.callback(node.close, PATIENCE)
+        stack.callback(node._closing.set)
+    deadline = time.monotonic() + PATIENCE
+    for number, node in enumerate((first, second)):
+        told = f"node {number} of 3 waits for node 2 to meet at {master}, for 300 s at most"
+        while node.awaited() != told:
+            node.check()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:
     node = Nodes(stack.enter_context(Reaper()), ranks=3)
     stack.callback(node.close, PATIENCE)

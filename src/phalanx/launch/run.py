@@ -43,6 +43,7 @@ from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import parse_address
 
 _POLL = 0.1
+_SILENCE = 10.0  # seconds of waiting for other nodes before the launcher says so
 # Seconds to leave in, when all ranks have ended: after a signal, and otherwise.
 _LAST_CALL, _LAST_WORDS = 1.0, 6.0
 
@@ -149,8 +150,12 @@ class _Launch:
     def run(self) -> int:
         """Run generations until one ends well, or none is left; return the exit code."""
         job = self._job
+        silent_until = time.monotonic() + _SILENCE
         while self._nodes.placement is None:
             self._wait()
+            if time.monotonic() > silent_until:
+                silent_until = math.inf
+                sys.stderr.write(f"phalanx: {self._nodes.awaited()}\n")
         while True:
             exits = self._run_generation(*self._nodes.placement)
             while (outcome := self._nodes.outcome(self._generation)) is None:

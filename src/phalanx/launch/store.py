@@ -200,6 +200,8 @@ class Nodes:
         self._ranks, self._options = ranks, [nodes, max_restarts]
         self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
         self.placement: tuple[int, int] | None = None
+        # Nodes that have not joined, as far as this one knows.
+        self._missing = {0} if node_rank else set(range(nodes))
         self._error: Exception | None = None
         self._log: list[NodeExit] = []  # so many of each generation as there are nodes
         self._unwritten: list[NodeExit] = []
@@ -222,6 +224,14 @@ class Nodes:
                 start_new_session=True,
             )
         reaper.hold(self._process.pid)
+
+    def awaited(self) -> str:
+        """Return what this node waits for before it can begin, and how long."""
+        names = ", ".join(map(str, sorted(self._missing - {self._node_rank})))
+        return (
+            f"node {self._node_rank} of {self._nodes} waits for node {names} to meet at "
+            f"{self.endpoint}, for {PATIENCE} s at most"
+        )
 
     def check(self) -> None:
         """Raise why this node cannot go on, if it cannot."""
@@ -332,6 +342,7 @@ class Nodes:
                             f"node {other} was started with --nnodes, --max-restarts {theirs}, "
                             f"node {node} with {self._options}: give all nodes the same"
                         )
+            self._missing = missing - ranks.keys()
             if time.monotonic() > deadline or self._closing.wait(_POLL):
                 names = ", ".join(map(str, sorted(missing)))
                 raise self._alone(f"missing after {PATIENCE} s: node {names}")
