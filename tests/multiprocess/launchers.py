@@ -120,9 +120,13 @@ class Launch:
 
 
 def finish(launch: Launch) -> tuple[int, list[str], list[str]]:
-    """The exit code, the lines of output in order of their text, the lines of errors."""
+    """The exit code, the lines of output in order of their text, the lines of errors.
+
+    Left out is what a launcher says on a slow machine: that it waits for other nodes.
+    """
     out, err = launch.process.communicate(timeout=PATIENCE)
-    return launch.process.returncode, sorted(out.splitlines()), err.splitlines()
+    errors = [line for line in err.splitlines() if " waits for node " not in line]
+    return launch.process.returncode, sorted(out.splitlines()), errors
 
 
 def run_script(text: str, folder: Path, *words: str, ranks: int = 2, **environ: str) -> Launch:

@@ -53,10 +53,15 @@ def start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def finish(*started: subprocess.Popen[str]) -> tuple[list[int], list[str], str]:
-    """Exit codes, all lines of output in order of their text, all errors."""
+    """Exit codes, all lines of output in order of their text, all errors.
+
+    Left out is what a launcher says on a slow machine: that it waits for other nodes.
+    """
     outputs = [process.communicate(timeout=60) for process in started]
     lines = sorted(line for out, _ in outputs for line in out.splitlines())
-    return [process.returncode for process in started], lines, "".join(err for _, err in outputs)
+    errors = [line for _, err in outputs for line in err.splitlines(keepends=True)]
+    told = "".join(line for line in errors if " waits for node " not in line)
+    return [process.returncode for process in started], lines, told
 
 
 def run(words: list[str], environ: dict[str, str]) -> tuple[int, list[str], str]:
