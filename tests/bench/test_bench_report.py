@@ -181,6 +181,12 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert "matplotlib is not installed; pip install 'phalanx[plot]'" in str(result.exception)
 
 
+def test_a_picture_of_no_known_form_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.foo")])
+    assert isinstance(result.exception, MisuseError)
+    assert "a picture is a file of one of" in str(result.exception)
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot", "--tune"])
 def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
     option: str, tmp_path: Path

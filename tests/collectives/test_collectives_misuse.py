@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import phalanx
-from phalanx import Backend, ReduceOp, SizeMismatchError, UnsupportedOperationError, simulate
+from phalanx import (
+    Backend,
+    ReduceOp,
+    SimulatedBackend,
+    SizeMismatchError,
+    UnsupportedOperationError,
+    simulate,
+)
 
 ONES = torch.ones(4)
 Call = Callable[[Backend], object]
@@ -81,6 +89,15 @@ def test_a_reduction_is_a_reduce_op(op: object) -> None:
         TypeError,
         "op must be one of ReduceOp.SUM",
     )
+
+
+def test_a_backend_that_is_not_where_it_belongs_is_missed_by_name() -> None:
+    with SimulatedBackend.create_group(1)[0] as backend:
+        swapped: Any = phalanx.all_reduce
+        with pytest.raises(TypeError, match="all_reduce takes a tensor, then a backend"):
+            swapped(backend, ONES)
+        with pytest.raises(TypeError, match=r"not 'sum': ReduceOp\.SUM\?"):
+            swapped(ONES, backend, "sum")
 
 
 MEANINGLESS = [

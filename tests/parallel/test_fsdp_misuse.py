@@ -22,6 +22,7 @@ from fsdp_runs import (
 )
 from torch import nn
 
+import phalanx
 from phalanx import (
     DDP,
     FSDP,
@@ -30,6 +31,7 @@ from phalanx import (
     InvalidWorldSizeError,
     MisuseError,
     ShardingStrategy,
+    SimulatedBackend,
     UnsupportedOperationError,
 )
 
@@ -299,3 +301,14 @@ def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_group():
         FSDP(model, backend, unit=Calls)(x_of(0)).sum().backward()
 
     on_ranks(COMMON, RANKS, Calls, body)
+
+
+@pytest.mark.parametrize("wrap", [phalanx.DDP, phalanx.FSDP])
+def test_arguments_in_another_order_or_of_another_kind_are_told(wrap: Any):
+    with SimulatedBackend.create_group(1)[0] as backend:
+        with pytest.raises(TypeError, match="takes a module, then a backend, not SimulatedBackend"):
+            wrap(backend, nn.Linear(1, 1))
+        with pytest.raises(TypeError, match="is a ShardingStrategy, such as"):
+            phalanx.FSDP(nn.Linear(1, 1), backend, strategy="full_shard")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="takes a function, then the number of ranks"):
+            phalanx.simulate(2, print)  # type: ignore[arg-type]

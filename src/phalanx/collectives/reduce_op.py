@@ -147,7 +147,9 @@ def reduction_for(
     reduction = REDUCTIONS.get(op) if op is not None else None
     if reduction is None:
         names = ", ".join(f"ReduceOp.{member.name}" for member in ReduceOp)
-        raise TypeError(f"{where}op must be one of {names}, not {op!r}")
+        meant = op.upper() if isinstance(op, str) else ""
+        hint = f": ReduceOp.{meant}?" if meant in ReduceOp.__members__ else ""
+        raise TypeError(f"{where}op must be one of {names}, not {op!r}{hint}")
     if dtype not in reduction.dtypes:
         raise UnsupportedOperationError(
             f"{where}{op} has no meaning for {dtype}; convert the tensor first",

@@ -127,7 +127,7 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"rank {backend.rank}: {op} takes a tensor, not {type(tensor).__name__}")
+        raise _no_tensor(tensor, backend, op)
     problem = None
     if not tensor.is_cpu and tensor.device.type not in backend.devices:
         problem = f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
@@ -142,6 +142,15 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
             rank=backend.rank,
             op=op,
         )
+
+
+def _no_tensor(tensor: object, backend: object, op: str) -> TypeError:
+    name = type(tensor).__name__
+    if isinstance(backend, Backend):
+        return TypeError(f"rank {backend.rank}: {op} takes a tensor, not {name}")
+    return TypeError(
+        f"{op} takes a tensor, then a backend, not {name} and {type(backend).__name__}"
+    )
 
 
 def check_distinct(tensor: Tensor) -> None:

@@ -121,6 +121,11 @@ class FSDP(Wrapper):
         compression: Compressor | None = None,
     ) -> None:
         super().__init__(module, backend)
+        if not isinstance(strategy, ShardingStrategy):
+            raise TypeError(
+                "strategy is a ShardingStrategy, such as ShardingStrategy.FULL_SHARD, not "
+                f"{strategy!r}"
+            )
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of parameter groups, or 0, not {prefetch}")
         if compression is not None:

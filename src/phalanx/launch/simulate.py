@@ -41,6 +41,8 @@ def simulate(
 
     Raises `InvalidWorldSizeError` if `world_size` is less than 1.
     """
+    if not callable(fn):
+        raise TypeError(f"simulate takes a function, then the number of ranks, not {fn!r}")
     backends = SimulatedBackend.create_group(world_size, timeout=timeout)
     scheduler = CooperativeScheduler(backends[0].switch, seed)
     results: dict[int, T] = {}

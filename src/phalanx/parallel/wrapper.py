@@ -35,6 +35,11 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
+        if not (isinstance(module, nn.Module) and isinstance(backend, Backend)):
+            raise TypeError(
+                f"{type(self).__name__} takes a module, then a backend, not "
+                f"{type(module).__name__} and {type(backend).__name__}"
+            )
         if self.averages:
             _check_only_one(module, type(self), backend.rank)
         self.module = module

@@ -387,11 +387,17 @@ def check_plot(path: Path) -> None:
         import matplotlib as mpl  # noqa: PLC0415 -- an extra
 
         mpl.use("Agg")
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        known = Figure().canvas.get_supported_filetypes()
     except ImportError:
         raise MisuseError(
             f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
             "--plot out"
         ) from None
+    if path.suffix[1:].lower() not in known:
+        forms = ", ".join(sorted(known))
+        raise MisuseError(f"--plot {path}: a picture is a file of one of {forms}")
 
 
 def draw(report: BenchReport, path: Path) -> None:
