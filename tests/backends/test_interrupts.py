@@ -15,6 +15,7 @@ from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
 
 import phalanx
 from phalanx import Backend, MisuseError, SimulatedBackend, simulate
+from phalanx.core.posted import WorkBase
 
 threads = pytest.mark.parametrize(
     "threads",
@@ -112,6 +113,24 @@ def test_an_interrupt_while_a_collective_begins_breaks_the_group(
     for backend in (first, second):
         with pytest.raises(MisuseError, match=r"all_reduce #0 .*interrupted by KeyboardInterrupt"):
             backend.barrier()
+
+
+def test_an_interrupt_at_the_end_of_a_collective_leaves_nothing_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is queued behind it would never begin."""
+    with SimulatedBackend.create_group(1)[0] as backend:
+        work_ended, came = backend.group.work_ended, iter([True])
+
+        def interrupted_once(work: WorkBase) -> None:
+            if next(came, False):
+                raise KeyboardInterrupt
+            work_ended(work)
+
+        monkeypatch.setattr(backend.group, "work_ended", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            phalanx.async_all_reduce(torch.ones(3), backend)
+        assert phalanx.async_all_reduce(torch.ones(3), backend).done()
 
 
 @threads

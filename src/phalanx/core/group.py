@@ -213,6 +213,8 @@ class Group(GroupBase):
     def abandon(self, work: WorkBase, reason: str) -> None:
         """The caller gave it up, or was interrupted."""
         if work.over:
+            if work in self._queue or work in self._messages:  # interrupted at its very end
+                self.work_ended(work)
             return
         error = MisuseError(
             f"rank {self.rank}: {work.describe()} was given up: {reason}",
