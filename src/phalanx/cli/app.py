@@ -6,6 +6,7 @@ Nothing here imports torch: a command does, when it runs.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     wanted: Annotated[
         bool,
         typer.Option(
@@ -56,6 +58,8 @@ def _options(
     ] = False,
 ) -> None:
     """Train PyTorch models across ranks."""
+    if context.invoked_subcommand != "run" and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Everything after the script is the script's, whatever it looks like.

@@ -10,15 +10,14 @@ def main() -> None:
     """Run the command line of this process; ends it with the command's exit code.
 
     2: it cannot be done as asked, and stderr says why. 130: Ctrl-C. While the command is being
-    imported Ctrl-C ends the process without a word, rather than with a traceback of imports.
+    imported Ctrl-C ends the process without a word, rather than with a traceback of imports. When
+    a command begins, `app` lets it raise KeyboardInterrupt again; `run` has handlers of its own.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from phalanx.cli.app import app  # noqa: PLC0415 -- it takes a moment
     from phalanx.errors import DistributedError  # noqa: PLC0415
 
-    signal.signal(signal.SIGINT, before)
     try:
         app(prog_name="phalanx")
     except DistributedError as error:
