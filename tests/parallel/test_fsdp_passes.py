@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -250,5 +251,6 @@ def test_steps_leave_nothing_behind(strategy: Any):
             backend.barrier()
         return counts
 
-    first, *others = on_ranks(COOPERATIVE, 2, lambda: seeded(mlp), body)[0]
-    assert others == [first] * 3
+    counts = on_ranks(COOPERATIVE, 2, lambda: seeded(mlp), body)[0]
+    # What tests before this one have left to the collector may go meanwhile.
+    assert all(later <= earlier for earlier, later in pairwise(counts)), counts

@@ -35,7 +35,7 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
-        if not (isinstance(module, nn.Module) and isinstance(backend, Backend)):
+        if not isinstance(module, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} takes a module, then a backend, not "
                 f"{type(module).__name__} and {type(backend).__name__}"
