@@ -120,7 +120,7 @@ def reduce(
     """
     root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce")
-    shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     source, out = plain(tensor), None
     result: Callable[[], Tensor | None] = _nothing
     if backend.rank == root:

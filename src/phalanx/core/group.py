@@ -325,9 +325,9 @@ class Group(GroupBase):
     def _refuse(self, work: WorkBase) -> None:
         """Raise the first failure of the group, or that it is closed."""
         call, failure = work.call, self.failure
-        # It may have failed while the caller did the first steps of this one.
         if work.step is not None:
             work.step.cancel()
+        # The group may have failed while the caller did the first steps of this one.
         later = not work.is_collective or call.sequence >= self._issued_before
         if work.is_collective and later:
             self.checker.calls.pop()

@@ -95,8 +95,22 @@ class WorkBase(Wait):
     """
 
     __slots__ = (
-        *("ask_at", "buffers", "call", "channel", "combine", "deadline", "error", "group"),
-        *("is_collective", "over", "received", "sender", "sent", "step", "timeout", "waited"),
+        "ask_at",
+        "buffers",
+        "call",
+        "channel",
+        "combine",
+        "deadline",
+        "error",
+        "group",
+        "is_collective",
+        "over",
+        "received",
+        "sender",
+        "sent",
+        "step",
+        "timeout",
+        "waited",
     )
 
     call: Call
