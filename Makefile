@@ -36,10 +36,10 @@
 #   make main-path the functions and files of a training step's way, into docs/main-path.md
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. The demo is on RANKS
-# ranks; tests run in WORKERS processes. ARGS are passed on, as in: make demo ARGS="--steps 20",
-# make test ARGS="-k ddp". A debugger needs the terminal: make test WORKERS=0 ARGS="--pdb -k ddp"; a
-# test that runs on several backends at a time is, with -k, one test for each, as in
-# -k "test_barrier and tcp".
+# ranks; tests run in WORKERS processes: three keep two cores busy, since tests also wait. ARGS are
+# passed on, as in: make demo ARGS="--steps 20", make test ARGS="-k ddp". A debugger needs the
+# terminal: make test WORKERS=0 ARGS="--pdb -k ddp"; a test that runs on several backends at a time
+# is, with -k, one test for each, as in -k "test_barrier and tcp".
 #
 # Bytecode is kept, also where the environment says that none is written: the tests start hundreds of
 # processes, each of which would compile the package anew.
@@ -47,7 +47,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 BASE ?= 8165af3
 export PYTHONDONTWRITEBYTECODE :=

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import typer
 
-from phalanx.cli.bench import BENCH_HELP, bench_command
+from phalanx.cli import bench
 from phalanx.errors import DistributedError
 from phalanx.tools.bench import peers
 from phalanx.tools.bench.operations import PreparedCall
@@ -150,7 +150,7 @@ def main() -> None:
     app = typer.Typer(
         add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
     )
-    app.command(help=BENCH_HELP)(bench_command)
+    app.command(help=bench.__doc__)(bench.bench_command)
     try:
         app(obj={**peers.PEERS, **PEERS})
     except DistributedError as error:

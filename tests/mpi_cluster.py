@@ -77,6 +77,7 @@ class Mpi(Cluster):
         failure: BaseException | None = None
         try:
             backend = self.kind(part, timeout=timeout)
+            backend.engine.ask_every = Cluster.ask_every
             result = fn(backend)
         except BaseException as error:
             note(error, f"raised on rank {part.rank} of {part.size} ({self.name})")

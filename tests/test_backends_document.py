@@ -7,6 +7,7 @@ from pathlib import Path
 from clusters import CLUSTERS
 
 import phalanx
+from phalanx import ReduceOp
 from phalanx.launch.init import BACKENDS
 from phalanx.native.torch_library import KINDS
 
@@ -38,13 +39,15 @@ def test_whose_ranks_have_memory_in_common_is_as_the_document_says() -> None:
 def test_what_gloo_computes_is_as_the_document_says() -> None:
     (row,) = (line for line in DOCUMENT.splitlines() if line.startswith("| Gloo |"))
     sums, means, rest = row.split("|")[2].split(";")
-    dtypes = KINDS["gloo", "cpu"].dtypes
+    dtypes = KINDS["gloo"]["cpu"].dtypes
     named = {word.strip() for word in sums.split(":")[1].split(",")}
-    assert named == {str(dtype).removeprefix("torch.") for dtype in dtypes["sum"]}
-    assert dtypes["product"] == dtypes["sum"]
-    assert {str(dtype) for dtype in dtypes["sum"] - dtypes["mean"]} == {"torch.float16"}
+    assert named == {str(dtype).removeprefix("torch.") for dtype in dtypes[ReduceOp.SUM]}
+    assert dtypes[ReduceOp.PRODUCT] == dtypes[ReduceOp.SUM]
+    assert {str(dtype) for dtype in dtypes[ReduceOp.SUM] - dtypes[ReduceOp.MEAN]} == {
+        "torch.float16"
+    }
     assert "these without float16" in means
-    whole = {dtype for dtype in dtypes["sum"] if not dtype.is_floating_point}
-    for op in ("min", "max", "band", "bor", "bxor"):
-        assert op in rest
+    whole = {dtype for dtype in dtypes[ReduceOp.SUM] if not dtype.is_floating_point}
+    for op in set(ReduceOp) - {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT}:
+        assert op.value in rest
         assert dtypes[op] == whole

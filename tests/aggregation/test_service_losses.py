@@ -16,9 +16,17 @@ from phalanx import (
     DesyncError,
     ParameterServer,
     PeerLostError,
+    SizeMismatchError,
     simulate,
 )
 from phalanx.aggregation import ServerMode, ServiceRecord
+from phalanx.aggregation.parameter_server.wire import (
+    HEADER_SIZE,
+    HEADERS,
+    LONGEST_TEXT,
+    MessageHeader,
+    MessageKind,
+)
 
 APART = [ServerMode.ASYNCHRONOUS, ServerMode.staleness(1)]
 KINDS = [c for c in CLUSTERS if c.name in ("cooperative", "simulated", "tcp", "shm", "hybrid")]
@@ -294,3 +302,21 @@ def test_a_worker_whose_server_does_not_serve_names_it(cluster: Cluster) -> None
         backend.barrier()
 
     cluster.run(run, 2)
+
+
+def test_a_list_of_parameters_that_is_announced_too_long_is_not_waited_for() -> None:
+    words = r"rank 1: ParameterClient.connect: server rank 0 announces a list .* are taken at most"
+
+    def run(backend: Backend) -> None:
+        if backend.rank == 0:
+            pair = backend.subgroup((0, 1))
+            message = torch.empty(HEADER_SIZE, dtype=torch.uint8)
+            pair.recv(message, 1, tag=HEADERS)
+            request = MessageHeader.read(message).request
+            answer = MessageHeader(MessageKind.DIFFERS, request, LONGEST_TEXT + 1)
+            pair.send(answer.message(), 1, tag=HEADERS)
+        else:
+            with pytest.raises(SizeMismatchError, match=words):
+                ParameterServer.connect(params(), backend)
+
+    simulate(run, 2)

@@ -18,7 +18,7 @@ from clusters import Threads
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx import Backend
+from phalanx import Backend, ReduceOp
 from phalanx.core.steps import NativeCall
 from phalanx.native.base import Handle, Library, LibraryBackend
 
@@ -75,7 +75,7 @@ class LoopLibrary(Library):
 
     @override
     def has(self, call: NativeCall) -> bool:
-        return call.collective == "all_reduce" and call.op == "sum"
+        return call.collective == "all_reduce" and call.op is ReduceOp.SUM
 
     @override
     def collective(self, call: NativeCall) -> Handle:
@@ -117,6 +117,7 @@ class Looped(Threads):
     def __init__(self, *devices: str, on_stream: bool = False) -> None:
         self.devices, self.on_stream = frozenset(devices or ("cpu",)), on_stream
         self.libraries: list[LoopLibrary] = []
+        self.join_fails = ""  # what the library says as the ranks join
 
     @override
     def makers(self, world_size: int, timeout: float) -> list[Callable[[], Backend]]:
@@ -129,7 +130,11 @@ class Looped(Threads):
                     told.set_result(word)
                 return told.result(timeout)
 
-            join = lambda _: libraries[rank]  # noqa: E731 - it has no name of its own
+            def join(topology: tuple[int, ...]) -> LoopLibrary:
+                if self.join_fails:
+                    raise OSError(self.join_fails)
+                return libraries[rank]
+
             host = "127.0.0.1"
             return LibraryBackend(rank, world_size, host, tell, join, name="Loop", timeout=timeout)
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from clusters import TIMEOUT, TOKEN, loopback_listener
+from framing import framed
 
 from phalanx import TcpBackend
 from phalanx.wire.control import Address, FailureNotice, encode
@@ -16,7 +17,6 @@ from phalanx.wire.frame import (
     Channel,
     Header,
     Kind,
-    frames,
     pack_header,
     unpack_header,
 )
@@ -70,8 +70,7 @@ class RawPeer:
 
 def message(payload: bytes, *, tag: int = 0) -> bytes:
     """The bytes of a message that `send` would have sent."""
-    channel = Channel(WORLD, Kind.POINT_TO_POINT, tag)
-    return b"".join(bytes(part) for piece in frames(channel, memoryview(payload)) for part in piece)
+    return framed(Channel(WORLD, Kind.POINT_TO_POINT, tag), payload)
 
 
 @contextmanager

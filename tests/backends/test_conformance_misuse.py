@@ -128,6 +128,17 @@ def test_a_backend_without_a_positive_timeout_is_refused(seconds: float) -> None
         SimulatedBackend.create_group(2, timeout=seconds)
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_a_heartbeat_that_is_no_positive_number_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("PHALANX_HEARTBEAT", value)
+    with pytest.raises(
+        ValueError, match=rf"\(PHALANX_HEARTBEAT\) must be a positive .* not.*{value}"
+    ):
+        phalanx.TcpBackend(0, 1, "127.0.0.1:29500")
+
+
 @pytest.mark.checkered
 @pytest.mark.parametrize("tag", [-1, 2**31, 2**70])
 def test_a_tag_out_of_range_is_refused(cluster: Cluster, tag: int) -> None:

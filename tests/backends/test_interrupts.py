@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 import torch
 from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
+from forms import LONG
 
 import phalanx
-from phalanx import Backend, MisuseError, SimulatedBackend, simulate
+from phalanx import Backend, DistributedError, MisuseError, SimulatedBackend, simulate
 from phalanx.core.posted import WorkBase
 
 threads = pytest.mark.parametrize(
@@ -147,3 +151,83 @@ def test_an_interrupted_collective_breaks_the_group_and_the_others_are_told_why(
         assert "interrupted by KeyboardInterrupt" in str(told)
         with pytest.raises(MisuseError, match=r"broken.*interrupted by KeyboardInterrupt"):
             mine.barrier()
+
+
+RELEASING = ("turn", "_turn")  # functions that release the lock while they wait
+
+
+class InterruptAt:
+    """A profiler that raises KeyboardInterrupt at the `number`-th moment at which a signal can.
+
+    Python looks for signals when a function begins, and when one of C has returned. Only functions
+    of Phalanx count, in this thread; not those that wait with the lock released, where a signal
+    between the two is as little safe as in `threading.Condition`.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        module = frame.f_globals.get("__name__") or ""
+        inside = module.startswith("phalanx.") and frame.f_code.co_name not in RELEASING
+        if inside and event in ("call", "c_return"):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+# One that comes while Python frees a generator is swallowed by Python, which warns.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("simulated", phalanx.all_reduce_),
+        ("simulated", phalanx.async_all_reduce_),
+        ("shm", phalanx.all_reduce_),
+    ],
+    ids=["simulated", "simulated, async", "shm"],
+)
+def test_whenever_an_interrupt_comes_the_group_goes_on_or_all_ranks_are_told(
+    name: str, call: Callable[..., object]
+) -> None:
+    """Ranks whose numbers of collectives differ would wait for each other until the timeout."""
+    (cluster,) = [each for each in CLUSTERS if isinstance(each, Threads) and each.name == name]
+
+    def sums(backend: Backend, times: int) -> list[float | DistributedError]:
+        results: list[float | DistributedError] = []
+        for _ in range(times):
+            tensor = torch.full((1,), backend.rank + 1.0)
+            try:
+                phalanx.all_reduce_(tensor, backend, timeout=10.0)
+            except DistributedError as error:
+                results.append(error)
+                break
+            results.append(tensor.item())
+        return results
+
+    for number in itertools.count(1, 1 if LONG or name == "simulated" else 6):
+        moment = InterruptAt(number)
+        with ThreadPoolExecutor(1) as pool, two_ranks(cluster) as (mine, other):
+            theirs = pool.submit(sums, other, 2)
+            before = sys.getprofile()
+            sys.setprofile(moment)
+            try:
+                pending = call(torch.ones(1), mine, timeout=10.0)
+                if isinstance(pending, phalanx.PendingCollective):
+                    pending.wait()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(before)
+            results = sums(mine, 1)
+            mine.close()
+            results += theirs.result(PATIENCE)
+        for result in results:
+            if isinstance(result, DistributedError):
+                assert "interrupted by KeyboardInterrupt" in str(result) or " left" in str(result)
+            else:
+                assert result == 3.0
+        if moment.left > 0:  # it was over before
+            assert number > 20
+            return

@@ -9,7 +9,13 @@ import torch
 from loop_library import Looped, Part
 
 import phalanx
-from phalanx import Backend, DesyncError, PeerLostError, UnsupportedOperationError
+from phalanx import (
+    Backend,
+    CollectiveTimeoutError,
+    DesyncError,
+    PeerLostError,
+    UnsupportedOperationError,
+)
 from phalanx.native.base import TELL_EVERY
 
 LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB
@@ -33,6 +39,23 @@ def test_the_librarys_collectives_and_messages_go_on_side_by_side() -> None:
         backend.barrier()
 
     Looped().run(run, 3)
+
+
+def test_a_member_that_does_not_come_to_form_a_group_is_named() -> None:
+    cluster, gave_up = Looped(), threading.Event()
+
+    def run(backend: Backend) -> None:
+        group = backend.subgroup([0, 1])
+        if backend.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"rank 1.* has made no") as info:
+                phalanx.all_reduce(torch.ones(1), group, timeout=0.3)
+            assert info.value.peer == 1
+            gave_up.set()
+        assert gave_up.wait(20)
+        assert phalanx.all_reduce(torch.ones(1), backend).item() == 2
+
+    cluster.run(run, 2)
+    assert not cluster.libraries[0].loop.groups, "nobody waits in the library"
 
 
 def test_an_asynchronous_collective_ends_while_nobody_waits_for_it() -> None:
@@ -138,6 +161,13 @@ def test_a_collective_whose_group_breaks_in_its_first_moment_is_taken_from_the_l
     cluster.run(run, 2)
 
 
+def test_a_library_whose_ranks_cannot_join_says_why() -> None:
+    cluster = Looped()
+    cluster.join_fails = "no such device"
+    with pytest.raises(OSError, match="no such device"):
+        cluster.run(lambda backend: None, 2)
+
+
 def test_closing_ends_the_librarys_groups() -> None:
     cluster = Looped()
 
@@ -180,6 +210,9 @@ def test_tensors_of_the_librarys_device_go_to_it_as_they_are() -> None:
     def run(backend: Backend) -> None:
         assert backend.devices == {"cpu", "meta"}
         assert backend.subgroup([backend.rank]).devices == {"cpu", "meta"}
+        inner = backend.subgroup(range(2))
+        assert phalanx.all_reduce(on_device(3), inner).shape == (3,)
+        assert phalanx.all_reduce(on_device(3), inner).shape == (3,)
         result = phalanx.all_reduce(on_device(3), backend)
         assert (result.device.type, result.shape) == ("meta", (3,))
         assert phalanx.all_reduce_(values := on_device(2, 3), backend) is values

@@ -130,23 +130,10 @@ def test_a_tensor_has_the_shape_and_dtype_that_were_asked_for(an_arena: Maker) -
             assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
             assert tensor.is_contiguous()
             assert tensor.data_ptr() % LINE == 0
-            found = arena.find(tensor.data_ptr(), tensor.nbytes)
-            # Never in the first: that has to have room for control blocks, to the end of the
-            # process.
-            assert (found is not None and found[0] == 1) == (tensor.numel() > 0)
-
-
-def test_what_is_not_wholly_in_the_arena_is_not_found(an_arena: Maker) -> None:
-    arena = an_arena()
-    tensor = arena.empty((1000,), torch.uint8)
-    segment = arena.segments[1]
-    end = segment.start + segment.size
-    assert arena.find(tensor[7:].data_ptr(), 993) == (1, tensor.data_ptr() + 7 - segment.start)
-    assert arena.find(end - 10, 10) == (1, segment.size - 10)
-    assert arena.find(end - 10, 11) is None
-    assert arena.find(segment.start - 1, 2) is None
-    assert arena.find(torch.ones(100).data_ptr(), 400) is None
-    assert an_arena().find(tensor.data_ptr(), 10) is None
+            if tensor.numel():
+                # Never in the first: that has to have room for control blocks, to the end of the
+                # process.
+                assert 0 <= tensor.data_ptr() - arena.segments[1].start < arena.segments[1].size
 
 
 def test_free_memory_beyond_what_is_kept_goes_back_to_the_system(an_arena: Maker) -> None:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from shm_peers import local_peers, make_control
 
 from phalanx.core.call import Call
-from phalanx.transport.shm.control import FLAG, ControlBlock, Descriptors, ShmEpoch, peer_slot
+from phalanx.transport.shm.control import (
+    FLAG,
+    GIVEN,
+    RESULT,
+    ControlBlock,
+    Descriptors,
+    ShmEpoch,
+    peer_slot,
+)
 from phalanx.transport.shm.domain import USED, HostDomain
 
 
@@ -162,9 +170,24 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             assert control.spin(1)
             slot = control.slot(peer)
             assert slot.shown(control.turn)
-            assert slot.given_address(control.turn) == slot.result_address(control.turn)
-            assert slot.given_address(control.turn) != tensors[peer].data_ptr()  # mapped once more
+            given, result = slot.address(GIVEN[control.turn]), slot.address(RESULT[control.turn])
+            assert given == result
+            assert given != tensors[peer].data_ptr()  # mapped once more
             assert not slot.shown(1 - control.turn)
+
+
+def test_what_is_not_wholly_in_the_arena_is_not_found() -> None:
+    with local_peers(2) as domain:
+        first, second = controls_of(domain)
+        tensor = domain[0].arena.empty((1000,), torch.uint8)
+        segment = domain[0].arena.segments[1]
+        end = segment.start + segment.size
+        assert first.find(tensor[7:].data_ptr(), 993) == (1, tensor.data_ptr() + 7 - segment.start)
+        assert first.find(end - 10, 10) == (1, segment.size - 10)
+        assert first.find(end - 10, 11) is None
+        assert first.find(segment.start - 1, 2) is None
+        assert first.find(torch.ones(100).data_ptr(), 400) is None
+        assert second.find(tensor.data_ptr(), 10) is None
 
 
 def test_control_blocks_are_used_again_only_when_all_members_have_closed_the_group() -> None:

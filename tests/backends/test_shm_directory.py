@@ -18,7 +18,7 @@ from phalanx.transport.shm.domain import (
     SEGMENTS,
     USED,
     Directory,
-    PeerDirectory,
+    LocalPeer,
 )
 from phalanx.transport.shm.segments import Segment
 
@@ -32,8 +32,11 @@ def directory() -> Iterator[Directory]:
     directory.segment.close()
 
 
-def peer_of(directory: Directory) -> PeerDirectory:
-    return PeerDirectory(ME, directory.segment.fd)
+def peer_of(directory: Directory) -> LocalPeer:
+    """A reader of it, with a pipe that nobody is woken by."""
+    peer = LocalPeer(1, ME, directory.segment.fd, directory.segment.fd)
+    peer.close()
+    return peer
 
 
 def test_what_one_side_writes_the_other_reads(directory: Directory) -> None:
@@ -58,8 +61,8 @@ def test_a_segment_is_attached_once_and_is_the_same_memory(directory: Directory)
     segment = Segment.create(1 << 16)
     directory.add_segment(1, segment)
     peer = peer_of(directory)
-    there = peer.segment(1)
-    assert there is peer.segment(1)
+    there = peer[1]
+    assert there is peer[1]
     segment.words[5] = 42
     assert (there.words[5], there.size) == (42, 1 << 16)
     there.words[6] = 43
@@ -68,12 +71,12 @@ def test_a_segment_is_attached_once_and_is_the_same_memory(directory: Directory)
     segment.close()
     assert there.words[5] == 42  # whoever has attached it keeps it
     with pytest.raises(OSError):
-        peer_of(directory).segment(1)
+        peer_of(directory)[1]
 
 
 def test_a_segment_that_was_never_published_is_not_found(directory: Directory) -> None:
     with pytest.raises(OSError):
-        peer_of(directory).segment(2)
+        peer_of(directory)[2]
 
 
 def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(directory: Directory) -> None:
@@ -84,7 +87,7 @@ def test_a_file_that_is_not_the_memory_of_the_ledger_is_not_believed(directory: 
     try:
         assert other.fd == directory.words[8 + 2]
         with pytest.raises(OSError):
-            peer_of(directory).segment(1)
+            peer_of(directory)[1]
     finally:
         other.close()
 

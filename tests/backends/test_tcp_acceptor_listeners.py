@@ -78,8 +78,8 @@ def test_a_given_listener_is_closed_too(start: Start) -> None:  # noqa: F811
 def held() -> Iterator[set[tuple[str, int]]]:
     """What a launcher's store on this host listens at."""
     before = listening()
-    store, port = hold_store("127.0.0.1", 0, timeout=10.0)
-    client = connect_store("127.0.0.1", port, time.monotonic() + 10.0)
+    store = hold_store("127.0.0.1", 0, timeout=10.0)
+    client = connect_store("127.0.0.1", store.port, time.monotonic() + 10.0)
     client.set("key", "value")
     assert store.get("key") == b"value"
     yield listening() - before

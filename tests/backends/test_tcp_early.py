@@ -8,13 +8,14 @@ import threading
 import pytest
 import torch
 from clusters import Tcp
+from framing import framed
 from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, ReduceOp
 from phalanx.collectives.plan import Key, make_plan
 from phalanx.core.matching import BLOCK, BLOCKS_KEPT, Matching
-from phalanx.wire.frame import Channel, Kind, frames
+from phalanx.wire.frame import Channel, Kind
 
 HALF = 3 * BLOCK // 8 + 1000  # elements of float64: three blocks, and a little
 
@@ -31,7 +32,7 @@ def test_a_contribution_that_came_half_early_is_combined_like_any_other(early: i
 
         def stream(values: torch.Tensor) -> bytes:
             view = memoryview(bytearray(values.view(torch.uint8).tolist()))
-            return b"".join(bytes(p) for f in frames(channel, view, fingerprint) for p in f)
+            return framed(channel, view, fingerprint)
 
         contribution = stream(theirs)
         peer.sock.sendall(contribution[:early])
@@ -77,8 +78,8 @@ def test_what_comes_of_a_collective_that_has_failed_is_dropped_with_what_was_kep
     with rank_0_and_a_raw_peer() as (backend, peer):
         key = Key("all_reduce", "ring", (2 * HALF,), tensor.dtype, ReduceOp.SUM)
         view = memoryview(bytearray(8 * HALF))
-        parts = frames(Channel(WORLD, Kind.COLLECTIVE, 0), view, make_plan(key, 1, 2).fingerprint)
-        contribution = b"".join(bytes(p) for f in parts for p in f)
+        channel = Channel(WORLD, Kind.COLLECTIVE, 0)
+        contribution = framed(channel, view, make_plan(key, 1, 2).fingerprint)
         peer.sock.sendall(contribution[: BLOCK + 333])
         with pytest.raises(CollectiveTimeoutError):
             backend.recv(bytearray(1), 1, timeout=0.1)

@@ -156,9 +156,9 @@ def test_an_impostor_of_rank_0_is_not_trusted(start: Start) -> None:  # noqa: F8
 def test_when_the_group_has_formed_nobody_listens_any_more(start: Start) -> None:  # noqa: F811
     listener, address = place()
     zero = start(0, 3, address, listener=listener)
-    one, two = start(1, 3, address), start(2, 3, address)
     with call(address) as early:
         early.sendall(hello()[:20])
+        one, two = start(1, 3, address), start(2, 3, address)
         works(zero, one, two)
         early.settimeout(20)
         with suppress(ConnectionError):

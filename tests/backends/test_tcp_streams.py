@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -99,6 +100,26 @@ def test_a_receive_that_gives_up_leaves_its_message_to_the_one_that_waits_behind
         first.join()
         second.join()
         assert got == b"a" * 1000
+
+
+def test_a_large_message_is_cut_so_that_a_failure_notice_can_pass() -> None:
+    content = torch.randint(256, (8 * MAX_PAYLOAD + 5,), dtype=torch.uint8)
+    notice = FailureNotice("MisuseError", 0, 0, "it fails")
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        pending = phalanx.isend(content, 1, backend)
+        with backend.engine.lock:
+            backend.engine.transport.control(1, 9, notice)
+        came = [peer.read_frame() for _ in range(10)]
+        pending.wait()
+    kinds = [header.channel.kind for header, _ in came]
+    assert kinds.index(Kind.FAILURE) < 8, "it waited behind the message"
+    del came[kinds.index(Kind.FAILURE)]
+    total = len(content)
+    assert [(header.offset, header.length, header.total) for header, _ in came] == [
+        *((frame * MAX_PAYLOAD, MAX_PAYLOAD, total) for frame in range(8)),
+        (8 * MAX_PAYLOAD, 5, total),
+    ]
+    assert b"".join(payload for _, payload in came) == content.numpy().tobytes()
 
 
 # Peers that end -----------------------------------------------------------------------------
@@ -213,3 +234,22 @@ def test_a_failure_with_a_strange_culprit_is_an_error_like_any_other(culprit: in
         peer.fail(FailureNotice("DesyncError", culprit, 1, "because", "all_reduce #7", 7))
         with pytest.raises(phalanx.DistributedError):
             backend.barrier()
+
+
+def test_a_rank_that_closes_sleeps_until_its_last_bytes_have_left() -> None:
+    """The peer does not read for a while, so the kernel still has some of them."""
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        backend.send(bytes(1 << 20), 1)
+
+        def read_all() -> None:
+            while peer.sock.recv(1 << 16):
+                pass
+
+        reader = threading.Timer(0.4, read_all)
+        reader.start()
+        began, used = time.monotonic(), time.thread_time()
+        backend.close()
+        took, used = time.monotonic() - began, time.thread_time() - used
+        reader.join()
+    assert took > 0.1, "nothing was waited for"
+    assert used < took / 2

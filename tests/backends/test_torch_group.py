@@ -100,6 +100,20 @@ def test_the_users_own_messages_in_the_group_pass_by(
     on_ranks(2, run)
 
 
+def test_a_rank_that_makes_no_backend_is_waited_for_as_long_as_the_timeout() -> None:
+    store, gave_up = dist.HashStore(), threading.Event()
+
+    def run(rank: int) -> None:
+        group = process_group(store, rank, 2)
+        if rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"rank 0 waited 0.3 s .*hosts/1"):
+                TorchBackend(group, timeout=0.3)
+            gave_up.set()
+        assert gave_up.wait(10)
+
+    on_ranks(2, run)
+
+
 def test_without_a_group_it_is_that_of_init_process_group() -> None:
     with pytest.raises(MisuseError, match=r"init_process_group\(\), which was not called"):
         TorchBackend()
@@ -208,17 +222,16 @@ def test_the_table_says_what_is_the_librarys() -> None:
         assert native is not None
         ones, half, short = torch.ones(4), torch.ones(4).half(), torch.ones(4).short()
         for name in ("broadcast", "all_gather", "gather", "scatter", "all_to_all"):
-            assert native.step(NativeCall(name, short, short))
+            assert native.steps(NativeCall(name, short, short))
         for name in ("all_reduce", "reduce", "reduce_scatter"):
-            assert native.step(NativeCall(name, ones, ones, "sum"))
-            assert native.step(NativeCall(name, ones, ones, "mean"))
-            assert not native.step(NativeCall(name, ones, ones, "min"))
-            assert not native.step(NativeCall(name, half, half, "mean"))
-            assert not native.step(NativeCall(name, short, short, "sum"))
-        assert not native.step(NativeCall("barrier")), "by messages it compares what ranks do"
+            assert native.steps(NativeCall(name, ones, ones, ReduceOp.SUM))
+            assert native.steps(NativeCall(name, ones, ones, ReduceOp.MEAN))
+            assert not native.steps(NativeCall(name, ones, ones, ReduceOp.MIN))
+            assert not native.steps(NativeCall(name, half, half, ReduceOp.MEAN))
+            assert not native.steps(NativeCall(name, short, short, ReduceOp.SUM))
         inner = backend.subgroup(range(2))
         assert inner.native is not None
-        assert inner.native.step(NativeCall("all_reduce", ones, ones, "sum"))
+        assert inner.native.steps(NativeCall("all_reduce", ones, ones, ReduceOp.SUM))
         alone = backend.subgroup([backend.rank])
         assert alone.native is None
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx import SimulatedBackend
 from phalanx.core.watchdog import LONGEST_QUERY, chain_of_waits, query_lead_time
 from phalanx.wire.control import Answer
 
@@ -94,3 +95,16 @@ def test_the_questions_are_asked_before_the_deadline_and_after_most_of_the_time(
     timeout: float,
 ) -> None:
     assert 0 < query_lead_time(timeout) <= min(timeout / 4, LONGEST_QUERY)
+
+
+def test_what_was_asked_for_a_work_is_forgotten_when_it_is_over() -> None:
+    """Nobody waits for it, so nobody else would."""
+    first, second = SimulatedBackend.create_group(2)
+    watchdog = first.engine.watchdog
+    work = first.irecv(bytearray(1), 1)
+    with first.engine.lock:
+        watchdog.check_deadline(work, work.deadline - 0.01)
+    assert list(watchdog.queries) == [work]
+    second.send(b"x", 0)
+    assert work.done()
+    assert not watchdog.queries

@@ -23,7 +23,6 @@ from phalanx.tools.bench.request import (
     LeftOut,
     Message,
     Peak,
-    Progress,
     ResultLine,
     make_request,
 )
@@ -150,7 +149,7 @@ def test_how_far_auto_is_from_the_best_fixed_algorithm_is_said() -> None:
 
 def test_json_has_every_round() -> None:
     made = report(
-        Progress("warming up"),
+        "warming up",
         LeftOut("mpi", 4, "no mpirun"),
         line(TCP, 10, 30, 20),
         line(GLOO, 40),

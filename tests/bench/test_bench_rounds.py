@@ -23,23 +23,23 @@ from phalanx.tools.bench.operations import (
     longest_stretch,
 )
 from phalanx.tools.bench.peers import Copy, Phalanx, RankContext
-from phalanx.tools.bench.rank import Timing, time_rounds
+from phalanx.tools.bench.rank import time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
-Results = dict[str, Timing]
+Results = dict[str, PreparedCall]
 
 
 def on_ranks(
     size: int, prepare: Callable[[Phalanx, RankContext], dict[str, PreparedCall]]
 ) -> list[Results]:
-    """Each rank's timings of two rounds."""
+    """Each rank's calls, timed in two rounds."""
 
     def rank(backend: Backend) -> Results:
         context = RankContext(backend, "", 20.0)
         peer = Phalanx(backend.subgroup(range(size)), context)
-        timings, failures = time_rounds(prepare(peer, context), context, rounds=2, seconds=1e-6)
-        assert failures == {}
-        return timings
+        calls = prepare(peer, context)
+        assert time_rounds(calls, context, rounds=2, seconds=1e-6) == {}
+        return calls
 
     return phalanx.simulate(rank, size)
 
@@ -51,7 +51,7 @@ def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: 
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
         return {
-            f"{kind} {count}": peer.prepare(operation, count, kind, "auto", {})
+            f"{kind} {count}": peer.prepare(operation, count, kind)
             for kind in kinds_for(operation, list(MEMORY_KINDS))
             for count in (8, 1000)
         }
@@ -75,7 +75,7 @@ def test_every_algorithm_is_offered_by_name(name: str) -> None:
         peer.backend.topology = (0, 1, 1)
         assert peer.algorithms(operation) == ("auto", *rows)
         return {
-            algorithm: peer.prepare(operation, 100, "ordinary", algorithm, {})
+            algorithm: peer.prepare(operation, 100, "ordinary", algorithm)
             for algorithm in peer.algorithms(operation)
         }
 
@@ -85,10 +85,11 @@ def test_every_algorithm_is_offered_by_name(name: str) -> None:
 
 def test_ranks_agree_on_the_slowest_time_and_the_number_of_calls() -> None:
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        return {"it": peer.prepare(OPERATIONS["all_reduce"], 8, "ordinary", "auto", {})}
+        return {"it": peer.prepare(OPERATIONS["all_reduce"], 8)}
 
-    first, *others = on_ranks(3, prepare)
-    assert all(timings == first for timings in others)
+    first, *others = (timed["it"] for timed in on_ranks(3, prepare))
+    for other in others:
+        assert (other.calls, other.seconds, other.wrong) == (first.calls, first.seconds, 0)
 
 
 def test_one_wrong_call_among_many_shows() -> None:
@@ -97,7 +98,7 @@ def test_one_wrong_call_among_many_shows() -> None:
     called = 0
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        call = peer.prepare(operation, 400, "ordinary", "auto", {})
+        call = peer.prepare(operation, 400)
         inner = call.call
 
         def spoiled() -> None:
@@ -120,7 +121,7 @@ def test_a_call_that_does_nothing_shows(name: str) -> None:
     operation = OPERATIONS[name]
 
     def prepare(peer: Phalanx, context: RankContext) -> dict[str, PreparedCall]:
-        call = peer.prepare(operation, 400, "ordinary", "auto", {})
+        call = peer.prepare(operation, 400)
         call.call = call.finish = lambda: None
         return {"idle": call}
 
@@ -140,14 +141,29 @@ def test_who_cannot_do_it_is_left_out_on_every_rank_and_the_others_go_on() -> No
 
         calls = {
             "refuses": PreparedCall(OPERATIONS["barrier"], 0, nothing, nothing, call=refuse),
-            "copy": Copy(context).prepare(OPERATIONS["all_reduce"], 64, "ordinary", "", {}),
+            "copy": Copy(context).prepare(OPERATIONS["all_reduce"], 64),
         }
-        timings, failures = time_rounds(calls, context, rounds=1, seconds=1e-6)
-        return list(timings), failures
+        failures = time_rounds(calls, context, rounds=1, seconds=1e-6)
+        return [name for name, call in calls.items() if call.seconds], failures
 
     for timed, failures in phalanx.simulate(rank, 3):
         assert timed == ["copy"]
         assert failures == {"refuses": "rank 2: ValueError: not here"}
+
+
+def test_what_fails_on_one_rank_fails_on_those_too_that_wait_to_hear_from_it() -> None:
+    def rank(backend: Backend) -> tuple[tuple[list[int] | None, str], list[int]]:
+        context = RankContext(backend, "", 20.0)
+
+        def meet() -> list[int]:
+            if backend.rank == 1:
+                raise ValueError("not here")
+            return context.gather(backend.rank)
+
+        return context.attempt(meet), context.gather(backend.rank)
+
+    failed = None, "rank 1: ValueError: not here"
+    assert phalanx.simulate(rank, 3) == [(failed, [0, 1, 2])] * 3
 
 
 @pytest.mark.parametrize("size", range(2, 40))
@@ -197,7 +213,7 @@ def test_a_message_has_at_least_the_bytes_requested_and_can_be_cut(name: str) ->
     for size in (2, 3, 7):
         for count in (1, 8, 100, 4096):
             elements = operation.fitting(size, count)
-            if not operation.source:
+            if not operation.moves:
                 assert elements == 0
             else:
                 assert count <= 4 * elements < count + 4 * size

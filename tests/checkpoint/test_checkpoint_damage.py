@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -28,10 +29,12 @@ from phalanx import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointNotFoundError,
+    PeerLostError,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+from phalanx.checkpoint.group import CheckpointGroup
 from phalanx.checkpoint.storage import committed
 from phalanx.checkpoint.storage import remove as remove_checkpoint
 
@@ -161,12 +164,17 @@ def test_a_rank_needs_no_file_that_it_has_no_part_in(folder: Path) -> None:
         ('"world_size": 1', '"world_size": 2', "random states"),
         ('"shape": [', '"shape": [9,', "has no elements from"),
         ('"step": 7', '"step": "7"', "Expected `int`"),
+        ('"extra": null', '"extra": {"$int": 7}', "cannot be read: "),
+        ('"extra": null', '"extra": {"$tensor": "rng/1"}', "does not say where rng/1 is"),
+        ('"shared": {}', '"shared": 7', "it has int in place of a dict"),
+        ('"options": {', '"options": {"$tuple": []}, "o": {', "it has tuple in place of a dict"),
     ],
 )
 def test_a_manifest_from_a_stranger_is_only_data(
     old: str, new: str, problem: str, folder: Path
 ) -> None:
-    save_checkpoint(folder, model=Mixed(), step=7)
+    model = Mixed()
+    save_checkpoint(folder, model=model, optimizer=adamw(model), step=7)
     manifest = folder / "000001-step-7" / "manifest.json"
     assert old in manifest.read_text()
     content = manifest.read_text().replace(old, new, 1).encode()
@@ -175,8 +183,11 @@ def test_a_manifest_from_a_stranger_is_only_data(
     record = {**json.loads(commit.read_text()), "bytes": len(content)}
     record["xxh3"] = xxh3_64_hexdigest(content)
     commit.write_text(json.dumps(record, indent=1))
+    other = Mixed(1)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(CheckpointDamagedError, match=problem):
-        load_checkpoint(folder, model=Mixed())
+        load_checkpoint(folder, model=other, optimizer=adamw(other))
+    assert_same(other.state_dict(), before)
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged_only(
@@ -217,3 +228,19 @@ def test_errors_are_told_alike_on_every_rank(two: Path) -> None:
     assert outcomes[0] == outcomes[1]
     assert "rank 1: " in outcomes[0][0]
     assert outcomes[0][1] == 1
+
+
+def test_a_rank_that_fails_while_another_dies_says_what_failed_here() -> None:
+    def run(backend: Backend) -> str:
+        if backend.rank == 0:
+            backend.abort()
+            return ""
+
+        def attempt() -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "a/file")
+
+        with pytest.raises(PeerLostError) as caught:
+            CheckpointGroup(backend, "save_checkpoint", 20.0).on_all(attempt)
+        return repr(caught.value.__cause__)
+
+    assert "No space left" in phalanx.simulate(run, 2)[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from clusters import Cluster
+from clusters import Cluster, SharedMemory
 from collective_reference import (
     algorithms,
     dtypes,
@@ -173,3 +173,14 @@ def test_ranks_with_other_lists_are_told(
             phalanx.all_reduce_coalesced(lists[backend.rank], backend, algorithm="ring")
 
     cluster.run(run, 2, timeout=PROMPT)
+
+
+def test_lists_of_nothing_whose_labels_differ_are_told_apart_where_memory_is_shared() -> None:
+    """As soon as the ranks meet: of nothing there is no message that could tell."""
+
+    def run(backend: Backend) -> None:
+        phalanx.all_reduce_coalesced([], backend, label=f"of rank {backend.rank}")
+        with pytest.raises(DesyncError, match=r"of rank 0.* met .*of rank 1|of rank 1.* met"):
+            phalanx.barrier(backend)
+
+    SharedMemory().run(run, 2)

@@ -26,8 +26,6 @@ from phalanx.errors import MalformedObjectError
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 Call = Callable[[object, Backend], object]
 
-GATHER = ("all_gather", "all_gather_object")
-
 
 def thing(rank: int) -> dict[object, object]:
     """Another object on every rank, of another length."""
@@ -164,7 +162,7 @@ def test_ranks_that_do_not_mean_the_same_are_told(cluster: Cluster) -> None:
 def test_bytes_that_are_no_object_are_an_error_where_they_arrive(cluster: Cluster) -> None:
     def run(backend: Backend) -> float:
         mine = bytearray(b"?!" if backend.rank == 1 else b"N")
-        pending = exchange(*GATHER, mine, backend, result=list, label="", timeout=None).issue()
+        pending = exchange("all_gather", mine, backend, list, "", None).issue()
         for _ in range(2):
             with pytest.raises(MalformedObjectError, match=r"of rank 1 .*same version") as info:
                 pending.wait()
@@ -188,6 +186,6 @@ def test_a_length_that_no_object_has_is_refused_before_memory_is_taken(
     def run(backend: Backend) -> None:
         mine = Liar(b"N") if backend.rank == 1 else bytearray(b"N")
         with pytest.raises(DistributedError, match=f"#0: rank 1 announced .* {length:,}"):
-            exchange(*GATHER, mine, backend, result=list, label="", timeout=None).run()
+            exchange("all_gather", mine, backend, list, "", None).run()
 
     cluster.run(run, 3, timeout=PROMPT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from collective_reference import (
@@ -203,3 +205,36 @@ def test_nothing_stays_nothing_of_the_same_shape() -> None:
         ]
 
     assert simulate(run, 4) == [[(0, 3)] * 4] * 4
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 2), (3, 0)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        phalanx.all_reduce,
+        phalanx.all_reduce_,
+        phalanx.reduce,
+        phalanx.reduce_scatter,
+        phalanx.broadcast,
+        phalanx.broadcast_,
+        phalanx.all_gather,
+        phalanx.gather,
+        phalanx.scatter,
+        phalanx.all_to_all,
+        lambda tensor, backend: phalanx.async_all_reduce_(tensor, backend).wait(),
+    ],
+)
+def test_where_nothing_is_to_be_moved_tensors_stay_on_their_device(
+    call: Callable[[Tensor, Backend], Tensor | None], size: int, rows: int
+) -> None:
+    """As on a GPU by itself: the device here is one whose memory no message could read."""
+
+    def run(backend: Backend) -> None:
+        backend.devices = frozenset({"cpu", "meta"})
+        result = call(torch.empty(rows, 5, device="meta"), backend)
+        if result is not None:
+            assert result.shape == (rows, 5)
+            told = call is phalanx.scatter and backend.rank != 0  # by a tensor of no memory
+            assert result.device.type == ("cpu" if told else "meta")
+
+    simulate(run, size)

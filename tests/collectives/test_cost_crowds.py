@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.collectives.cost import FORMULAS, seconds
-from phalanx.core.backend import INSIDE_A_HOST
+from phalanx.core.transport import INSIDE_A_HOST
 
 SIZES = [8 << (3 * k) for k in range(9)]
 

@@ -12,7 +12,7 @@ from topologies import crossing, on_all_hosts, topologies
 from phalanx import Backend, simulate
 from phalanx.collectives.cost import FORMULAS, LARGE, Choice, Pace, choose, seconds, walk
 from phalanx.collectives.schedules import COLLECTIVES, Hosts, row_for
-from phalanx.core.backend import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
+from phalanx.core.transport import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
 
 FREE = LinkCost(latency=0.0, overhead=0.0, bandwidth=1e30, duplex=True)
 BYTES = Links(inside=FREE, between=FREE._replace(bandwidth=1.0))  # a second for a byte that crosses

@@ -9,12 +9,11 @@ from clusters import Tcp
 import phalanx
 from phalanx import Backend, ReduceOp, SimulatedBackend
 from phalanx.collectives import plan
-from phalanx.collectives.layout import STAGE
+from phalanx.collectives.layout import STAGE, ReduceStaged
 from phalanx.collectives.plan import (
     LARGEST_KEPT,
     STAGE_LIMIT,
     Key,
-    ReduceStaged,
     borrow_stage,
     make_plan,
     return_stage,

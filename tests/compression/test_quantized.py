@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from members import average, buckets_of, noise
 
 from phalanx import Quantized
-from phalanx.compression.quantized import pack_bits, unpack_bits
-from phalanx.compression.sparse import bits_of, numbers_of
+from phalanx.compression.quantized import bits_of, numbers_of, pack_bits, unpack_bits
 
 
 def assert_unbiased(draws: torch.Tensor, expected: torch.Tensor) -> None:

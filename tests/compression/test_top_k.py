@@ -17,8 +17,8 @@ from phalanx import (
     compress_gradients,
     decompress_gradients,
 )
-from phalanx.compression.quantized import pack_bits
-from phalanx.compression.sparse import CODES, bits_of, code_for, encoded_size
+from phalanx.compression.quantized import bits_of, pack_bits
+from phalanx.compression.sparse import CODES, code_for, encoded_size
 from phalanx.compression.top_k import SAMPLE, largest
 from phalanx.errors import SizeMismatchError
 

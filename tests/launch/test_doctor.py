@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli.app import app, run_checks
 from phalanx.launch.init import BACKENDS
-from phalanx.tools.doctor import CHECKS, Check, as_markdown, share_memory
+from phalanx.tools.doctor import CHECKS, Check, as_markdown
 from phalanx.tools.machine import (
     Finding,
     cpu_quota,
@@ -228,12 +228,26 @@ def test_what_is_little_is_a_warning_with_a_way_out(finding: Finding, status: st
     assert bool(finding.hint) is (status in ("warn", "info"))
 
 
-def test_memory_is_shared_with_a_second_process_and_nothing_is_left(tmp_path: Path) -> None:
-    assert share_memory(tmp_path).status == "ok"
-    assert list(tmp_path.iterdir()) == []
-    finding = share_memory(tmp_path / "missing")
-    assert finding.status == "fail"
-    assert finding.hint
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs a memfd")
+def test_memory_is_shared_with_a_second_process_as_ranks_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "Memory between processes", "shared memory"
+    assert found(*place).status == "ok"
+    with monkeypatch.context() as hidden:
+        hidden.setattr(os, "getpid", lambda: 1 << 30)
+        finding = found(*place)
+        assert (finding.status, bool(finding.hint)) == ("fail", True)
+    monkeypatch.delattr(os, "memfd_create")
+    finding = found(*place)
+    assert finding.status == "info"
+    assert "ranks of one host talk over TCP" in finding.what
+
+
+def test_ranks_need_no_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    for section in ("Machine", "Memory between processes"):
+        assert "talk over TCP" not in found(section, "shared memory").what
 
 
 def test_a_temporary_folder_that_cannot_be_used_is_said(

@@ -129,6 +129,17 @@ def test_torchrun_inside_another_launcher_counts(inner: dict[str, str]) -> None:
     assert found == EXPECTED["torchrun"][1]
 
 
+@pytest.mark.parametrize(("launcher", "environ"), [("open mpi", OPEN_MPI), ("mpich", MPICH)])
+def test_mpirun_inside_a_job_of_slurm_counts(launcher: str, environ: dict[str, str]) -> None:
+    """Whose ranks all see the numbers of the batch script, or of the daemon of their host."""
+    job = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
+    assert read_environment({**job, **environ}) == EXPECTED[launcher][1]
+
+
+def test_srun_that_speaks_pmi_counts_as_srun() -> None:
+    assert read_environment({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}) == EXPECTED["slurm"][1]
+
+
 @pytest.mark.parametrize(
     "environ",
     [

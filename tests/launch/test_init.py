@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -24,8 +26,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def world(no_launcher: None) -> Iterator[World]:
     """Rank 0 of two, with a launcher's store in this process."""
-    store, port = hold_store("127.0.0.1", 0, timeout=10.0)
-    yield World(0, 2, 0, 2, "127.0.0.1", port, 0, True, "torchrun", "job")
+    store = hold_store("127.0.0.1", 0, timeout=10.0)
+    yield World(0, 2, 0, 2, "127.0.0.1", store.port, 0, True, "torchrun", "job")
     del store
 
 
@@ -90,6 +92,24 @@ def test_a_store_that_is_gone_is_named(no_launcher: None) -> None:
     gone = World(1, 2, 1, 2, "127.0.0.1", 1, 0, True, "torchrun")
     with pytest.raises(BackendUnavailableError, match=r"store at 127\.0\.0\.1:1 "):
         rendezvous(gone, timeout=0.05)
+
+
+def unknown(*_: object, **__: object) -> NoReturn:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("agent_store", ["True", "False"])
+def test_a_master_that_nobody_knows_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, rank: str, agent_store: str
+) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": agent_store}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    words = r"node1.* \(MASTER_ADDR\) cannot be resolved.*: Name or service not known"
+    with pytest.raises(BackendUnavailableError, match=words):
+        init("tcp", timeout=0.05)
 
 
 def test_without_a_store_rank_0_is_at_the_master(no_launcher: None) -> None:

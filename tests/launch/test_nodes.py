@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import NoReturn
 
 import pytest
 
@@ -134,6 +135,25 @@ def test_a_node_says_for_which_others_it_waits(stack: ExitStack, master: str) ->
             node.check()
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_node_that_cannot_resolve_the_master_says_so_while_it_tries(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("phalanx.launch.store.PATIENCE", 0)  # it tries once
+    reaper = stack.enter_context(Reaper())
+    node = Nodes(reaper, nodes=2, node_rank=1, ranks=1, master="node1:29500")
+    stack.callback(node.close, PATIENCE)
+    assert node.awaited() == (
+        "node 1 of 2 waits for node 0 to meet at node1:29500, for 0 s at most; the host name "
+        "cannot be resolved here: Name or service not known"
+    )
+    with pytest.raises(BackendUnavailableError, match=r"same --master.* Name or service not known"):
+        until(node)
 
 
 def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import io
 import os
+import tempfile
 import threading
 
 import pytest
@@ -11,21 +11,24 @@ from hypothesis import strategies as st
 from phalanx.launch.output import LONGEST_LINE, RankLines, RankPipes
 
 
-class Shown(io.TextIOWrapper):
-    """A text stream over memory, as standard output is over a descriptor."""
+class Shown:
+    """A file to write to, and what has been written."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO(), encoding="utf-8")
+        self.descriptor, path = tempfile.mkstemp()
+        os.unlink(path)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
     @property
     def bytes(self) -> bytes:
-        assert isinstance(self.buffer, io.BytesIO)
-        return self.buffer.getvalue()
+        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
 
 def test_pieces_of_a_line_are_joined_behind_one_prefix() -> None:
     shown = Shown()
-    lines = RankLines(shown)
+    lines = RankLines(shown.descriptor)
     for rank, piece in ((0, b"los"), (1, b"hello\n"), (0, b"s 3\n"), (1, b"a\nb\nc")):
         lines.write(rank, piece)
     assert shown.bytes == b"[rank 1] hello\n[rank 0] loss 3\n[rank 1] a\n[rank 1] b\n"
@@ -33,7 +36,7 @@ def test_pieces_of_a_line_are_joined_behind_one_prefix() -> None:
 
 def test_the_last_line_needs_no_end() -> None:
     shown = Shown()
-    lines = RankLines(shown)
+    lines = RankLines(shown.descriptor)
     lines.write(3, b"no end")
     assert shown.bytes == b""
     lines.finish()
@@ -43,30 +46,26 @@ def test_the_last_line_needs_no_end() -> None:
 
 def test_bytes_that_are_no_text_go_through_as_they_are() -> None:
     shown = Shown()
-    RankLines(shown).write(0, b"\xff\xfe \x00 caf\xe9\n")
+    RankLines(shown.descriptor).write(0, b"\xff\xfe \x00 caf\xe9\n")
     assert shown.bytes == b"[rank 0] \xff\xfe \x00 caf\xe9\n"
 
 
 def test_a_line_without_end_is_shown_before_it_fills_the_Shown() -> None:
     shown = Shown()
-    lines = RankLines(shown)
+    lines = RankLines(shown.descriptor)
     for _ in range(2):
         lines.write(0, b"x" * (LONGEST_LINE // 2))
     assert shown.bytes == b"[rank 0] " + b"x" * LONGEST_LINE + b"\n"
 
 
-def test_a_stream_of_text_alone_will_do() -> None:
-    shown = io.StringIO()
-    RankLines(shown).write(0, b"hello \xff\n")
-    assert shown.getvalue() == "[rank 0] hello \N{REPLACEMENT CHARACTER}\n"
-
-
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    shown = io.StringIO()
-    lines = RankLines(shown)
-    shown.close()
-    lines.write(0, b"hello\n")
+    reader, writer = os.pipe()
+    lines = RankLines(writer)
+    os.close(reader)
+    for _ in range(2):
+        lines.write(0, b"hello\n")
     lines.finish()
+    os.close(writer)
 
 
 def test_a_descriptor_that_does_not_wait_gets_everything() -> None:
@@ -81,8 +80,8 @@ def test_a_descriptor_that_does_not_wait_gets_everything() -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    with open(writer, "w") as stream:
-        RankLines(stream).write(0, b"x" * (1 << 20) + b"\n")
+    RankLines(writer).write(0, b"x" * (1 << 20) + b"\n")
+    os.close(writer)
     thread.join()
     os.close(reader)
     assert b"".join(received) == b"[rank 0] " + b"x" * (1 << 20) + b"\n"
@@ -94,7 +93,7 @@ text = st.binary(min_size=1, max_size=5) | st.sampled_from([b"[rank 7] ", b"\r",
 @given(st.lists(st.tuples(st.integers(0, 3), text)))
 def test_every_rank_keeps_its_bytes_and_lines_stay_whole(pieces: list[tuple[int, bytes]]) -> None:
     shown = Shown()
-    lines = RankLines(shown)
+    lines = RankLines(shown.descriptor)
     for rank, piece in pieces:
         lines.write(rank, piece)
     lines.finish()
@@ -110,7 +109,7 @@ def test_every_rank_keeps_its_bytes_and_lines_stay_whole(pieces: list[tuple[int,
 
 def test_what_is_written_before_the_end_is_shown() -> None:
     out, err = Shown(), Shown()
-    pipes = RankPipes(out, err)
+    pipes = RankPipes(out.descriptor, err.descriptor)
     for rank in range(3):
         for writer, text in zip(pipes.open(rank), (b"one\ntwo", b"a warning\n"), strict=True):
             os.write(writer, text)
@@ -124,7 +123,7 @@ def test_what_is_written_before_the_end_is_shown() -> None:
 
 def test_megabytes_go_through_a_pipe_that_holds_little() -> None:
     out = Shown()
-    pipes = RankPipes(out, Shown())
+    pipes = RankPipes(out.descriptor, out.descriptor)
     line = b"x" * 999 + b"\n"
     writer, errors = pipes.open(0)
     os.close(errors)
@@ -137,7 +136,7 @@ def test_megabytes_go_through_a_pipe_that_holds_little() -> None:
 
 def test_a_process_that_was_left_behind_and_writes_on_holds_up_nobody() -> None:
     out = Shown()
-    pipes = RankPipes(out, Shown())
+    pipes = RankPipes(out.descriptor, out.descriptor)
     writer, errors = pipes.open(0)
     os.write(writer, b"early\n")
     pipes.close()
@@ -150,13 +149,12 @@ def test_a_process_that_was_left_behind_and_writes_on_holds_up_nobody() -> None:
 
 def test_a_reader_that_takes_nothing_is_given_up() -> None:
     reader, full = os.pipe()
-    with open(full, "w") as stream:
-        pipes = RankPipes(stream, Shown())
-        writer, errors = pipes.open(0)
-        for _ in range(2):  # more than the reader's pipe holds
-            os.write(writer, b"x" * 65_000 + b"\n")
-        assert not pipes.close(give_up=lambda: True)
-        os.close(reader)
-        assert pipes.close()
-    os.close(writer)
-    os.close(errors)
+    pipes = RankPipes(full, full)
+    writer, errors = pipes.open(0)
+    for _ in range(2):  # more than the reader's pipe holds
+        os.write(writer, b"x" * 65_000 + b"\n")
+    assert not pipes.close(give_up=lambda: True)
+    os.close(reader)
+    assert pipes.close()
+    for descriptor in (writer, errors, full):
+        os.close(descriptor)

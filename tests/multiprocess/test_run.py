@@ -214,6 +214,25 @@ def test_a_failure_on_one_node_stops_the_others_and_is_told_there(
     ]
 
 
+def test_a_node_that_cannot_start_its_ranks_ends_the_job(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    script = write(tmp_path, "import time; time.sleep(60)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [*PHALANX, "run", "--nnodes", "2", "--master", master]
+    few = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh"]
+    one = start([*few, *words, "-n", "40", "--node-rank", "1", script], environ)
+    zero = start([*words, "--node-rank", "0", script], environ)
+    codes, lines, errors = finish(one, zero)
+    assert (codes, lines) == ([2, 1], [])
+    failure, told = errors.splitlines()
+    assert failure.startswith("phalanx: the process of rank ")
+    assert "cannot be started" in failure
+    reason = failure.removeprefix("phalanx: ")
+    assert told == f"the first failure was on another node, 1: its launcher failed: {reason}"
+
+
 def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str]) -> None:
     script = write(
         tmp_path,

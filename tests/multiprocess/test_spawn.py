@@ -63,6 +63,52 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert caught.value.peer == 1
 
 
+DAEMON = """
+import pathlib, sys
+from phalanx.launch.spawn import spawn
+
+def rank(backend):
+    print("a line")
+    return backend.rank
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(str(spawn(rank, 2)))
+"""
+
+
+def test_a_daemon_whose_standard_streams_are_closed_can_spawn(tmp_path: Path) -> None:
+    script, results = tmp_path / "daemon.py", tmp_path / "results"
+    script.write_text(DAEMON)
+    words = [sys.executable, str(script), str(results)]
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], check=True, timeout=60)
+    assert results.read_text() == "[0, 1]"
+
+
+UNGUARDED = """
+from phalanx.launch.spawn import spawn
+
+def rank(backend):
+    return backend.rank
+
+spawn(rank, 2)
+"""
+
+
+def test_a_script_that_calls_spawn_when_it_is_imported_is_told_in_one_error(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 1
+    told = ended.stderr.splitlines()[-1]
+    assert told.startswith("phalanx.errors.MisuseError: ")
+    assert 'if __name__ == "__main__":' in told
+    assert "Rank " in ended.stderr, "the traceback of the rank that failed first"
+    assert "freeze_support" not in ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == 2
+
+
 SLEEPERS = """
 import os, signal, time
 from phalanx.launch.spawn import spawn

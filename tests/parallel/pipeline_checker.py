@@ -11,8 +11,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from math import ceil
 
 from phalanx.pipeline.schedules import SCHEDULES, Action, ActionKind, Schedule
+
+
+def group(p: int, m: int) -> int:
+    """g: about p micro-batches, m divided by m // p, rounded up."""
+    return ceil(m / max(1, m // p))
+
+
+# i, p, m, v -> the most chunks' activations that are alive on rank i, as schedules.py has it
+ALIVE = {
+    "gpipe": lambda i, p, m, v: m,
+    "1f1b": lambda i, p, m, v: min(m, p - i),
+    "interleaved_1f1b": lambda i, p, m, v: min(v * m, (v - 1) * group(p, m) + 2 * (p - i - 1) + 1),
+}
 
 
 class BrokenScheduleError(AssertionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_runs import Watched, over_tcp
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx import FSDP, Backend, ShardingStrategy, simulate
 
@@ -122,3 +122,80 @@ def test_without_prefetch_each_is_unsharded_when_it_is_needed() -> None:
         *["gathers 0", "gathers 1", "gathers 2"],
         *["gathers 2", "reduces 2", "gathers 1", "reduces 1", "gathers 0", "reduces 0"],
     ]
+
+
+def reductions(backend: Backend, passes: int, model: nn.Module) -> list[str]:
+    """Which groups are reduced in a backward pass through so many forward passes, in order."""
+    fsdp = FSDP(model, backend, prefetch=0)
+    watched = Watched(backend)
+    sum(fsdp(torch.ones(2, WIDTH)).sum() for _ in range(passes)).backward()  # type: ignore[union-attr]
+    steps = [event.split("FSDP ")[1].split(",")[0] for event in watched.events if "FSDP" in event]
+    return [step for step in steps if step.startswith("reduces")]
+
+
+def test_a_group_that_computes_twice_is_reduced_once() -> None:
+    def run(backend: Backend) -> list[str]:
+        first, middle, last = layers()
+        return reductions(backend, 1, nn.Sequential(first, middle, nn.Tanh(), middle, last))
+
+    assert over_tcp(run, 2) == [["reduces 4", "reduces 1", "reduces 0"]] * 2
+
+
+def test_a_backward_pass_through_two_forward_passes_reduces_each_group_once() -> None:
+    def run(backend: Backend) -> list[str]:
+        return reductions(backend, 2, layers())
+
+    assert over_tcp(run, 2) == [["reduces 2", "reduces 1", "reduces 0"]] * 2
+
+
+def test_a_call_that_no_backward_pass_comes_to_is_not_waited_for_after_a_step() -> None:
+    """Rank 0 keeps what it has computed besides, with its graph."""
+
+    def run(backend: Backend) -> list[str]:
+        fsdp = FSDP(layers(), backend, prefetch=0)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        kept = [fsdp(torch.ones(2, WIDTH))]
+        if backend.rank == 1:
+            kept.clear()
+        fsdp(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        watched = Watched(backend)
+        fsdp(torch.ones(2, WIDTH)).sum().backward()
+        steps = [e.split("FSDP ")[1].split(",")[0] for e in watched.events if "FSDP" in e]
+        return [step for step in steps if step.startswith("reduces")]
+
+    assert over_tcp(run, 2) == [["reduces 2", "reduces 1", "reduces 0"]] * 2
+
+
+class Shifting(nn.Module):
+    """Uses its shifts on some ranks only; between its layers something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ShiftingLayer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class ShiftingLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shifts = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias if self.shifts else None)
+
+
+@pytest.mark.parametrize("shifting", [(), (0,), (0, 1)])
+def test_a_group_is_reduced_once_whatever_ranks_use_of_it(shifting: tuple[int, ...]) -> None:
+    def run(backend: Backend) -> list[str]:
+        model = Shifting()
+        for layer in model.layers:
+            layer.shifts = backend.rank in shifting
+        return reductions(backend, 1, model)
+
+    expected = ["reduces layers.2", "reduces layers.1", "reduces layers.0"]
+    assert over_tcp(run, 2) == [expected] * 2

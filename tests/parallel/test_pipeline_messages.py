@@ -12,6 +12,7 @@ import torch
 from clusters import CLUSTERS
 from ddp_models import seeded
 from ddp_runs import outcome_of
+from pipeline_checker import ALIVE
 from pipeline_runs import SCHEDULES, SIZE, batch, deep, piped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +27,6 @@ from phalanx import (
 )
 from phalanx.core.posted import Wait
 from phalanx.errors import MalformedObjectError
-from phalanx.pipeline.schedules import SCHEDULES as TABLE
 from phalanx.pipeline.stage_p2p import FIRST_TAG, MessageLayout
 from phalanx.wire.codec import encode
 
@@ -226,7 +226,7 @@ def test_the_schedule_decides_how_many_activations_live(
         return pipeline.peak_activations, pipeline.config.chunks
 
     for i, (most, v) in enumerate(simulate(run, stages)):
-        assert most == TABLE[schedule].alive(i, stages, micro_batches, v)
+        assert most == ALIVE[schedule](i, stages, micro_batches, v)
         if schedule == "1f1b":
             assert most <= stages
 

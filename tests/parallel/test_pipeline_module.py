@@ -265,7 +265,7 @@ def test_ranks_that_are_given_different_pipelines_are_told_which_and_in_what(wha
             assert error is None, "the same cut, however it was said"
             continue
         assert isinstance(error, DesyncError)
-        assert "the ranks' pipelines differ: rank 2 has " in str(error)
+        assert "Pipeline: the ranks differ: rank 2 has " in str(error)
         assert said in str(error)
         assert "Give every rank the same" in str(error)
 

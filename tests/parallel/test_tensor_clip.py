@@ -20,7 +20,7 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, DeviceMesh, parallelize, simulate
+from phalanx import DDP, FSDP, Backend, DeviceMesh, ShardingStrategy, parallelize, simulate
 from phalanx.tensor import clip_grad_norm_, parallel_cross_entropy
 
 
@@ -87,6 +87,30 @@ def test_ranks_may_have_no_gradients_and_models_no_parallel_layers():
 
     for found in simulate(run, 2):
         assert found == pytest.approx([5, 5, 0.6])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_with_shards_gradients_that_are_whole_on_every_rank_count_once(
+    strategy: ShardingStrategy, norm_type: float
+):
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    inputs = torch.arange(6.0).view(2, 3)
+    plain = model()
+    plain(inputs).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+
+    def run(backend: Backend) -> Tensor:
+        some = model()
+        some[0] = FSDP(some[0], backend, strategy=strategy)
+        some(inputs).sum().backward()
+        return clip_grad_norm_(some, 0.1, norm_type=norm_type, shards=backend)
+
+    for norm in simulate(run, 3):
+        torch.testing.assert_close(norm.float(), expected)
 
 
 def test_a_norm_that_is_none_is_refused():

@@ -65,7 +65,7 @@ def test_dropout_that_differs_between_the_ranks_is_found():
         assert "dropout" in str(error)
 
 
-def test_it_costs_16_bytes_and_works_on_shards():
+def test_it_costs_8_bytes_and_works_on_shards():
     def run(backend: Backend) -> int:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
         model = FSDP(parallelize(transformer(), plan_for(), mesh["tensor"]), mesh["data"])
@@ -74,7 +74,7 @@ def test_it_costs_16_bytes_and_works_on_shards():
         check_whole_parameters(model)
         return watched.bytes_sent
 
-    assert list(simulate(run, 4)) == [16] * 4
+    assert list(simulate(run, 4)) == [8] * 4
 
 
 def test_without_parallel_layers_there_is_nothing_to_compare():

@@ -121,13 +121,13 @@ def test_a_layer_in_two_places_stays_one_layer():
         torch.testing.assert_close(y, expected)
 
 
-def test_it_costs_one_message_of_16_bytes():
+def test_it_costs_one_message_of_8_bytes():
     def run(backend: Backend) -> tuple[int, int]:
         watched = Watched(backend)
         parallelize(transformer(layers=3), plan_for(), backend)
         return len(watched.events), watched.bytes_sent
 
-    assert list(simulate(run, 2)) == [(1, 16), (1, 16)]
+    assert list(simulate(run, 2)) == [(1, 8), (1, 8)]
 
 
 def test_the_memory_of_the_whole_weights_is_freed():

@@ -10,7 +10,17 @@ from clusters import Cluster
 from tensor_models import assert_all_close, batch, plan_for, transformer
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, DeviceMesh, SizeMismatchError, parallelize, simulate
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    Pipeline,
+    PipelineParallelConfig,
+    SizeMismatchError,
+    parallelize,
+    simulate,
+)
 from phalanx.tensor import full_state_dict, load_full_state_dict
 
 
@@ -42,6 +52,39 @@ def test_the_parts_have_the_plain_models_names():
     assert [s["embed.weight"] for s in shapes] == [[4, 16], [3, 16], [3, 16], [3, 16]]
     assert [s["blocks.0.down.weight"] for s in shapes] == [[16, 12]] * 4
     assert [s["blocks.0.down.bias"] for s in shapes] == [[16]] * 4
+
+
+class Versioned(nn.Linear):
+    """A layer that converts the states of its former versions."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest) -> None:
+        assert local_metadata.get("version") == 2, "it would convert what is new"
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP", "Pipeline", "parallelize"])
+def test_layers_are_told_the_version_of_the_state_that_they_load(kind: str):
+    def plain() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), Versioned(2, 2))
+
+    def run(backend: Backend) -> None:
+        make = {
+            "DDP": lambda: DDP(plain(), backend),
+            "FSDP": lambda: FSDP(plain(), backend),
+            "Pipeline": lambda: Pipeline(plain(), backend, PipelineParallelConfig(2, 2)),
+            "parallelize": lambda: parallelize(plain(), {"0": "column"}, backend),
+        }
+        model = make[kind]()
+        model.load_state_dict(model.state_dict())
+        whole = full_state_dict(model)
+        load_full_state_dict(model, whole)
+        if kind != "Pipeline":  # whose is that of this rank's layers
+            plain().load_state_dict(whole)
+
+    simulate(run, 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])

@@ -360,6 +360,40 @@ def test_ranks_that_fail_at_different_places_never_mix_their_gradients(how: str,
             assert_close(found, gradients(model))
 
 
+@pytest.mark.parametrize("bucket_size", [168, 1 << 20])
+def test_a_rank_that_averaged_what_another_gave_up_is_told_so(bucket_size: int):
+    """Who fails before backward begins, and goes on, meets what the other had on its way."""
+
+    def run(backend: Backend) -> BaseException | None:
+        ddp = DDP(build(), backend, bucket_size=bucket_size, broadcast_buffers=False)
+        backward(ddp, 0)
+        backend.barrier()
+        place, at = (3, "forward") if backend.rank else (0, "backward, input")
+        error = outcome_of(lambda: fail(ddp, 1, place, at))
+        return error or outcome_of(lambda: [backward(ddp, number) for number in (2, 3, 4)])
+
+    for error in simulate(run, 2):
+        assert isinstance(error, DesyncError)
+        assert "after 1 that failed" in str(error)
+        assert str(error).count("a backward pass of it failed or was left out") == 1
+
+
+def test_a_batch_that_fails_in_one_ranks_forward_pass_may_be_tried_again_there():
+    def one(model: Any, rank: int) -> None:
+        if isinstance(model, DDP) and rank == 1:
+            fail(model, 99, 2, "forward")
+        backward(model, rank)
+
+    def run(backend: Backend) -> Gradients:
+        ddp = DDP(build(), backend)
+        one(ddp, backend.rank)
+        return gradients(ddp)
+
+    expected = naive_gradients(build, 2, one)
+    for found in simulate(run, 2):
+        assert_close(found, expected)
+
+
 # What others do, and what is refused -----------------------------------------------------------
 
 

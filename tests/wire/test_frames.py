@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 from forms import examples
+from framing import framed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +21,7 @@ from phalanx.wire.frame import (
     FrameError,
     Header,
     Kind,
-    frames,
     pack_header,
-    unpack_header,
 )
 
 MESSAGES = (Kind.COLLECTIVE, Kind.POINT_TO_POINT)
@@ -75,7 +74,7 @@ def feed(decoder: FrameDecoder, stream: bytes, cuts: list[int]) -> None:
         stop = min(place + cut, len(view))
         while place < stop:
             if decoder.paused:
-                decoder.resume()
+                decoder.received(0)
             space = decoder.space()
             count = min(len(space), stop - place)
             space[:count] = view[place : place + count]
@@ -83,16 +82,11 @@ def feed(decoder: FrameDecoder, stream: bytes, cuts: list[int]) -> None:
             if count:
                 decoder.received(count)
     while decoder.paused:
-        decoder.resume()
+        decoder.received(0)
 
 
 def stream_of(messages: list[tuple[Channel, int, bytes]]) -> bytes:
-    return b"".join(
-        bytes(part)
-        for channel, fingerprint, content in messages
-        for piece in frames(channel, memoryview(content), fingerprint)
-        for part in piece
-    )
+    return b"".join(framed(channel, content, number) for channel, number, content in messages)
 
 
 channels = st.builds(
@@ -148,25 +142,12 @@ def test_control_frames_come_whole_between_the_frames_of_messages(
     assert collector.found == [(channel, 5, len(content), content)] * len(controls)
 
 
-def test_a_large_message_is_cut_so_that_a_failure_notice_can_pass() -> None:
-    content = bytes(2 * MAX_PAYLOAD + 5)
-    pieces = list(frames(Channel(1, Kind.COLLECTIVE, 2), memoryview(content), 9))
-    headers = [unpack_header(header) for header, _ in pieces]
-    assert [(h.offset, h.length, h.total) for h in headers] == [
-        (0, MAX_PAYLOAD, len(content)),
-        (MAX_PAYLOAD, MAX_PAYLOAD, len(content)),
-        (2 * MAX_PAYLOAD, 5, len(content)),
-    ]
+@pytest.mark.parametrize("size", [0, 2 * MAX_PAYLOAD + 5])
+def test_a_message_of_no_bytes_or_of_several_frames_comes_whole(size: int) -> None:
+    message = (Channel(1, Kind.COLLECTIVE, 2), 9, bytes(size))
     collector = Collector()
-    feed(FrameDecoder(collector), b"".join(bytes(p) for piece in pieces for p in piece), [10])
-    assert collector.found == [(Channel(1, Kind.COLLECTIVE, 2), 9, len(content), content)]
-
-
-def test_a_message_of_no_bytes_is_one_frame() -> None:
-    assert len(list(frames(Channel(1, Kind.COLLECTIVE, 2), memoryview(b"")))) == 1
-    collector = Collector()
-    feed(FrameDecoder(collector), stream_of([(Channel(1, Kind.COLLECTIVE, 2), 0, b"")]), [])
-    assert collector.found == [(Channel(1, Kind.COLLECTIVE, 2), 0, 0, b"")]
+    feed(FrameDecoder(collector), stream_of([message]), [10])
+    assert collector.found == [(message[0], 9, size, bytes(size))]
 
 
 def test_the_header_is_little_endian_and_fixed() -> None:

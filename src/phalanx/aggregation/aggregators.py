@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.aggregation.parameter_server.client import ParameterClient
 from phalanx.aggregation.parameter_server.server import OnStep, OptimizerFactory, Server
 from phalanx.aggregation.parameter_server.state import ServerMode, ServiceRecord
+from phalanx.aggregation.parameter_server.wire import described
 from phalanx.collectives import ReduceOp, all_reduce_coalesced, broadcast_, reduce_
 from phalanx.collectives.check_same import difference
 from phalanx.compression import Compressor
@@ -55,22 +56,21 @@ class LocalAggregator(GradientAggregator):
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients themselves, in a new list."""
-        return checked(gradients, "LocalAggregator")
+        return listed_tensors(gradients, "LocalAggregator.aggregate")
 
 
-def checked(gradients: Iterable[Tensor], who: str, backend: Backend | None = None) -> list[Tensor]:
-    """The gradients as a list. TypeError unless it is one of tensors, and for several ranks
-    `UnsupportedOperationError` unless they are dense.
+def checked(gradients: Iterable[Tensor], who: str, backend: Backend) -> list[Tensor]:
+    """The gradients as a list. TypeError unless it is one of tensors, `UnsupportedOperationError`
+    unless they are dense.
     """
-    rank = None if backend is None else backend.rank
-    where = f"{who}.aggregate" if rank is None else f"rank {rank}: {who}.aggregate"
+    where = f"rank {backend.rank}: {who}.aggregate"
     listed = listed_tensors(gradients, where)
     for number, gradient in enumerate(listed):
-        if rank is not None and (gradient.layout is not torch.strided or gradient.is_nested):
+        if gradient.layout is not torch.strided or gradient.is_nested:
             raise UnsupportedOperationError(
                 f"{where}: gradient {number} is {gradient.layout}; only dense gradients are "
                 "averaged: pass sparse=False to the embedding, or give gradient.to_dense()",
-                rank=rank,
+                rank=backend.rank,
                 op="aggregate",
             )
     return listed
@@ -86,7 +86,7 @@ class AllReduceAggregator(GradientAggregator):
     reproducible   sum in rank order: the same bits on every backend and for every list
     timeout        seconds that a message waits at most; by default the backend's
 
-    A ring sends 2(p-1)/p of the gradients' bytes from each of p ranks, and 16 bytes to compare the
+    A ring sends 2(p-1)/p of the gradients' bytes from each of p ranks, and 8 bytes to compare the
     lists. Raises `DesyncError` on every rank, naming the first gradient that differs, before
     anything is summed; and what `all_reduce_coalesced` raises.
     """
@@ -166,11 +166,7 @@ class CompressedAggregator(GradientAggregator):
                     rank=rank,
                     op="aggregate",
                 )
-        groups = flattened(listed)
-        buckets = [
-            GradientBucket(flat, [*map(str, numbers)], [listed[n].shape for n in numbers])
-            for numbers, flat in groups
-        ]
+        buckets = bucketed(listed)
         member = Member(rank, self.backend.world_size)
         try:
             under_way = [
@@ -181,13 +177,13 @@ class CompressedAggregator(GradientAggregator):
         except BaseException:
             self.compressor.rollback()
             raise
-        if all(is_finite(flat) for _, flat in groups):
+        if all(is_finite(bucket.flat) for bucket in buckets):
             self.compressor.commit()
             if RESIDUAL in self.compressor.remembers():
-                self._shapes.update((number, g.shape) for number, g in enumerate(listed))
+                self._shapes.update(enumerate(gradient.shape for gradient in listed))
         else:
             self.compressor.rollback()
-        return unflattened(groups, listed)
+        return unbucketed(buckets)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The compressor's state on this rank, under keys that say which rank it is:
@@ -213,13 +209,10 @@ def check_same_list(
     gradients: Sequence[Tensor], backend: Backend, who: str, *, timeout: float | None = None
 ) -> None:
     """Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
-    many, of the same shapes and dtypes. Blocks for one message of 16 bytes, before any sum, and at
+    many, of the same shapes and dtypes. Blocks for one message of 8 bytes, before any sum, and at
     most `timeout` seconds, by default the backend's.
     """
-    mine = [
-        f"gradient {number} ({str(gradient.dtype).removeprefix('torch.')} {list(gradient.shape)})"
-        for number, gradient in enumerate(gradients)
-    ]
+    mine = [f"gradient {number} ({described(each)})" for number, each in enumerate(gradients)]
     differ = difference([f"called {who}", *mine], backend, end="no more gradients", timeout=timeout)
     if differ is None:
         return
@@ -240,31 +233,28 @@ def check_same_list(
 
 
 # ------------------------------------------------------------------------------
-# Lists of tensors as flat memory, one piece for each dtype and device, and back.
+# Lists of tensors as buckets, and back.
 
 
-FlatGroup = tuple[list[int], Tensor]  # numbers in the list; copies, one after the other
-
-
-def flattened(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """A group for each dtype and device."""
+def bucketed(tensors: Sequence[Tensor]) -> list[GradientBucket]:
+    """Copies of the tensors, named by their numbers: a bucket for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
     return [
-        (numbers, torch.cat([tensors[n].detach().reshape(-1) for n in numbers]))
+        GradientBucket.of([tensors[number] for number in numbers], [*map(str, numbers)])
         for numbers in kinds.values()
     ]
 
 
-def unflattened(groups: Iterable[FlatGroup], like: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors with the values of the groups, in the order and shapes of the list."""
-    results: dict[int, Tensor] = {}
-    for numbers, flat in groups:
-        pieces = torch.split(flat, [like[number].numel() for number in numbers])
-        for number, piece in zip(numbers, pieces, strict=True):
-            results[number] = piece.view(like[number].shape).clone()
-    return [results[number] for number in range(len(like))]
+def unbucketed(buckets: Iterable[GradientBucket]) -> list[Tensor]:
+    """New tensors with the values in the buckets, in the order of the list that was given."""
+    found = {
+        int(place.name): values.clone()
+        for bucket in buckets
+        for place, values in bucket.cut(bucket.flat)
+    }
+    return [found[number] for number in sorted(found)]
 
 
 # ------------------------------------------------------------------------------
@@ -304,30 +294,28 @@ class ParameterServer(GradientAggregator):
 
         params   any shapes and dtypes, alike on every rank; rank 0's values count; not changed
         """
-        listed = self._checked(params, "broadcast_params")
-        groups = flattened(listed)
-        for _, flat in groups:
-            broadcast_(flat, self.backend, SERVER, timeout=self.timeout)
-        return unflattened(groups, listed)
+        buckets = self._bucketed(params, "broadcast_params")
+        for bucket in buckets:
+            broadcast_(bucket.flat, self.backend, SERVER, timeout=self.timeout)
+        return unbucketed(buckets)
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Means over all ranks, by the server: new tensors, the same bits everywhere. Blocks."""
-        listed = self._checked(gradients, "reduce_gradients")
-        groups = flattened(listed)
-        for _, flat in groups:
-            reduce_(flat, self.backend, SERVER, ReduceOp.MEAN, timeout=self.timeout)
-            broadcast_(flat, self.backend, SERVER, timeout=self.timeout)
-        return unflattened(groups, listed)
+        buckets = self._bucketed(gradients, "reduce_gradients")
+        for bucket in buckets:
+            reduce_(bucket.flat, self.backend, SERVER, ReduceOp.MEAN, timeout=self.timeout)
+            broadcast_(bucket.flat, self.backend, SERVER, timeout=self.timeout)
+        return unbucketed(buckets)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """`reduce_gradients`."""
         return self.reduce_gradients(gradients)
 
-    def _checked(self, tensors: Sequence[Tensor], method: str) -> list[Tensor]:
+    def _bucketed(self, tensors: Sequence[Tensor], method: str) -> list[GradientBucket]:
         listed = checked(tensors, "ParameterServer", self.backend)
         who = f"ParameterServer.{method}"
         check_same_list(listed, self.backend, who, timeout=self.timeout)
-        return listed
+        return bucketed(listed)
 
     @staticmethod
     def serve(

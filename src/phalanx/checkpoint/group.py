@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import nn
+
 from phalanx import errors
+from phalanx.checkpoint.state import wrappers_of
 from phalanx.collectives import all_gather_object
-from phalanx.core.backend import Backend
+from phalanx.core.backend import Backend, SubBackend
+from phalanx.tensor.layer import ParallelLayer
 
 T = TypeVar("T")
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
-_KINDS: Mapping[str, type[errors.DistributedError]] = MappingProxyType(
-    {
-        kind.__name__: kind
-        for kind in (
-            *(errors.CheckpointDamagedError, errors.CheckpointError, errors.CheckpointIOError),
-            *(errors.CheckpointMismatchError, errors.CheckpointNotFoundError, errors.MisuseError),
-            *(errors.UnsupportedObjectError, errors.UnsupportedOperationError),
-        )
-    }
-)
+_SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperationError)
 
 
 class CheckpointGroup:
@@ -45,7 +39,8 @@ class CheckpointGroup:
         """Call `attempt` on every rank; all results, in rank order. Blocks until all have theirs.
 
         A result is what `all_gather_object` takes. If an Exception is raised on any rank, every
-        rank raises an error of that kind, which names the first such rank.
+        rank raises an error of that kind, which names the first such rank. If another rank is lost
+        meanwhile, what was raised here is the cause of the error.
         """
         failure: Exception | None = None
         outcome: tuple[Any, str, str, int | None]  # result, or kind of error, problem and errno
@@ -56,11 +51,15 @@ class CheckpointGroup:
             outcome = (None, *_described(error))
         outcomes: list[Any] = [outcome]
         if self.backend is not None:
-            outcomes = all_gather_object(outcome, self.backend, timeout=self.timeout)
+            try:
+                outcomes = all_gather_object(outcome, self.backend, timeout=self.timeout)
+            except errors.DistributedError as error:
+                error.__cause__ = error.__cause__ or failure
+                raise
         for rank, (_, kind, problem, number) in enumerate(outcomes):
             if kind:
                 where = f"rank {rank}: " if self.size > 1 else ""
-                told = _KINDS.get(kind, errors.CheckpointError)(
+                told: errors.DistributedError = getattr(errors, kind, errors.CheckpointError)(
                     f"{self.op}: {where}{problem}", rank=self.rank, peer=rank, op=self.op
                 )
                 if isinstance(told, errors.CheckpointIOError):
@@ -76,10 +75,81 @@ class CheckpointGroup:
 def _described(error: Exception) -> tuple[str, str, int | None]:
     """The kind of error to raise on all ranks, its text, and its errno."""
     if isinstance(error, errors.DistributedError):
-        return type(error).__name__, error.message, getattr(error, "errno", None)
+        kind = type(error).__name__ if isinstance(error, _SHARED) else "CheckpointError"
+        return kind, error.message, getattr(error, "errno", None)
     if isinstance(error, OSError):
         name = errno.errorcode.get(error.errno or 0, "?")
         path = error.filename if error.filename is not None else "a file"
         why = f"{error.strerror or error} ({name}, errno {error.errno or 0})"
         return "CheckpointIOError", f"{path}: {why}", error.errno
     return "CheckpointError", f"{type(error).__name__}: {error}", None
+
+
+# ------------------------------------------------------------------------------
+# Which ranks these are
+
+
+def group_for(
+    model: nn.Module | None, backend: Backend | None, folder: str, op: str, timeout: float | None
+) -> CheckpointGroup:
+    """The ranks of `backend`, by default the model's, or this one by itself.
+
+    Raises `MisuseError` for a model that has several backends, and as `_check_layer_parts_apart`.
+    """
+    if backend is None and model is not None:
+        backends = {id(wrapper.backend): wrapper.backend for wrapper in wrappers_of(model)}
+        if len(backends) > 1:
+            raise errors.MisuseError(
+                "the model has parts on different backends: say with backend= which ranks save or "
+                "load it together"
+            )
+        backend = next(iter(backends.values()), None)
+    if model is not None:
+        _check_layer_parts_apart(model, backend, folder, op)
+    return CheckpointGroup(backend, op, timeout)
+
+
+# ------------------------------------------------------------------------------
+# Tensor-parallel layers: ranks hold different parts under the same names
+#
+#   rank 0   tensor 0   data 0  --\
+#   rank 2   tensor 0   data 1  --/  folder/tensor0        saved together: replicas, or FSDP shards
+#   rank 1   tensor 1   data 0  --\
+#   rank 3   tensor 1   data 1  --/  folder/tensor1
+#
+# Saved together, parts of equal shapes would be taken for replicas, of which only one is written.
+
+
+def _check_layer_parts_apart(
+    model: nn.Module, backend: Backend | None, folder: str, op: str
+) -> None:
+    """Raise `CheckpointMismatchError`, on every rank, if parts of one layer meet in one checkpoint.
+
+    That is, if ranks that share a parallel layer save or load together, or in the same folder.
+    Blocks, for a model with such layers, until the ranks that share one have exchanged folders.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, ParallelLayer) or layer.backend.world_size == 1:
+            continue
+        sharing = layer.backend
+        together = _members(backend) & _members(sharing) if backend is not None else set()
+        folders = [] if len(together) > 1 else all_gather_object(folder, sharing)
+        if len(together) > 1 or len(set(map(str, folders))) < len(folders):
+            raise errors.CheckpointMismatchError(
+                f"{op}: rank {sharing.rank} of {sharing.world_size} that share {name} has its own "
+                "part of it, and so has each of the others, under the same names: let ranks with "
+                'the same part save and load together, in a folder for each part: mesh["data"] as '
+                "the backend, or the wrapper's, and folder / f\"tensor{mesh['tensor'].rank}\". Or "
+                "keep full_state_dict(model)",
+                rank=sharing.rank,
+                op=op,
+            )
+        return
+
+
+def _members(backend: Backend) -> set[tuple[int, int]]:
+    """The ranks of a group, numbered alike in all groups that were made of one backend."""
+    whole = backend
+    while isinstance(whole, SubBackend):
+        whole = whole.parent
+    return {(id(whole), rank) for rank in backend.ranks}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import wait_for_latest
-from phalanx.checkpoint.group import CheckpointGroup
+from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import (
     Json,
     Manifest,
@@ -92,18 +92,15 @@ def load_checkpoint(
     `CheckpointIOError`; `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`,
     `PeerLostError`, `DesyncError`.
     """
-    backend = backend if backend is not None else state.backend_of(model)
-    state.check_layer_parts_apart(model, backend, os.path.abspath(folder), "load_checkpoint")
-    load = _Load(CheckpointGroup(backend, "load_checkpoint", timeout), os.path.abspath(folder))
-    load.find_and_read(step, model, optimizer)
-    return load.apply(random_state)
+    folder = os.path.abspath(folder)
+    load = _Load(group_for(model, backend, folder, "load_checkpoint", timeout), folder)
+    return load.run(step, model, optimizer, random_state)
 
 
 class _Load:
     """One rank's part in one load: find, read, and, when all ranks have read, apply."""
 
-    _manifest: Manifest
-    _extra: Any
+    _loaded: Checkpoint
     _restore_random_state: Callable[[], None]
 
     def __init__(self, group: CheckpointGroup, folder: str) -> None:
@@ -111,10 +108,13 @@ class _Load:
         self._path = self._folder = folder
         self._changes: list[Iterator[list[str]]] = []
 
-    def find_and_read(
-        self, step: int | None, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Rank 0 finds the checkpoint; all check that it fits, and read what they need."""
+    def run(
+        self,
+        step: int | None,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        random_state: bool,
+    ) -> Checkpoint:
         try:
             name, records = self._group.on_rank0(lambda: self._find(step))
             self._path = os.path.normpath(os.path.join(self._folder, name))
@@ -131,6 +131,11 @@ class _Load:
                 rank=self._group.rank,
                 op=self._group.op,
             )
+        for change in self._changes:
+            next(change, None)
+        if self._changes and random_state:
+            self._restore_random_state()
+        return self._loaded
 
     def _find(self, step: int | None) -> tuple[str, list[bytes]]:
         """The checkpoint's place in the folder, and the bytes of its commit record and manifest."""
@@ -145,7 +150,7 @@ class _Load:
         optimizer: torch.optim.Optimizer | None,
     ) -> list[str]:
         """Read, and return what the checkpoint has and the model of this rank does not."""
-        manifest = self._manifest = decode_manifest(self._path, *records)
+        manifest = decode_manifest(self._path, *records)
         reader = Reader(self._path, manifest)
         unused: list[str] = []
         if model is not None:
@@ -167,24 +172,16 @@ class _Load:
         reader.read()
         try:
             random_states = state.check_random_state(rng)
-            self._extra = from_json(manifest.extra, reader.whole)
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
         self._restore_random_state = (
             partial(state.restore_random_state, random_states)
             if as_many
             else partial(state.reseed, rng, rank, size)
         )
+        extra = from_json(manifest.extra, reader.whole)
+        self._loaded = Checkpoint(manifest.step, extra, Path(self._path), manifest.world_size)
         return unused
-
-    def apply(self, random_state: bool) -> Checkpoint:
-        """Change the model, the optimizer and the random states."""
-        for change in self._changes:
-            next(change, None)
-        if self._changes and random_state:
-            self._restore_random_state()
-        manifest = self._manifest
-        return Checkpoint(manifest.step, self._extra, Path(self._path), manifest.world_size)
 
 
 # ------------------------------------------------------------------------------
@@ -272,20 +269,20 @@ def _into_optimizer(
     states: list[dict[Tensor, dict[str, StateToLoad]]] = []
     for number, group in enumerate(groups):
         places = {name: group_of[there[name]] for name in group}
-        options.append(reader.request(_options_of(number, places, saved)))
+        options.append(reader.request(_options_of(number, places, saved), dict))
         states.append({parameter: {} for parameter in group.values()})
         for name, parameter in group.items():
             for key, record in saved.state.get(there[name], {}).items():
                 what, path = f"the optimizer's {key} of {name}", f"optimizer/{there[name]}/{key}"
                 requested = _request_state(what, path, record, model.parameters[name], reader)
                 states[-1][parameter][key] = requested
-    reader.request(saved.shared)
+    reader.request(saved.shared, dict)
     used = set(there.values())
     yield [f"the optimizer's {name}" for name in group_of if name not in used]
 
     optimizer.state.clear()
     for group, given, of_group in zip(optimizer.param_groups, options, states, strict=True):
-        for key, value in from_json(given or {}, reader.copy).items():
+        for key, value in from_json(given, reader.copy).items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # a captured graph refers to this tensor
             else:
@@ -297,7 +294,7 @@ def _into_optimizer(
                     key: _placed(value, parameter, reader, key == "step" and steps_on_cpu)
                     for key, value in found.items()
                 }
-    optimizer.state.update(from_json(saved.shared or {}, reader.copy))
+    optimizer.state.update(from_json(saved.shared, reader.copy))
 
 
 def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord) -> Json:
@@ -310,7 +307,7 @@ def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord
                 f"options when they were saved ({had[0][1]} and {options}): put them into groups "
                 "of their own"
             )
-    return had[0][1] if had else None
+    return had[0][1] if had else {}
 
 
 def _request_state(

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import PendingSave, settle
-from phalanx.checkpoint.group import CheckpointGroup
+from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
 from phalanx.checkpoint.save_plan import (
     LocalTensors,
@@ -28,7 +28,7 @@ from phalanx.checkpoint.save_plan import (
     merge_optimizers,
     plan_files,
 )
-from phalanx.checkpoint.storage import CheckpointFolder, FolderLock
+from phalanx.checkpoint.storage import CheckpointFolder
 from phalanx.checkpoint.tensor_files import PlannedFile, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
@@ -84,10 +84,9 @@ def save_checkpoint(
     that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` that cannot
     be kept. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    backend = backend if backend is not None else state.backend_of(model)
-    state.check_layer_parts_apart(model, backend, os.path.abspath(folder), "save_checkpoint")
-    group = CheckpointGroup(backend, "save_checkpoint", timeout)
-    save = _Save(group, os.path.abspath(folder), step, keep, async_save)
+    folder = os.path.abspath(folder)
+    group = group_for(model, backend, folder, "save_checkpoint", timeout)
+    save = _Save(group, folder, step, keep, async_save)
     return save.run(model, optimizer, extra)
 
 
@@ -205,10 +204,7 @@ class _Save:
             error.message += f". The last checkpoint is {self.previous or 'none'}, as before"
             raise
         if self.new is not None:
-            try:
-                next(self.new, None)
-            except OSError as error:
-                log.warning("%s: cannot look for old checkpoints to remove: %s", self.folder, error)
+            next(self.new, None)
 
     def _write(self) -> list[tuple[str, int, int, str]]:
         """Write this rank's files; their records as tuples."""
@@ -267,40 +263,40 @@ def _new_checkpoint(
     timeout    seconds to wait for another save there
     """
     storage.make_parents(folder)
-    uncommitted: CheckpointFolder | None = None
-    lock = FolderLock(folder, timeout)
-    try:
+    with storage.locked(folder, timeout):
         for each in storage.numbered(folder):
             if not each.is_committed:  # left over: the lock says that no save is under way
                 _try_to_remove(each)
         before = storage.committed(folder)
-        uncommitted = storage.make_next(folder, manifest.step)
-        path, nonce = uncommitted.path, secrets.token_hex(16)
-        storage.write_file(os.path.join(path, storage.BEGUN), nonce.encode())
-        made = (os.path.basename(path), nonce, before[-1].path if before else "")
-        files = yield made
-
-        for file in files:
-            _check_seen(path, file)
-        content = encode(msgspec.structs.replace(manifest, files=files))
-        commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
-        unfinished = os.path.join(path, storage.UNFINISHED)
-        storage.write_file(os.path.join(path, storage.MANIFEST), content)
-        storage.write_file(unfinished, encode(commit))
-        storage.sync_folder(path)
-        os.rename(unfinished, os.path.join(path, storage.COMMIT))
-        storage.sync_folder(path)
-        uncommitted = None
-        yield made
-
-        for old in storage.committed(folder)[: -keep if keep is not None else 0]:
-            _try_to_remove(old)
-    finally:
+        new = storage.make_next(folder, manifest.step)
         try:
-            if uncommitted is not None:
-                _try_to_remove(uncommitted)
-        finally:
-            lock.release()
+            nonce = secrets.token_hex(16)
+            storage.write_file(os.path.join(new.path, storage.BEGUN), nonce.encode())
+            made = (os.path.basename(new.path), nonce, before[-1].path if before else "")
+            files = yield made
+            _commit(new.path, msgspec.structs.replace(manifest, files=files))
+        except BaseException:
+            _try_to_remove(new)
+            raise
+        yield made
+        try:
+            for old in storage.committed(folder)[: -keep if keep is not None else 0]:
+                _try_to_remove(old)
+        except OSError as error:
+            log.warning("%s: cannot look for old checkpoints to remove: %s", folder, error)
+
+
+def _commit(path: str, manifest: Manifest) -> None:
+    for file in manifest.files:
+        _check_seen(path, file)
+    content = encode(manifest)
+    commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
+    unfinished = os.path.join(path, storage.UNFINISHED)
+    storage.write_file(os.path.join(path, storage.MANIFEST), content)
+    storage.write_file(unfinished, encode(commit))
+    storage.sync_folder(path)
+    os.rename(unfinished, os.path.join(path, storage.COMMIT))
+    storage.sync_folder(path)
 
 
 def _check_seen(folder: str, file: FileRecord) -> None:

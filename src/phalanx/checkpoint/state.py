@@ -17,12 +17,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import all_gather_object
-from phalanx.core.backend import Backend, SubBackend
 from phalanx.core.random_state import RandomState, current, restore, seeded
-from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedOperationError
+from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
-from phalanx.tensor.layer import ParallelLayer
 from phalanx.wire.codec import decode, encode
 
 
@@ -100,18 +97,6 @@ def _whole(tensor: Tensor) -> ParameterShard:
     return ParameterShard(tensor, Slice.whole(tuple(tensor.shape)))
 
 
-def backend_of(model: nn.Module | None) -> Backend | None:
-    """The backend of the model's wrappers; None without any, `MisuseError` for several."""
-    wrappers = wrappers_of(model) if model is not None else ()
-    backends = {id(wrapper.backend): wrapper.backend for wrapper in wrappers}
-    if len(backends) > 1:
-        raise MisuseError(
-            "the model has parts on different backends: say with backend= which ranks save or load "
-            "it together"
-        )
-    return next(iter(backends.values()), None)
-
-
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise `UnsupportedOperationError` unless the tensor's elements lie in memory."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -163,54 +148,6 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Parameter
         for name, parameter in module.named_parameters(remove_duplicate=False):
             part = slices[names[id(parameter)]]
             yield prefix + name, ParameterShard(parameter, part, owner)
-
-
-# ------------------------------------------------------------------------------
-# Tensor-parallel layers: ranks hold different parts under the same names
-#
-#   rank 0   tensor 0   data 0  --\
-#   rank 2   tensor 0   data 1  --/  folder/tensor0        saved together: replicas, or FSDP shards
-#   rank 1   tensor 1   data 0  --\
-#   rank 3   tensor 1   data 1  --/  folder/tensor1
-#
-# Saved together, parts of equal shapes would be taken for replicas, of which only one is written.
-
-
-def check_layer_parts_apart(
-    model: nn.Module | None, backend: Backend | None, folder: str, op: str
-) -> None:
-    """Raise `CheckpointMismatchError`, on every rank, if parts of one layer meet in one checkpoint.
-
-    That is, if ranks that share a parallel layer save or load together, or in the same folder.
-    Blocks, for a model with such layers, until the ranks that share one have exchanged folders.
-    """
-    if model is None:
-        return
-    for name, layer in model.named_modules():
-        if not isinstance(layer, ParallelLayer) or layer.backend.world_size == 1:
-            continue
-        sharing = layer.backend
-        together = _members(backend) & _members(sharing) if backend is not None else set()
-        folders = [] if len(together) > 1 else all_gather_object(folder, sharing)
-        if len(together) > 1 or len(set(map(str, folders))) < len(folders):
-            raise CheckpointMismatchError(
-                f"{op}: rank {sharing.rank} of {sharing.world_size} that share {name} has its own "
-                "part of it, and so has each of the others, under the same names: let ranks with "
-                'the same part save and load together, in a folder for each part: mesh["data"] as '
-                "the backend, or the wrapper's, and folder / f\"tensor{mesh['tensor'].rank}\". Or "
-                "keep full_state_dict(model)",
-                rank=sharing.rank,
-                op=op,
-            )
-        return
-
-
-def _members(backend: Backend) -> set[tuple[int, int]]:
-    """The ranks of a group, numbered alike in all groups that were made of one backend."""
-    whole = backend
-    while isinstance(whole, SubBackend):
-        whole = whole.parent
-    return {(id(whole), rank) for rank in backend.ranks}
 
 
 def named_groups(

@@ -34,17 +34,16 @@ def naming(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
+def opened(path: str, flags: int) -> Iterator[int]:
     """A descriptor, closed afterwards."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
-    try:
-        with naming(path):
-            yield descriptor
-    except BaseException:
-        with suppress(OSError):  # the first error is the one to report
-            os.close(descriptor)
-        raise
     with naming(path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to report
+                os.close(descriptor)
+            raise
         os.close(descriptor)  # where a network file system may report that it had no room
 
 
@@ -191,50 +190,45 @@ _PAUSE = 0.02  # seconds between two attempts
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
-class FolderLock:
-    """The lock of a folder, held from construction to `release`.
+@contextmanager
+def locked(folder: str, timeout: float) -> Iterator[None]:
+    """Hold the lock of a folder.
 
     Waits `timeout` seconds for another save in the folder, then raises `CheckpointError` with its
     process and host. On a file system without locks it logs a warning.
     """
-
-    def __init__(self, folder: str, timeout: float) -> None:
-        self._path = os.path.join(folder, LOCK)
-        deadline = time.monotonic() + timeout
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            with naming(self._path):
-                while not self._acquired():
-                    if time.monotonic() >= deadline:
-                        holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
-                        raise CheckpointError(
-                            f"{folder} is being saved into by {holder or 'somebody else'}: wait "
-                            "for that save, or give each job a folder of its own"
-                        )
-                    time.sleep(_PAUSE)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def _acquired(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning("%s: no locks here: let only one job save in it", self._path)
-            return True
-        holder = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, holder, 0)
-        return True
-
-    def release(self) -> None:
-        """Release it; an error would not undo the save, and is ignored."""
+    path = os.path.join(folder, LOCK)
+    deadline = time.monotonic() + timeout
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with naming(path):
+            while not _acquired(descriptor, path):
+                if time.monotonic() >= deadline:
+                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                    raise CheckpointError(
+                        f"{folder} is being saved into by {holder or 'somebody else'}: wait for "
+                        "that save, or give each job a folder of its own"
+                    )
+                time.sleep(_PAUSE)
+        yield
+    finally:  # an error here would not undo the save, and is ignored
         # Closing alone would not release it while a forked process has the descriptor open, too.
         with suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         with suppress(OSError):
-            os.close(self._descriptor)
+            os.close(descriptor)
+
+
+def _acquired(descriptor: int, path: str) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("%s: no locks here: let only one job save in it", path)
+        return True
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True

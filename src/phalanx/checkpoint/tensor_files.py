@@ -18,7 +18,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -127,10 +127,8 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
     }
     metadata = {"format": "pt", **({"phalanx.parts": json.dumps(parts)} if parts else {})}
     header: dict[str, object] = {METADATA: metadata}
-    begins, end = [], 0
-    for shard in ordered:
-        begins.append(end)
-        end += shard.nbytes
+    begins = list(accumulate((shard.nbytes for shard in ordered), initial=0))[: len(ordered)]
+    for shard, begin in zip(ordered, begins, strict=True):
         itemsize = DTYPES[shard.dtype].itemsize
         as_bytes = ("U8", (itemsize,) if itemsize > 1 else ())
         dtype, more = _DTYPES_ON_DISK.get(shard.dtype, as_bytes)
@@ -138,7 +136,7 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
         header[shard.name] = {
             "dtype": dtype,
             "shape": [*shape, *more],
-            "data_offsets": [begins[-1], end],
+            "data_offsets": [begin, begin + shard.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -234,9 +232,22 @@ class Reader:
         """A new tensor with the elements that were read; several values may refer to one name."""
         return self.whole(name).clone()
 
-    def request(self, encoded: Json) -> Json:
-        """Request the tensors of a value; returns the value, which is still encoded."""
-        from_json(encoded, self.whole)
+    def request(self, encoded: Json, kind: type[object] = object) -> Json:
+        """Request the tensors of a value; returns the value, which is still encoded.
+
+        Raises `CheckpointDamagedError` for what encodes no value of that type.
+        """
+        try:
+            value = from_json(encoded, self.whole)
+        except CheckpointDamagedError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamagedError(f"{self._path} cannot be read: {error}") from error
+        if not isinstance(value, kind):
+            raise CheckpointDamagedError(
+                f"{self._path} cannot be read: it has {type(value).__name__} in place of a "
+                f"{kind.__name__}"
+            )
         return encoded
 
     def record(self, name: str) -> TensorRecord:

@@ -9,14 +9,13 @@ import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.bench import BENCH_HELP, bench_command
+from phalanx.cli import bench
 from phalanx.launch.run import Job, run
 
 if TYPE_CHECKING:
@@ -39,11 +38,10 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if not wanted:
         return
+    from phalanx.tools.machine import installed_version  # noqa: PLC0415
+
     for package in ("phalanx", "torch"):
-        try:
-            typer.echo(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            typer.echo(f"{package} (not installed as a package)")
+        typer.echo(f"{package} {installed_version(package) or '(not installed as a package)'}")
     raise typer.Exit
 
 
@@ -167,7 +165,7 @@ def trace_command(
     console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)
 
 
-app.command("bench", help=BENCH_HELP)(bench_command)
+app.command("bench", help=bench.__doc__)(bench.bench_command)
 
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}

@@ -1,20 +1,4 @@
-"""`phalanx bench`."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-
-from phalanx.errors import MisuseError
-
-if TYPE_CHECKING:
-    from phalanx.tools.bench.report import BenchReport
-
-__all__ = ["BENCH_HELP", "bench_command"]
-
-BENCH_HELP = """Time operations of Phalanx beside other libraries, in the same processes.
+"""Time operations of Phalanx beside other libraries, in the same processes.
 
 Rounds of all that take part are interleaved, so that what the machine does besides meets all
 alike. A line shows the median round, microseconds of a call on the slowest rank; between the
@@ -43,6 +27,18 @@ a launcher (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, o
 
 The exit code is 1 if any result was wrong.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.errors import MisuseError
+
+if TYPE_CHECKING:
+    from phalanx.tools.bench.report import BenchReport
 
 _WIDEST = 1000
 """Characters of a line."""
@@ -135,14 +131,14 @@ def bench_command(
     plot: Picture = None,
     tune: TuningFile = None,
 ) -> None:
-    """Run `phalanx bench`; its help is `BENCH_HELP`.
+    """Run `phalanx bench`, whose help is this module's docstring.
 
     `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
     """
     from phalanx.tools.bench import peers, request, start  # noqa: PLC0415
     from phalanx.tools.bench import report as reports  # noqa: PLC0415
 
-    table = peers.PEERS if context.obj is None else context.obj
+    table = context.obj or peers.PEERS
     options: dict[str, Any] = {**context.params, "peers": table, "tune": tune is not None}
     for name in ("operations", "ranks", "json_file", "plot"):
         del options[name]  # the others are those of a request, by the same names

@@ -33,7 +33,6 @@ from phalanx.collectives.objects import (
     async_broadcast_object,
     broadcast_object,
 )
-from phalanx.collectives.reduce_op import ReduceOp
 from phalanx.collectives.reductions import (
     all_reduce,
     all_reduce_,
@@ -51,6 +50,7 @@ from phalanx.collectives.reductions import (
     reduce_scatter,
 )
 from phalanx.collectives.request import PendingCollective
+from phalanx.core.reduce_op import ReduceOp
 
 __all__ = [
     "PendingCollective",

@@ -31,7 +31,8 @@ from phalanx.collectives.schedules import (
     row_for,
 )
 from phalanx.collectives.tuning import measured, remembered
-from phalanx.core.backend import Backend, LinkCost, Links
+from phalanx.core.backend import Backend
+from phalanx.core.transport import LinkCost, Links
 
 
 class CriticalPath(NamedTuple):

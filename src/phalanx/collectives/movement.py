@@ -12,8 +12,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from phalanx.collectives.layout import Exchanged, ranges_of
-from phalanx.collectives.plan import Binder
+from phalanx.collectives.layout import Binder, exchanged, ranges_of
 from phalanx.collectives.request import (
     ProgramRequest,
     Request,
@@ -22,6 +21,7 @@ from phalanx.collectives.request import (
     check_tensor,
     collective,
     given,
+    nothing,
     out_for,
     work_in_place,
 )
@@ -154,7 +154,7 @@ def gather(
     rows = tensor.shape[0] if tensor.dim() else 1
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
     source, out = plain(tensor), None
-    result: Callable[[], Tensor | None] = _nothing
+    result: Callable[[], Tensor | None] = nothing
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "gather", device=tensor.device)
         source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
@@ -247,10 +247,6 @@ async_scatter = asynchronous(scatter)
 async_all_to_all = asynchronous(all_to_all)
 
 
-def _nothing() -> None:
-    """What other ranks than the root get."""
-
-
 def _what_is_cut(
     tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
 ) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
@@ -331,7 +327,7 @@ def all_to_all_uneven(
     source = given(tensor, work)
     outgoing, incoming = ranges_of(sends), ranges_of(recvs)
     copy_bits(work[slice(*incoming[rank])], source[slice(*outgoing[rank])])
-    binder = Binder(rank, Exchanged(rank, outgoing, incoming), prod(row) * tensor.itemsize)
+    binder = Binder(rank, exchanged(rank, outgoing, incoming), prod(row) * tensor.itemsize)
     moves = binder.bind(COLLECTIVES["all_to_all"][algorithm].schedule(rank, size))
     # Of each pair: the elements sent to that rank, and those expected from it.
     mine = torch.tensor([sends, recvs], dtype=torch.int64).t().contiguous()
@@ -379,9 +375,28 @@ def _check_sizes(
     sends: list[int], recvs: list[int], told: list[list[int]], backend: Backend
 ) -> None:
     """Raise unless every other rank sends what this one expects, and expects what it sends."""
-    for peer in range(backend.world_size):
-        if peer != backend.rank and told[peer] != [recvs[peer], sends[peer]]:
-            raise _mismatch(backend, peer, sends[peer], recvs[peer], *told[peer])
+    rank, sequence = backend.rank, backend.finished  # of which this is the next
+    for peer, (sent, expected) in enumerate(told):
+        if peer == rank:
+            continue
+        problems = []
+        if sends[peer] != expected:
+            problems.append(
+                f"rank {rank} sends {sends[peer]} rows to rank {peer}, which expects {expected}"
+            )
+        if recvs[peer] != sent:
+            problems.append(
+                f"rank {peer} sends {sent} rows to rank {rank}, which expects {recvs[peer]}"
+            )
+        if problems:
+            raise SizeMismatchError(
+                f"rank {rank}: {UNEVEN} #{sequence}: {'; '.join(problems)}; send_sizes[{peer}] "
+                f"here has to be recv_sizes[{rank}] there, and the other way round",
+                rank=rank,
+                peer=peer,
+                op=UNEVEN,
+                sequence=sequence,
+            )
 
 
 def _exchange_of_sizes(rank: int, size: int) -> Round:
@@ -391,30 +406,6 @@ def _exchange_of_sizes(rank: int, size: int) -> Round:
     return Round(
         tuple(SendBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_OUT) for p in right),
         tuple(ReceiveBytes(p, ENTRY * p, ENTRY * (p + 1), SIZES_IN) for p in left),
-    )
-
-
-def _mismatch(
-    backend: Backend, peer: int, sent: int, expected: int, told_sent: int, told_expected: int
-) -> SizeMismatchError:
-    """The error for two ranks whose numbers differ, in one direction or both."""
-    rank, sequence = backend.rank, backend.finished  # of which this is the next
-    problems = []
-    if sent != told_expected:
-        problems.append(
-            f"rank {rank} sends {sent} rows to rank {peer}, which expects {told_expected}"
-        )
-    if expected != told_sent:
-        problems.append(
-            f"rank {peer} sends {told_sent} rows to rank {rank}, which expects {expected}"
-        )
-    return SizeMismatchError(
-        f"rank {rank}: {UNEVEN} #{sequence}: {'; '.join(problems)}; send_sizes[{peer}] here has to "
-        f"be recv_sizes[{rank}] there, and the other way round",
-        rank=rank,
-        peer=peer,
-        op=UNEVEN,
-        sequence=sequence,
     )
 
 

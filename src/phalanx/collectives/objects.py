@@ -13,8 +13,7 @@ from typing import TypeVar, cast
 import torch
 
 from phalanx.collectives.cost import choose
-from phalanx.collectives.layout import WORK, Cut, Range, chunk_ranges, ranges_of
-from phalanx.collectives.plan import Binder
+from phalanx.collectives.layout import WORK, Binder, Range, chunk_ranges, cut, ranges_of
 from phalanx.collectives.request import ProgramRequest, Request, asynchronous, collective
 from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.collectives.tuning import tuning_of
@@ -46,21 +45,19 @@ def _encoded(obj: object, backend: Backend, op: str) -> bytearray:
 
 def _exchange(
     gather: str,
-    name: str,
     mine: bytearray | None,
     backend: Backend,
-    *,
     result: Callable[[list[object]], T],
-    root: int = 0,
     label: str,
     timeout: float | None,
+    root: int = 0,
 ) -> Request[T]:
     """Gather or broadcast objects, as the collective of that name does with tensors.
 
-    mine      the bytes of what this rank gives
-    result    makes what the caller gets of the objects, one for each rank that has one
+    mine     the bytes of what this rank gives
+    result   makes what the caller gets of the objects, one for each rank that gives one
     """
-    rank, size = backend.rank, backend.world_size
+    name, rank, size = f"{gather}_object", backend.rank, backend.world_size
     owners = [root] if gather in ROOTED else list(range(size))
     lengths = torch.zeros(len(owners), dtype=torch.int64)
     if mine is not None:
@@ -72,9 +69,9 @@ def _exchange(
         about = 1 << sum(parts).bit_length()  # so that choices are few enough to be remembered
         algorithm = choose(gather, about, backend).algorithm
         row = row_for(gather, algorithm, backend.topology, root)
-        cut = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
+        ranges = ranges_of(parts) if len(parts) > 1 else chunk_ranges(sum(parts), row.chunks(size))
         schedule = for_root(gather, row.schedule, root)
-        for step in Binder(rank, Cut(cut, buffer=buffer), 1).bind(schedule(rank, size)):
+        for step in Binder(rank, cut(ranges, buffer=buffer), 1).bind(schedule(rank, size)):
             assert isinstance(step, Round)  # there is nothing to reduce
             yield step
 
@@ -160,9 +157,8 @@ def all_gather_object(
     100 deep. The others learn of it, and the group is broken. `CollectiveTimeoutError`,
     `PeerLostError`, `DesyncError`.
     """
-    name = "all_gather_object"
-    mine = _encoded(obj, backend, name)
-    return _exchange("all_gather", name, mine, backend, result=list, label=label, timeout=timeout)
+    mine = _encoded(obj, backend, "all_gather_object")
+    return _exchange("all_gather", mine, backend, list, label, timeout)
 
 
 @collective
@@ -186,15 +182,8 @@ def broadcast_object(
     `InvalidRankError` for a root that does not exist.
     """
     root = backend.check_rank(root, "root")
-    name = "broadcast_object"
-    mine = _encoded(obj, backend, name) if backend.rank == root else None
-    return _exchange(
-        *("broadcast", name, mine, backend),
-        result=itemgetter(0),
-        root=root,
-        label=label,
-        timeout=timeout,
-    )
+    mine = _encoded(obj, backend, "broadcast_object") if backend.rank == root else None
+    return _exchange("broadcast", mine, backend, itemgetter(0), label, timeout, root)
 
 
 async_all_gather_object = asynchronous(all_gather_object)

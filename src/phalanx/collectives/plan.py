@@ -1,16 +1,13 @@
 """A plan: a schedule bound to one size of tensor, made once and used for every call of that kind.
 
-    schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
-    plan       SendBytes(peer, start, stop) ...            byte ranges     (here)
-    work       the same, with memory and a sequence number                 (core/work.py)
-
-The layout (layout.py) says which bytes a chunk is.
+schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
+plan       SendBytes(peer, start, stop) ...            byte ranges     (here, by layout.py)
+work       the same, with memory and a sequence number                 (core/work.py)
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -19,187 +16,33 @@ import torch
 import xxhash
 from torch import Tensor
 
-from phalanx.collectives.layout import STAGE, WORK, Cut, Exchanged, Held, Layout, chunk_ranges
-from phalanx.collectives.reduce_op import (
+from phalanx.collectives.layout import (
+    Binder,
+    Divide,
+    Layout,
+    ReduceStaged,
+    chunk_ranges,
+    cut,
+    exchanged,
+    held,
+)
+from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
+from phalanx.core.backend import Backend
+from phalanx.core.reduce_op import (
     NARROW,
     WIDER,
+    RankOrderReduction,
     ReduceOp,
-    Reduction,
     divide_,
     mean_of_two,
     reduction_for,
 )
-from phalanx.collectives.schedules import (
-    ROOTED,
-    Algorithm,
-    Combine,
-    Schedule,
-    Send,
-    for_root,
-    row_for,
-)
-from phalanx.collectives.schedules.steps import Round as ChunkRound
-from phalanx.collectives.schedules.steps import Step as ChunkStep
-from phalanx.core.backend import Backend
-from phalanx.core.steps import ReceiveBytes, Round, SendBytes
-
-# ------------------------------------------------------------------------------
-# The binder: rounds over chunk numbers become rounds over bytes.
-#
-#     schedule   Send(peer, chunk)  Combine(peer, chunk)     chunk numbers   (schedules/)
-#     binder     SendBytes(peer, start, stop) ...            byte ranges     (here)
-#
-# Messages of no bytes are left out: both sides know that there is nothing to wait for. If several
-# contributions to one chunk arrive in the same round, each is kept in a slot of the staging buffer,
-# and all are reduced in rank order when the round is complete.
-
-
-class ReduceStaged(NamedTuple):
-    """Reduce elements [start, stop) of the work buffer with what is staged for them.
-
-    `slots` has one entry for each contribution, in rank order: the byte in the stage where it
-    begins, or None for this rank's own. `mean`: these are all contributions, and the result is
-    divided by their number before it is rounded.
-    """
-
-    start: int
-    stop: int
-    slots: tuple[int | None, ...]
-    mean: bool = False
-
-
-class Divide(NamedTuple):
-    """Elements [start, stop) of the work buffer are reduced completely: divide them for a mean."""
-
-    start: int
-    stop: int
-
-
-class _Move(NamedTuple):
-    """A step of a schedule, over bytes."""
-
-    kind: type[ChunkStep]
-    peer: int
-    start: int
-    stop: int
-    buffer: int
-    staged: bool  # one of several contributions to its chunk
-
-    def part(self, cut: int, length: int) -> _Move:
-        """A part of it: `length` bytes at most, from byte `cut` on."""
-        start = self.start + cut
-        return self._replace(start=start, stop=min(self.stop, start + length))
-
-
-class Binder:
-    """Binds the schedules of one rank to a layout.
-
-    divide_staged              staged reductions divide, too, for a mean
-    work_size, stage_size   bytes of these buffers that the rounds so far touch
-    overwrites              whether they change the work buffer
-    """
-
-    def __init__(
-        self, rank: int, layout: Layout, itemsize: int, *, divide_staged: bool = False
-    ) -> None:
-        self.rank = rank
-        self.work_size = 0
-        self.stage_size = 0
-        self.overwrites = False
-        self._layout = layout
-        self._itemsize = itemsize
-        self._divide_staged = divide_staged
-
-    def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | ReduceStaged]:
-        """The rounds of a schedule, each followed by its local reductions.
-
-        piece   bytes: longer messages are cut, and a round is several, so that the stage stays
-                small and is reduced while it is in a cache. The same on every rank
-        """
-        for chunk_round in schedule:
-            staged = _combined_more_than_once(chunk_round)
-            moves = [move for step in chunk_round if (move := self._placed(step, staged))]
-            longest = max((move.stop - move.start for move in moves), default=0)
-            for cut in range(0, longest, piece or longest or 1):
-                yield from self._round([move.part(cut, piece or longest) for move in moves])
-
-    def _placed(self, step: ChunkStep, staged: set[int]) -> _Move | None:
-        """Where the bytes of a step lie, if there are any."""
-        buffer, first, last = self._layout.place(step.chunk, step.count)
-        start, stop = first * self._itemsize, last * self._itemsize
-        if start == stop:
-            return None
-        if buffer == WORK:
-            self.work_size = max(self.work_size, stop)
-        if not isinstance(step, Send):
-            self.overwrites = True
-        return _Move(type(step), step.peer, start, stop, buffer, step.chunk in staged)
-
-    def _round(self, moves: list[_Move]) -> Iterator[Round | ReduceStaged]:
-        """One round, and the local reductions after it."""
-        sends: list[SendBytes] = []
-        receives: list[ReceiveBytes] = []
-        slots: dict[tuple[int, int], dict[int, int]] = {}
-        used = 0
-        for kind, peer, start, stop, buffer, staged in moves:
-            if start >= stop:
-                continue
-            if kind is Send:
-                sends.append(SendBytes(peer, start, stop, buffer))
-            elif kind is Combine and staged:
-                receives.append(ReceiveBytes(peer, used, used + stop - start, STAGE))
-                slots.setdefault((start, stop), {})[peer] = used
-                used += stop - start
-            else:
-                receives.append(ReceiveBytes(peer, start, stop, buffer, kind is Combine))
-        self.stage_size = max(self.stage_size, used)
-        if sends or receives:
-            yield Round(tuple(sends), tuple(receives))
-        for (start, stop), by_peer in slots.items():
-            everyone: dict[int, int | None] = {**by_peer, self.rank: None}
-            in_order = tuple(everyone[rank] for rank in sorted(everyone))
-            first, last = start // self._itemsize, stop // self._itemsize
-            yield ReduceStaged(first, last, in_order, self._divide_staged)
-
-    def finish(self, chunks: range) -> Iterator[Divide]:
-        """The division of these chunks, if they are a mean."""
-        if len(chunks):
-            _, start, stop = self._layout.place(chunks[0], len(chunks))
-            if start < stop:
-                self.overwrites = True
-                yield Divide(start, stop)
-
-
-def _combined_more_than_once(chunk_round: ChunkRound) -> set[int]:
-    chunks = [step.chunk for step in chunk_round if isinstance(step, Combine)]
-    return {chunk for chunk in chunks if chunks.count(chunk) > 1} if len(chunks) > 1 else set()
-
-
-# ------------------------------------------------------------------------------
+from phalanx.core.steps import Round
 
 PAGE = 4096  # bytes, a multiple of every itemsize
 STAGE_LIMIT = 48 << 20  # bytes of contributions that are staged at a time
 
-
-class Mean(enum.Enum):
-    """How a sum becomes a mean. Where it can be, it is divided before it is rounded."""
-
-    SUMMED = "owners divide the sums that they have"
-    SCALED = "every contribution is scaled down first, so that sums of a narrow dtype are finite"
-    AT_ONCE = "all contributions are reduced at once, in a wider dtype, and divided there"
-    PAIRED = "there are two contributions: combining them is taking their mean"
-
-
-class Scale(NamedTuple):
-    """Before anything else, every element is divided by `divisor`, a power of two.
-
-    So the sums on the way to a mean stay in a range that is narrow, as float16's is.
-    """
-
-    divisor: int
-
-
-PlanStep = Round | Scale | ReduceStaged | Divide
+PlanStep = Round | ReduceStaged | Divide
 
 LISTED = 16  # ranks whose hosts a signature lists
 
@@ -226,40 +69,26 @@ class Plan:
     work_size: int  # bytes of the work buffer that this rank needs
     stage_size: int  # bytes
     overwrites: bool  # whether the work buffer is written; else it may be the caller's
-    reduction: Reduction | None  # how contributions are combined, if they are
-    divisor: float  # of what `Divide` divides
+    reduction: RankOrderReduction | None  # how contributions are combined, if they are
+    scale: int  # divides every contribution at first, so that sums of a narrow dtype stay finite
+    divisor: float  # of `Divide`
     signature: str  # what it is besides the collective's name, for messages
     fingerprint: int  # the hash of both
-
-    def bytes_sent(self) -> int:
-        """The payload that this rank sends."""
-        return sum(
-            send.stop - send.start
-            for step in self.program
-            if isinstance(step, Round)
-            for send in step.sends
-        )
 
 
 def make_plan(key: Key, rank: int, size: int) -> Plan:
     """Bind the algorithm's schedule to byte ranges, for one rank."""
     row = row_for(key.collective, key.algorithm, key.hosts, key.root)
-    mean = _way_to_a_mean(key, row, size)
-    divide_staged = mean is Mean.AT_ONCE
-    binder = Binder(
-        rank, _layout(key, row, rank, size), key.dtype.itemsize, divide_staged=divide_staged
-    )
+    binder = Binder(rank, _layout(key, row, rank, size), key.dtype.itemsize)
+    reduction, scale, divisor = None, 1, 1.0
+    if key.op is not None:
+        reduction, scale, divisor = _reduction(key, row, size)
     program: list[PlanStep] = []
-    divisor: float = size
     if prod(key.shape) and size > 1:
         if row.reduce is not None:
-            if mean is Mean.SCALED:
-                scale = 1 << (size - 1).bit_length()
-                program.append(Scale(scale))
-                divisor = size / scale
             reduce = for_root(key.collective, row.reduce, key.root)(rank, size)
             program += binder.bind(reduce, _piece(row, size))
-            if mean in (Mean.SUMMED, Mean.SCALED):
+            if divisor != 1:
                 program += binder.finish(row.owned((rank - key.root) % size, size))
         if row.spread is not None:
             program += binder.bind(for_root(key.collective, row.spread, key.root)(rank, size))
@@ -269,8 +98,9 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
         tuple(program),
         binder.work_size,
         binder.stage_size,
-        binder.overwrites or any(isinstance(step, Scale) for step in program),
-        _reduction(key, mean),
+        binder.overwrites or scale != 1,
+        reduction,
+        scale,
         divisor,
         signature,
         xxhash.xxh3_64_intdigest(f"{key.collective} {signature}".encode()),
@@ -284,31 +114,33 @@ def _piece(row: Algorithm, size: int) -> int | None:
     return max(1, STAGE_LIMIT // (size - 1) // PAGE) * PAGE
 
 
-def _way_to_a_mean(key: Key, row: Algorithm, size: int) -> Mean | None:
+def _reduction(key: Key, row: Algorithm, size: int) -> tuple[RankOrderReduction, int, float]:
+    """How contributions are combined, and for a mean the plan's `scale` and `divisor`.
+
+    Where it can be, a mean is divided before it is rounded.
+    """
+    reduction, dtype = reduction_for(key.op, key.dtype), key.dtype
     if key.op is not ReduceOp.MEAN:
-        return None
-    if size == 2:  # where half of a sum is as exact as the sum, if that is finite
-        return Mean.PAIRED if key.dtype in NARROW else Mean.SUMMED
-    if key.dtype in WIDER and row.at_once(size):
-        return Mean.AT_ONCE
-    return Mean.SCALED if key.dtype in NARROW else Mean.SUMMED
-
-
-def _reduction(key: Key, mean: Mean | None) -> Reduction | None:
-    if key.op is None:
-        return None
-    reduction = reduction_for(key.op, key.dtype)
-    return reduction._replace(combine=mean_of_two) if mean is Mean.PAIRED else reduction
+        return RankOrderReduction(reduction, dtype), 1, 1
+    if size == 2 and dtype in NARROW:
+        return RankOrderReduction(reduction._replace(combine=mean_of_two), dtype), 1, 1
+    if size > 2 and dtype in WIDER and row.at_once(size):
+        return RankOrderReduction(reduction, dtype, size), 1, 1
+    if size > 2 and dtype in NARROW:
+        scale = 1 << (size - 1).bit_length()
+        return RankOrderReduction(reduction, dtype), scale, size / scale
+    # Half of a sum of two is as exact as the sum.
+    return RankOrderReduction(reduction, dtype), 1, size
 
 
 def _layout(key: Key, row: Algorithm, rank: int, size: int) -> Layout:
     elements = prod(key.shape)
     if key.collective == "all_to_all":
         slices = chunk_ranges(elements, size)
-        return Exchanged(rank, slices, slices)
+        return exchanged(rank, slices, slices)
     if key.collective in ("gather", "scatter") and rank != key.root:
-        return Held(rank, size, elements // size)
-    return Cut(chunk_ranges(elements, row.chunks(size)))
+        return held(rank, size, elements // size)
+    return cut(chunk_ranges(elements, row.chunks(size)))
 
 
 def _signature(key: Key) -> str:
@@ -332,68 +164,45 @@ def _where(hosts: tuple[int, ...] | None) -> str:
 # ------------------------------------------------------------------------------
 # A plan's reductions on the tensors of one call.
 
-BLOCK = 1 << 16  # elements reduced at a time in a wider dtype; they fit the second-level cache
-
 
 class Arithmetic:
     """Combines what comes into `work`, and carries out the plan's local steps on it."""
 
-    def __init__(self, plan: Plan, work: Tensor, stage: Tensor | None, size: int) -> None:
+    def __init__(self, plan: Plan, work: Tensor, backend: Backend) -> None:
         assert plan.reduction is not None
+        self.stage = borrow_stage(backend, plan.stage_size) if plan.stage_size else None
+        self._plan = plan
         self._flat = work.view(-1)
-        self._stage = stage
-        self._reduce = plan.reduction.combine
-        self._wider = WIDER.get(work.dtype) if plan.reduction.adds_up else None
-        self._size = size
-        self._divisor = plan.divisor
+        self._backend = backend
+        self._reduction = plan.reduction
 
     def combine(self, buffer: int, start: int, block: memoryview) -> None:
         """Reduce a block that came into the work buffer, from byte `start` on."""
         incoming = torch.frombuffer(block, dtype=self._flat.dtype)
         first = start // self._flat.itemsize
         own = self._flat[first : first + incoming.numel()]
-        self._reduce(own, incoming, own)
+        self._reduction.combine(own, incoming, own)
 
-    def carry_out(self, program: Iterable[PlanStep]) -> Iterator[Round]:
-        """The rounds of a plan; local steps between them are done on the way."""
-        for step in program:
+    def carry_out(self) -> Iterator[Round]:
+        """The rounds of the plan; local steps between them are done on the way."""
+        plan, flat = self._plan, self._flat
+        if plan.scale != 1:
+            flat.mul_(1 / plan.scale)
+        for step in plan.program:
             if isinstance(step, Round):
                 yield step
             elif isinstance(step, ReduceStaged):
-                self._reduce_staged(step)
-            elif isinstance(step, Divide):
-                divide_(self._flat[step.start : step.stop], self._divisor)
+                own = flat[step.start : step.stop]
+                parts = [own if slot is None else self._staged(slot, own) for slot in step.slots]
+                self._reduction.reduce(parts, own)
             else:
-                self._flat.mul_(1 / step.divisor)
-
-    def _reduce_staged(self, step: ReduceStaged) -> None:
-        own = self._flat[step.start : step.stop]
-        parts = [own if slot is None else self._staged(slot, own) for slot in step.slots]
-        if self._wider is not None:
-            for start in range(0, own.numel(), BLOCK):
-                block = slice(start, start + BLOCK)
-                self._reduce_wider(own[block], [p[block] for p in parts], self._wider, step.mean)
-            return
-        total = parts[0]
-        for part in parts[1:]:
-            self._reduce(total, part, total)
-        if total is not own:
-            own.copy_(total)
-
-    def _reduce_wider(
-        self, own: Tensor, parts: list[Tensor], wider: torch.dtype, mean: bool
-    ) -> None:
-        """Reduce `parts`, of which `own` is one, into it, and round once."""
-        total = parts[0].to(wider)
-        for part in parts[1:]:
-            self._reduce(total, part.to(wider), total)
-        if mean:
-            divide_(total, self._size)
-        own.copy_(total)
+                divide_(flat[step.start : step.stop], plan.divisor)
+        if self.stage is not None:  # which those that fail do not return
+            return_stage(self._backend, self.stage)
 
     def _staged(self, slot: int, like: Tensor) -> Tensor:
-        assert self._stage is not None
-        return self._stage[slot : slot + like.nbytes].view(like.dtype)
+        assert self.stage is not None
+        return self.stage[slot : slot + like.nbytes].view(like.dtype)
 
 
 # ------------------------------------------------------------------------------
@@ -419,9 +228,3 @@ def return_stage(backend: Backend, stage: Tensor) -> None:
     """Keep it for the next collective, unless it is too large."""
     if stage.nbytes <= LARGEST_KEPT:
         backend.kept[_KEY] = stage
-
-
-def then_return(steps: Iterable[Round], backend: Backend, stage: Tensor) -> Iterator[Round]:
-    """The same steps; after the last, the stage is returned. Of those that fail it is not."""
-    yield from steps
-    return_stage(backend, stage)

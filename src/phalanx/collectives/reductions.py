@@ -6,6 +6,7 @@ Each is written once, as what it asks for; the `async_` forms are made of the bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -13,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.collectives.layout import ranges_of
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
 from phalanx.collectives.request import (
+    ProgramRequest,
     Request,
     asynchronous,
     check_distinct,
@@ -23,11 +24,13 @@ from phalanx.collectives.request import (
     collective,
     finish_into,
     given,
+    nothing,
     out_for,
     work_in_place,
 )
 from phalanx.collectives.resolve import Options, TensorRequest, checked_algorithm
 from phalanx.core.backend import Backend
+from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.work import Work
 from phalanx.wire.memory import copy_bits, plain
 
@@ -122,7 +125,7 @@ def reduce(
     check_tensor(tensor, backend, "reduce")
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     source, out = plain(tensor), None
-    result: Callable[[], Tensor | None] = _nothing
+    result: Callable[[], Tensor | None] = nothing
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
         source = given(tensor, out, same=out)
@@ -215,10 +218,6 @@ async_reduce_ = asynchronous(reduce_)
 async_reduce_scatter = asynchronous(reduce_scatter)
 
 
-def _nothing() -> None:
-    """What other ranks than the root get."""
-
-
 # ------------------------------------------------------------------------------
 # Many tensors, as few messages.
 
@@ -276,49 +275,36 @@ async_all_reduce_coalesced = asynchronous(all_reduce_coalesced)
 async_all_reduce_coalesced_ = asynchronous(all_reduce_coalesced_)
 
 
+@dataclass(slots=True)
 class _Coalesced(Request[list[Tensor]]):
     """One all_reduce for each dtype and device among the tensors.
 
     `deliver(tensor, reduced)` makes a result of a tensor, and of its place in flat memory.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        tensors: list[Tensor],
-        op: ReduceOp,
-        deliver: Callable[[Tensor, Tensor], Tensor],
-        options: Options,
-    ) -> None:
+    backend: Backend
+    tensors: list[Tensor]
+    op: ReduceOp
+    deliver: Callable[[Tensor, Tensor], Tensor]
+    options: Options
+
+    @override
+    def issue(self, *, background: bool = True) -> Work[list[Tensor]]:
+        """Collectives of a group run in their order: when the last is done, all are."""
+        backend, tensors, op = self.backend, self.tensors, self.op
         for tensor in tensors:
             reduction_for(op, tensor.dtype, rank=backend.rank, collective=COALESCED)
-        self._backend = backend
-        self._tensors = tensors
-        self._op = op
-        self._deliver = deliver
-        algorithm, reproducible, label, timeout = options
+        algorithm, reproducible, label, timeout = self.options
         algorithm = checked_algorithm("all_reduce", algorithm, backend, reproducible=reproducible)
         what = f"{_signature(tensors)}, {label}" if label else _signature(tensors)
-        self._options = (algorithm, False, what, timeout)
-
-    @override
-    def run(self) -> list[Tensor]:
-        return self._work(background=False).wait()
-
-    @override
-    def issue(self) -> Work[list[Tensor]]:
-        return self._work(background=True)
-
-    def _work(self, *, background: bool) -> Work[list[Tensor]]:
-        """Collectives of a group run in their order: when the last is done, all are."""
-        backend, tensors = self._backend, self._tensors
+        options = (algorithm, False, what, timeout)
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
         reduced: dict[int, Tensor] = {}  # a tensor's number -> its place in flat memory
 
         def results() -> list[Tensor]:
-            return [self._deliver(tensor, reduced[n]) for n, tensor in enumerate(tensors)]
+            return [self.deliver(tensor, reduced[n]) for n, tensor in enumerate(tensors)]
 
         work: Work[list[Tensor]] | None = None
         for (dtype, device), numbers in by_kind.items():
@@ -327,15 +313,13 @@ class _Coalesced(Request[list[Tensor]]):
             for number, place in zip(numbers, places, strict=True):
                 reduced[number] = flat[slice(*place)].view(tensors[number].shape)
                 copy_bits(reduced[number], tensors[number])
-            shape, options = flat.shape, self._options
             request = TensorRequest(
-                backend, "all_reduce", shape, dtype, flat, flat, results, options, self._op
+                backend, "all_reduce", flat.shape, dtype, flat, flat, results, options, op
             )
             request.name = COALESCED
             work = request.issue(background=background)
         if work is None:
-            _, _, what, timeout = self._options
-            return backend.issue(COALESCED, (), result=results, signature=what, timeout=timeout)
+            return ProgramRequest(backend, COALESCED, (), (), results, what, timeout).issue()
         return work
 
 

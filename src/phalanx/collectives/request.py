@@ -39,13 +39,13 @@ T = TypeVar("T")
 class Request(ABC, Generic[T]):
     """What one call of a collective asks for."""
 
-    @abstractmethod
     def run(self) -> T:
         """Carry it out and return its result. Blocks."""
+        return self.issue(background=False).wait()
 
     @abstractmethod
-    def issue(self) -> Work[T]:
-        """Begin it. Returns at once."""
+    def issue(self, *, background: bool = True) -> Work[T]:
+        """Begin it. Returns at once; with `background`, it moves on while nobody waits for it."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,7 @@ class ProgramRequest(Request[T]):
     timeout: float | None = None
 
     @override
-    def run(self) -> T:
-        return self._work(background=False).wait()
-
-    @override
-    def issue(self) -> Work[T]:
-        return self._work(background=True)
-
-    def _work(self, *, background: bool) -> Work[T]:
+    def issue(self, *, background: bool = True) -> Work[T]:
         return self.backend.issue(
             self.name,
             self.program,
@@ -220,6 +213,10 @@ def out_for(
     else:
         memory = backend.empty(*shape, dtype=dtype, device=into.device)
     return memory, lambda: finish_into(into, memory)
+
+
+def nothing() -> None:
+    """The result on other ranks than the root."""
 
 
 def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -22,14 +22,14 @@ from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
-from phalanx.collectives.plan import Arithmetic, Key, Plan, borrow_stage, make_plan, then_return
-from phalanx.collectives.reduce_op import ReduceOp, reduction_for
+from phalanx.collectives.plan import Arithmetic, Key, Plan, make_plan
 from phalanx.collectives.request import Request
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm_direct import SHM_DIRECT, OwnParts, ShmDirect
 from phalanx.collectives.tuning import remember
 from phalanx.core.backend import Backend
 from phalanx.core.posted import Combine
+from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.steps import Native, NativeCall, Program
 from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
@@ -126,7 +126,7 @@ class TensorRequest(Request[T]):
             steps = self._native(backend.native, plan)
         if steps is None:
             first = self.source if self.source is not None else self.out
-            if first is not None and not first.is_cpu:
+            if plan.program and first is not None and not first.is_cpu:
                 raise self._device_error(plan, first)
             if shm is not None:
                 steps = shm.steps(self.source, self.out, self.own)
@@ -140,39 +140,34 @@ class TensorRequest(Request[T]):
         return (name, steps, buffers, combine, signature, fingerprint, timeout), result
 
     def _native(self, native: Native, plan: Plan) -> Iterable[Program] | None:
-        """The step that does it by the backend's library, if that has it."""
+        """The steps that do it by the backend's library, if that has it."""
         if not plan.program:
             return None
         if self.own:
             self._settle()
-        op = self.op._value_ if self.op is not None else None  # `value` looks it up each time
-        step = native.step(NativeCall(self.collective, self.source, self.out, op, self.root))
-        return (step,) if step is not None else None
+        return native.steps(NativeCall(self.collective, self.source, self.out, self.op, self.root))
 
     def _by_messages(
         self, plan: Plan
     ) -> tuple[Iterable[Program], Callable[[], T], tuple[memoryview, ...], Combine | None]:
         """The rounds of the plan, what gives the result, and the memory of the rounds."""
-        backend, result = self.backend, self.result
+        result = self.result
         if self.own:
             self._settle()
         work, source, own = ROUND_MEMORY[self.collective](self, plan)
+        if own is not None:
+            result = partial(self._taken_from, own)
+        if not plan.program:  # then the memory may be of any device
+            return (), result, NO_BUFFERS, None
         buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
         if source is not None:
             buffers += (tensor_bytes(source),)
-        if own is not None:
-            result = partial(self._taken_from, own)
-        if plan.reduction is None or not plan.program:
+        if plan.reduction is None:
             return cast("Iterable[Program]", plan.program), result, buffers, None
-        stage = None
-        if plan.stage_size:
-            stage = borrow_stage(backend, plan.stage_size)
-            buffers += (tensor_bytes(stage),)
-        arithmetic = Arithmetic(plan, work, stage, backend.world_size)
-        steps = arithmetic.carry_out(plan.program)
-        if stage is not None:
-            steps = then_return(steps, backend, stage)
-        return steps, result, buffers, arithmetic.combine
+        arithmetic = Arithmetic(plan, work, self.backend)
+        if arithmetic.stage is not None:
+            buffers += (tensor_bytes(arithmetic.stage),)
+        return arithmetic.carry_out(), result, buffers, arithmetic.combine
 
     def _settle(self) -> None:
         """Put the parts of `own` in their places in `source`."""
@@ -270,54 +265,43 @@ class RoundMemory(NamedTuple):
 
 
 def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """all_reduce, broadcast: the result's memory holds what this rank gives."""
-    assert request.out is not None
-    if request.source is not None and request.source.data_ptr() != request.out.data_ptr():
-        copy_bits(request.out, request.source)
-    return RoundMemory(request.out)
+    """all_reduce, broadcast, reduce: the result's memory holds what this rank gives.
 
-
-def _on_root(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """reduce: as before on the root; on the others in its own memory, or in a copy of it."""
-    if request.backend.rank == request.root:
-        return _in_result(request, plan)
-    assert request.source is not None
-    return RoundMemory(
-        _copy(request.source, request.backend) if plan.overwrites else request.source
-    )
+    Where a reduction has no result, that is reduced where it is, or in a copy of it.
+    """
+    source, out = request.source, request.out
+    if out is None:
+        assert source is not None
+        return RoundMemory(_copy(source, request.backend) if plan.overwrites else source)
+    if source is not None and source.data_ptr() != out.data_ptr():
+        copy_bits(out, source)
+    return RoundMemory(out)
 
 
 def _in_its_place(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """all_gather: this rank's part of the result."""
-    assert request.source is not None
-    assert request.out is not None
-    own = _slice(request.out, request.backend)
-    if own.data_ptr() != request.source.data_ptr():
-        copy_bits(own.view(request.source.shape), request.source)
-    return RoundMemory(request.out)
-
-
-def _gathered(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """gather: as before on the root; on the others, room for what passes through."""
-    if request.backend.rank == request.root:
-        return _in_its_place(request, plan)
-    assert request.source is not None
-    if plan.work_size <= request.source.nbytes:
-        return RoundMemory(request.source)
-    work = request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
-    copy_bits(work[: request.source.numel()].view(request.source.shape), request.source)
+    """all_gather, gather: this rank's part of the result; without one, room for what passes by."""
+    source, out = request.source, request.out
+    assert source is not None
+    if out is None:
+        if plan.work_size <= source.nbytes:
+            return RoundMemory(source)
+        work = _room(request, plan)
+        own = work[: source.numel()]
+    else:
+        work, own = out, _slice(out, request.backend)
+    if own.data_ptr() != source.data_ptr():
+        copy_bits(own.view(source.shape), source)
     return RoundMemory(work)
 
 
 def _scattered(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     """scatter: the root's tensor; on the others, room for what passes through."""
     assert request.out is not None
-    if request.backend.rank == request.root:
-        assert request.source is not None
+    if request.source is not None:
         return RoundMemory(request.source, own=_slice(request.source, request.backend))
     if plan.work_size <= request.out.nbytes:
         return RoundMemory(request.out)
-    work = request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
+    work = _room(request, plan)
     return RoundMemory(work, own=work[: request.out.numel()])
 
 
@@ -342,8 +326,13 @@ def _slice(tensor: Tensor, backend: Backend) -> Tensor:
     return tensor[backend.rank * rows : (backend.rank + 1) * rows]
 
 
+def _room(request: TensorRequest[Any], plan: Plan) -> Tensor:
+    """As much as the plan needs, uninitialized."""
+    return request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
+
+
 def _copy(tensor: Tensor, backend: Backend) -> Tensor:
-    copy = backend.empty(*tensor.shape, dtype=tensor.dtype)
+    copy = backend.empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copy_bits(copy, tensor)
     return copy
 
@@ -352,9 +341,9 @@ ROUND_MEMORY: Mapping[str, Callable[[TensorRequest[Any], Plan], RoundMemory]] = 
     {
         "all_reduce": _in_result,
         "broadcast": _in_result,
-        "reduce": _on_root,
+        "reduce": _in_result,
         "all_gather": _in_its_place,
-        "gather": _gathered,
+        "gather": _in_its_place,
         "scatter": _scattered,
         "reduce_scatter": _reduced,
         "all_to_all": _exchanged,

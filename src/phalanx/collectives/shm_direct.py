@@ -23,152 +23,72 @@ its own: n/p bytes are read from each of p members, and p-1 results of n/p taken
 from __future__ import annotations
 
 import ctypes
-import enum
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
-from phalanx.collectives.reduce_op import WIDER, ReduceOp, divide_, reduction_for
+from phalanx.core.reduce_op import RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
+    GIVEN,
+    RESULT,
     SLOT,
     STAGE,
     ControlBlock,
     Descriptors,
-    PeerSlot,
     ShmEpoch,
 )
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
-# Reducing contributions in rank order.
-
-BLOCK = 256 << 10  # bytes reduced at a time in a wider dtype, or beside the result
-LARGEST = 1 << 20  # bytes reduced at a time in the result itself
-
-
-class RankOrderReduction:
-    """A plan's reduction of `size` contributions, rounded once and divided for a mean.
-
-    The order is that of the ranks, so that the bits are the same on every rank and backend as with
-    `direct`. Short floating-point dtypes are reduced in a wider one.
-    """
-
-    def __init__(self, plan: Plan, size: int) -> None:
-        dtype = plan.key.dtype
-        reduction = reduction_for(plan.key.op, dtype)
-        self._combine = reduction.combine
-        self._wider = WIDER.get(dtype) if reduction.adds_up else None
-        self._divisor = size if plan.key.op is ReduceOp.MEAN else 0
-        self._block = BLOCK // dtype.itemsize
-        self._scratch: Tensor | None = None
-
-    def reduce(self, parts: list[Tensor], out: Tensor) -> None:
-        """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
-        if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
-            self._combine(parts[0], parts[1], out)
-            for part in parts[2:]:
-                self._combine(out, part, out)
-            if self._divisor:
-                divide_(out, self._divisor)
-            return
-        for start in range(0, out.numel(), self._block):
-            block = slice(start, start + self._block)
-            total = self._total_of([part[block] for part in parts])
-            out[block].copy_(total)
-
-    def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
-        """Whether `out` can hold partial results: it fits the cache, no later part lies in it."""
-        if out.nbytes > LARGEST:
-            return False
-        address = out.data_ptr()
-        return all(part.data_ptr() != address for part in parts[2:])
-
-    def _total_of(self, parts: list[Tensor]) -> Tensor:
-        if self._wider is not None:
-            parts = [part.to(self._wider) for part in parts]
-        total = self._room(parts[0])
-        self._combine(parts[0], parts[1], total)
-        for part in parts[2:]:
-            self._combine(total, part, total)
-        if self._divisor:
-            divide_(total, self._divisor)
-        return total
-
-    def _room(self, like: Tensor) -> Tensor:
-        """Scratch memory, since `out` may be that of a part which is still to be read."""
-        if self._scratch is None:
-            self._scratch = torch.empty(self._block, dtype=like.dtype)
-        return self._scratch[: like.numel()]
-
-
-# ------------------------------------------------------------------------------
 # How each collective is done in shared memory: a table.
 #
-# Every member gives a tensor, or only the root does. Where it is *sliced*, slice j is for member j;
-# else it is for all. What a member takes is *reduced* to one, or *joined*, or it is the
-# root's. In some, each member reduces a slice, which is then *passed on* to all, or to the root.
-#
-#     collective       given by   sliced   taken by    then
-#     all_reduce       all        yes      all: reduce passed on to all
-#     reduce           all        yes      all: reduce passed on to the root
-#     reduce_scatter   all        yes      all: reduce
-#     all_gather       all        no       all: join
-#     gather           all        no       root: join
-#     broadcast        root       no       all
-#     scatter          root       yes      all
-#     all_to_all       all        yes      all: join
-
-
-class Who(enum.Enum):
-    """Which members."""
-
-    ALL = "all"
-    ROOT = "root"
-
-    def includes(self, place: int, root: int) -> bool:
-        """Whether it means this one."""
-        return self is Who.ALL or place == root
+# Every member gives a tensor, or only the root does; all get the result, or only the root.
 
 
 class Form(NamedTuple):
-    """One row of the table."""
+    """One row of the table.
 
-    givers: Who
-    takers: Who
-    sliced: bool
+    sliced      slice j of what is given is for member j; else all of it is for all
+    reduced     what a member takes of all is reduced, in rank order
+    joined      it is put one after the other
+    passed_on   what each member has reduced is a slice of the result, which is collected
+    from_root   only the root gives
+    to_root     only the root gets the result
+    """
+
+    sliced: bool = False
     reduced: bool = False
     joined: bool = False
-    passed_on: Who | None = None
+    passed_on: bool = False
+    from_root: bool = False
+    to_root: bool = False
 
 
 # fmt: off
 FORMS: Mapping[str, Form] = MappingProxyType({
-    #                      givers    takers    sliced
-    "all_reduce":     Form(Who.ALL,  Who.ALL,  True,  reduced=True, passed_on=Who.ALL),
-    "reduce":         Form(Who.ALL,  Who.ALL,  True,  reduced=True, passed_on=Who.ROOT),
-    "reduce_scatter": Form(Who.ALL,  Who.ALL,  True,  reduced=True),
-    "all_gather":     Form(Who.ALL,  Who.ALL,  False, joined=True),
-    "gather":         Form(Who.ALL,  Who.ROOT, False, joined=True),
-    "broadcast":      Form(Who.ROOT, Who.ALL,  False),
-    "scatter":        Form(Who.ROOT, Who.ALL,  True),
-    "all_to_all":     Form(Who.ALL,  Who.ALL,  True,  joined=True),
+    "all_reduce":     Form(sliced=True, reduced=True, passed_on=True),
+    "reduce":         Form(sliced=True, reduced=True, passed_on=True, to_root=True),
+    "reduce_scatter": Form(sliced=True, reduced=True),
+    "all_gather":     Form(joined=True),
+    "gather":         Form(joined=True, to_root=True),
+    "broadcast":      Form(from_root=True),
+    "scatter":        Form(from_root=True, sliced=True),
+    "all_to_all":     Form(sliced=True, joined=True),
 })
 # fmt: on
-
-
-# ------------------------------------------------------------------------------
 
 SHM_DIRECT: Mapping[str, str] = MappingProxyType(
     {name: "star" if name in ("gather", "scatter") else "direct" for name in FORMS}
 )
 """The algorithm that this is, by the name that it has where messages are sent."""
+
+# ------------------------------------------------------------------------------
 
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // 4  # bytes staged at a time
@@ -186,31 +106,33 @@ class ShmDirect:
     """One collective of one control block, for tensors of one shape and dtype."""
 
     def __init__(self, plan: Plan, control: ControlBlock) -> None:
-        key = plan.key
+        key, form = plan.key, FORMS[plan.key.collective]
         self.control = control
         self.size, self.me = control.size, control.place
-        self.root = key.root
-        self.form = FORMS[key.collective]
+        self.form = form
         self.dtype = key.dtype
-        self._reduction = RankOrderReduction(plan, self.size) if self.form.reduced else None
-        elements = prod(key.shape)
+        self._reduction = None
+        if form.reduced:
+            divisor = self.size if key.op is ReduceOp.MEAN else 1
+            reduction = reduction_for(key.op, key.dtype)
+            self._reduction = RankOrderReduction(reduction, key.dtype, divisor)
         # Where each slice begins and ends in what is sliced or joined, in bytes.
         self._slices = [
             (first * key.dtype.itemsize, last * key.dtype.itemsize)
-            for first, last in chunk_ranges(elements, self.size)
+            for first, last in chunk_ranges(prod(key.shape), self.size)
         ]
         whole = self._slices[-1][1]
-        self._given = whole if self.form.sliced or not self.form.joined else self._slices[0][1]
+        self._given = whole if form.sliced or not form.joined else self._slices[0][1]
+        self._mine = self._slices[self.me] if form.sliced else (0, self._given)
         longest = max(stop - start for start, stop in self._slices)  # not always the first
-        self._longest = longest if self.form.sliced else self._given
-        self._givers = [g for g in range(self.size) if self.form.givers.includes(g, self.root)]
-        self._gives = self.me in self._givers
-        self._takes = self.form.takers.includes(self.me, self.root)
-        self._gets_on = self.form.passed_on is not None and self.form.passed_on.includes(
-            self.me, self.root
-        )
+        self._longest = longest if form.sliced else self._given
+        is_root = self.me == key.root
+        self._givers = [key.root] if form.from_root else list(range(self.size))
+        self._gives = is_root or not form.from_root
+        self._gets = is_root or not form.to_root
+        self._takes = self._gets or form.passed_on
         self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
-        room = PIECE // self.size if self.form.sliced else PIECE
+        room = PIECE // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._own_slots = [control.mine.slot_address(turn) for turn in (0, 1)]
         self._views: dict[tuple[int, int], Tensor] = {}
@@ -223,13 +145,10 @@ class ShmDirect:
 
         own   parts of this rank's slice that are not in `source` yet, where their place is
         """
-        if self.is_small:
-            if own:
-                self._settle(source, own)
-            if self.form.passed_on is not None:
-                return self._small_reduce(source, out)
-            return self._small(source, out)
-        return self._large(source, out, own)
+        if not self.is_small:
+            return self._large(source, out, own)
+        self._settle(source, own)
+        return self._small(source, out)
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's reduction goes by it."""
@@ -241,30 +160,26 @@ class ShmDirect:
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small_reduce(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
-        """Everyone who gets the result reduces all of it."""
-        assert source is not None
-        control, turn = self.control, 1 - self.control.turn
-        copy(self._own_slots[turn], source.data_ptr(), self._given)
-        yield ShmEpoch(control, first=True)
-        if out is not None:
-            views = self._turn_views.get(turn)
-            if views is None:
-                count = self._given // self.dtype.itemsize
-                slots = (control.slot(place) for place in range(self.size))
-                views = [slot.slot(turn, count, self.dtype) for slot in slots]
-                self._turn_views[turn] = views
-            assert self._reduction is not None
-            self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
-
     def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
         control, turn = self.control, 1 - self.control.turn
         if source is not None:
             copy(self._own_slots[turn], source.data_ptr(), self._given)
         yield ShmEpoch(control, first=True)
-        if out is not None:
-            slots = [control.slot(place).slot_address(turn) for place in range(self.size)]
-            self._take_whole(slots, out.data_ptr())
+        if out is None:
+            return
+        if not self.form.passed_on:
+            at = [control.slot(giver).slot_address(turn) for giver in self._givers]
+            self._take_whole(at, out.data_ptr())
+            return
+        # Everyone who gets the result reduces all of it.
+        views = self._turn_views.get(turn)
+        if views is None:
+            count = self._given // self.dtype.itemsize
+            slots = (control.slot(place) for place in range(self.size))
+            views = [slot.slot(turn, count, self.dtype) for slot in slots]
+            self._turn_views[turn] = views
+        assert self._reduction is not None
+        self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
     # Where it is ----------------------------------------------------------------------------
 
@@ -275,9 +190,9 @@ class ShmDirect:
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0
         where = None  # all that this rank shows, if it lies in shared memory
-        if self._gives and self.form.passed_on is not Who.ROOT:
+        if self._gives and not (self.form.passed_on and self.form.to_root):
             given = result = control.find(source, self._given)
-            if source != out and self.form.passed_on is not None:
+            if source != out and self.form.passed_on:
                 result = control.find(out, self._given)
             if given is not None and result is not None:
                 where = Descriptors(given, result)
@@ -300,51 +215,57 @@ class ShmDirect:
 
     def _direct(self, source: int, out: int, turn: int, own: OwnParts) -> Iterator[Program]:
         control = self.control
-        slots = [control.slot(place) for place in range(self.size)]
         given = [
-            slot.given_address(turn) if place in self._givers else 0
-            for place, slot in enumerate(slots)
+            source if giver == self.me else control.slot(giver).address(GIVEN[turn])
+            for giver in self._givers
         ]
-        given[self.me] = source
-        if self._gets_on:
-            yield from self._direct_pieces(given, slots, out, turn)
+        if self.form.passed_on:
+            yield from self._direct_pieces(given, out, turn)
         else:
             self._take_whole(given, out, own)
         yield ShmEpoch(control, last=True)  # or what others still read would be written
 
-    def _direct_pieces(
-        self, given: list[int], slots: list[PeerSlot], out: int, turn: int
-    ) -> Iterator[Program]:
+    def _direct_pieces(self, given: list[int], out: int, turn: int) -> Iterator[Program]:
         """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
 
         In pieces, so that these are taken while they are still in a cache. A piece that this rank
         writes has been read by the one that has reduced it, before they met.
         """
-        start, stop = self._slices[self.me]
-        results = [slot.result_address(turn) for slot in slots]
+        control, (start, stop) = self.control, self._mine
+        results = [control.slot(place).address(RESULT[turn]) for place in range(self.size)]
         for first in range(0, self._longest, STEP):
-            length = min(STEP, stop - start - first)
-            if length > 0:
-                at = [address + start + first for address in given]
-                self._reduce(at, out + start + first, length)
-            yield ShmEpoch(self.control)
-            for place, (begin, end) in enumerate(self._slices):
-                length = min(STEP, end - begin - first)
-                if place != self.me and length > 0:
-                    copy(out + begin + first, results[place] + begin + first, length)
+            begin = start + first
+            if begin < stop:
+                at = [address + begin for address in given]
+                self._reduce(at, out + begin, min(STEP, stop - begin))
+            yield ShmEpoch(control)
+            for place, begin, length in self._others(first, STEP):
+                copy(out + begin, results[place] + begin, length)
+
+    def _others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
+        """Of each other slice, from its byte `first` on: (member, where that is, length)."""
+        for place, (start, stop) in enumerate(self._slices):
+            length = min(most, stop - start - first)
+            if place != self.me and length > 0:
+                yield place, start + first, length
 
     def _take_whole(self, given: list[int], out: int, own: OwnParts = ()) -> None:
-        """Take what all have given, which lies at these addresses."""
-        if not self._takes:
+        """Take what is for this rank of what the givers have, which lies at these addresses."""
+        if not self._gets:
             return
-        start, stop = self._slices[self.me] if self.form.sliced else (0, self._given)
+        start, stop = self._mine
+        at = [address + start for address in given]
         if self._reduction is not None:
-            self._reduce_slice([address + start for address in given], out, stop - start, own)
-            return
-        for giver in self._givers:
+            self._reduce_slice(at, out, stop - start, own)
+        else:
+            self._copy(at, out, stop - start)
+
+    def _copy(self, at: list[int], out: int, length: int) -> None:
+        """Take so many bytes of each giver, from these addresses."""
+        for giver, address in zip(self._givers, at, strict=True):
             into = out + self._slices[giver][0] if self.form.joined else out
-            if into != given[giver] + start:
-                copy(into, given[giver] + start, stop - start)
+            if into != address:
+                copy(into, address, length)
 
     def _reduce_slice(self, at: list[int], out: int, length: int, own: OwnParts) -> None:
         """Reduce a slice, this rank's own part from where it is. In steps, for the cache."""
@@ -371,19 +292,20 @@ class ShmDirect:
     def _pieces(self, source: int, out: int) -> Iterator[Program]:
         """The first piece is staged, and all have met."""
         control, piece = self.control, self._piece
+        collects = self.form.passed_on and self._gets
         count = -(-self._longest // piece)
         for number in range(count):
             phase = control.phase
-            if number and self._gets_on:
+            if number and collects:
                 self._take_results(out, number - 1, 1 - phase)
             self._take_piece(source, out, number, phase)
             control.phase = 1 - phase
             if number + 1 < count:
                 self._stage(source, number + 1)
-            elif self.form.passed_on is None:
+            elif not self.form.passed_on:
                 return
             yield ShmEpoch(control)
-        if self._gets_on:
+        if collects:
             self._take_results(out, count - 1, 1 - control.phase)
 
     def _stage(self, source: int, number: int) -> None:
@@ -394,58 +316,45 @@ class ShmDirect:
             return
         stage = control.mine.stage_address + control.phase * PIECE
         first = number * piece
-        if not self.form.sliced:
+        if self.form.sliced:
+            for place, start, length in self._others(first, piece):
+                copy(stage + place * piece, source + start, length)
+        else:
             copy(stage, source + first, min(piece, self._given - first))
-            return
-        for place, (start, stop) in enumerate(self._slices):
-            if place != self.me and start + first < stop:
-                copy(
-                    stage + place * piece, source + start + first, min(piece, stop - start - first)
-                )
 
     def _take_piece(self, source: int, out: int, number: int, phase: int) -> None:
-        if not self._takes:
-            return
-        piece, me = self._piece, self.me
+        piece, me, control = self._piece, self.me, self.control
         first = number * piece
-        start, stop = self._slices[me] if self.form.sliced else (0, self._given)
+        start, stop = self._mine
         length = min(piece, stop - start - first)
-        if length <= 0:
+        if length <= 0 or not self._takes:
             return
         inside = phase * PIECE + (me * piece if self.form.sliced else 0)
         at = [
-            (source + start + first if g == me else self.control.slot(g).stage_address + inside)
-            for g in self._givers
+            source + start + first if giver == me else control.slot(giver).stage_address + inside
+            for giver in self._givers
         ]
-        if self._reduction is None:
-            for giver, address in zip(self._givers, at, strict=True):
-                into = out + first + (self._slices[giver][0] if self.form.joined else 0)
-                if into != address:
-                    copy(into, address, length)
-        elif self.form.passed_on is None:
+        if self.form.passed_on:
+            result = control.mine.stage_address + _results(phase)
+            self._reduce(at, result, length)
+            if self._gets:
+                copy(out + start + first, result, length)
+        elif self._reduction is not None:
             self._reduce(at, out + first, length)
         else:
-            self._reduce(at, self.control.mine.stage_address + _results(phase), length)
-            if self._gets_on:
-                into = out + start + first
-                copy(into, self.control.mine.stage_address + _results(phase), length)
+            self._copy(at, out + first, length)
 
     def _take_results(self, out: int, number: int, phase: int) -> None:
         """What the others have reduced of a piece."""
-        first = number * self._piece
-        for place, (start, stop) in enumerate(self._slices):
-            length = min(self._piece, stop - start - first)
-            if place != self.me and length > 0:
-                address = self.control.slot(place).stage_address + _results(phase)
-                copy(out + start + first, address, length)
+        for place, start, length in self._others(number * self._piece, self._piece):
+            copy(out + start, self.control.slot(place).stage_address + _results(phase), length)
 
     # ----------------------------------------------------------------------------------------
 
     def _reduce(self, addresses: list[int], out: int, length: int) -> None:
-        if length:
-            assert self._reduction is not None
-            views = [self._view(address, length) for address in addresses]
-            self._reduction.reduce(views, self._view(out, length))
+        assert self._reduction is not None
+        views = [self._view(address, length) for address in addresses]
+        self._reduction.reduce(views, self._view(out, length))
 
     def _view(self, address: int, length: int) -> Tensor:
         """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""

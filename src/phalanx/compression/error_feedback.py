@@ -100,16 +100,16 @@ class ErrorFeedback(Compressor, ResidualStore):
         """Gradients and their residuals: flat, new."""
         self._parts = member.parts
         wanted = bucket.flat.to(wide(bucket.flat.dtype), copy=True)
-        for place, values in bucket.cut(wanted):
-            residual = self._residuals.latest(place.name)
+        for name, _, start, stop in bucket.pieces:
+            residual = self._residuals.latest(name)
             if residual is None:
                 continue
-            if residual.numel() != values.numel():
+            if len(residual) != stop - start:
                 raise SizeMismatchError(
-                    f"{self}: gradient {place.name!r} has {values.numel()} values, and what was "
-                    f"left over of it {residual.numel()}: load the state of the same model"
+                    f"{self}: gradient {name!r} has {stop - start} values, and what was left over "
+                    f"of it {len(residual)}: load the state of the same model"
                 )
-            values.view(-1).add_(residual)
+            wanted[start:stop].add_(residual)
         return wanted
 
     def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:

@@ -115,34 +115,34 @@ class PowerSGD(Compressor):
         whole = {i.name: m.flatten() for i, m in bucket.cut(wanted) if i.name not in low}
 
         ps = [m @ self._last_q(name, m) for name, m in low.items()]
-        like = [*ps, *whole.values()]
-        sent = self._rounded(torch.cat([part.flatten() for part in like]), member.parts)
-        own_whole = _like(like, sent.to(wanted))[len(ps) :]
-        mean = yield AllReduceMean(sent.clone())
-        means = _like(like, mean.to(wanted))
+        sent, means = yield from self._mean([*ps, *whole.values()], member)
+        own_whole, mean_whole = sent[len(ps) :], means[len(ps) :]
         ps = [_orthogonal(p) for p in means[: len(ps)]]
-
-        qs = [m.T @ p for m, p in zip(low.values(), ps, strict=True)]
-        sent = self._rounded(torch.cat([*(q.flatten() for q in qs), wanted[:0]]), member.parts)
-        qs = _like(qs, sent.to(wanted))
+        own_qs = qs = [m.T @ p for m, p in zip(low.values(), ps, strict=True)]
+        if qs:
+            own_qs, qs = yield from self._mean(qs, member)
 
         def approximation(qs: Sequence[Tensor], whole_parts: Sequence[Tensor]) -> Approximation:
             found: Approximation = dict(zip(low, zip(ps, qs, strict=True), strict=True))
             return found | {name: (part,) for name, part in zip(whole, whole_parts, strict=True)}
 
-        own = approximation(qs, own_whole)
-
         def residual() -> Tensor:
+            own = approximation(own_qs, own_whole)
             for start, values in _values(own, bucket, 0, bucket.size):
                 wanted[start : start + len(values)] -= values
             return wanted
 
         feedback.store_residual(bucket, residual)
-        if qs:
-            mean = yield AllReduceMean(sent.clone())
-            qs = _like(qs, mean.to(wanted))
-            self._q.pending.update((name, q.clone()) for name, q in zip(low, qs, strict=True))
-        return approximation(qs, means[len(ps) :])
+        self._q.pending.update((name, q.clone()) for name, q in zip(low, qs, strict=True))
+        return approximation(qs, mean_whole)
+
+    def _mean(
+        self, tensors: Sequence[Tensor], member: Member
+    ) -> Generator[Request, Tensor, tuple[list[Tensor], list[Tensor]]]:
+        """One round: this member's tensors as they are sent, and their means over all members."""
+        sent = self._rounded(torch.cat([one.flatten() for one in tensors]), member.parts)
+        mean = yield AllReduceMean(sent.clone())
+        return _like(tensors, sent), _like(tensors, mean)
 
     def remembers(self) -> Mapping[str, NamedTensors]:
         """The Q of each matrix."""
@@ -196,6 +196,6 @@ def _orthogonal(p: Tensor) -> Tensor:
 
 
 def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Flat memory as tensors of those shapes."""
-    pieces = torch.split(flat, [one.numel() for one in tensors])
+    """Flat memory as tensors of those shapes, in their dtype."""
+    pieces = torch.split(flat.to(tensors[0].dtype), [one.numel() for one in tensors])
     return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=True)]

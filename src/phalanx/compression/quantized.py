@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -58,6 +57,17 @@ class TwoRounds(Compressor):
     @abstractmethod
     def _decode(self, rows: Tensor, length: int) -> Tensor:
         """The values, `[n, length]`."""
+
+    def compress(self, tensor: Tensor) -> EncodedTensor:
+        """The tensor's values, rounded, as one row: 1-D."""
+        check_floating(tensor, self)
+        row = self._encode(tensor.detach().reshape(1, -1), self._calls.next())[0]
+        return EncodedTensor((row,), tensor.shape, tensor.dtype)
+
+    def decompress(self, message: EncodedTensor) -> Tensor:
+        """The rounded tensor, in its former dtype."""
+        values = self._decode(message.sent[0][None], message.shape.numel())[0]
+        return values.to(message.dtype, copy=True).view(message.shape)
 
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
@@ -142,16 +152,6 @@ class Half(TwoRounds):
     def __repr__(self) -> str:
         return f"Half({self.dtype})"
 
-    def compress(self, tensor: Tensor) -> EncodedTensor:
-        """The tensor, rounded to nearest."""
-        check_floating(tensor, self)
-        sent = narrowed(tensor.detach(), self.dtype)
-        return EncodedTensor((sent,), tensor.shape, tensor.dtype)
-
-    def decompress(self, message: EncodedTensor) -> Tensor:
-        """The rounded tensor, in its former dtype."""
-        return message.sent[0].to(message.dtype, copy=True)
-
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
@@ -173,13 +173,6 @@ class Half(TwoRounds):
 # Quantization to blocks of 8, 4 or 1 bits a value, with a scale for each block.
 #
 # a row on the wire   [ scales, float32 | codes of `bits` each, the first in the lowest bits ]
-#
-# bits   codes        a code c of scale s stands for   s, rounding at random   s, to nearest
-# 8      -127..127    c * s                            largest / 127           largest / 127
-# 4      -7..7        c * s                            largest / 7             largest / 7
-# 1      0, 1         -s, s                            largest                 mean magnitude
-
-_MOST: Mapping[int, int] = MappingProxyType({8: 127, 4: 7, 1: 1})
 
 
 class Quantized(TwoRounds):
@@ -187,7 +180,8 @@ class Quantized(TwoRounds):
 
     bits        8: -127 to 127 times largest / 127; 4: -7 to 7 times largest / 7; 1: a sign times
                 the scale
-    block       values that share a scale
+    block       values that share a scale; a message is 4 bytes for each block, of which the last
+                may be shorter, and `bits` for each value
     stochastic  round up or down at random, so that the mean over many times is the value; at 1 bit
                 the scale is the block's largest value then. Else round to nearest; at 1 bit the
                 scale is the mean magnitude. None: stochastic, but under error feedback, which makes
@@ -233,19 +227,6 @@ class Quantized(TwoRounds):
         stochastic = bool(self.stochastic)
         return Quantized(self.bits, block=self.block, stochastic=stochastic, seed=self.seed)
 
-    def compress(self, tensor: Tensor) -> EncodedTensor:
-        """The tensor's blocks, read row by row; the last one may be shorter. Its bytes are 4 for
-        each block, and `bits` for each value.
-        """
-        check_floating(tensor, self)
-        packed = self._encode(tensor.detach().reshape(1, -1), self._calls.next())
-        return EncodedTensor((packed[0],), tensor.shape, tensor.dtype)
-
-    def decompress(self, message: EncodedTensor) -> Tensor:
-        """The rounded values."""
-        values = self._decode(message.sent[0][None], message.shape.numel())[0]
-        return values.to(message.dtype).view(message.shape)
-
     def remembers(self) -> Mapping[str, CallCounter]:
         """How often it has drawn random numbers."""
         return {"calls": self._calls}
@@ -253,7 +234,7 @@ class Quantized(TwoRounds):
     def _encode(self, rows: Tensor, *call: object) -> Tensor:
         """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value."""
         rows, length = rows.to(wide(rows.dtype)), rows.shape[1]
-        most = _MOST[self.bits]
+        most = max(1, 2 ** (self.bits - 1) - 1)  # the largest code: 127, 7; 1 for a sign
         noise = None
         if self.stochastic is not False:  # uniform in [0, 1), added before rounding down
             drawn = generator("quantized", self.seed, *call, device=rows.device)
@@ -308,17 +289,28 @@ class Quantized(TwoRounds):
 
 
 # ------------------------------------------------------------------------------
-# Bits as bytes, the first bit the lowest of the first byte.
+# Integers as bits, the lowest first; and bits as bytes, which are integers of 8 bits.
+
+
+def bits_of(numbers: Tensor, width: int) -> Tensor:
+    """`[..., n]` integers, 0 <= number < 2**width, as `[..., n * width]` bits, uint8."""
+    places = torch.arange(width, dtype=numbers.dtype, device=numbers.device)
+    return (numbers.unsqueeze(-1) >> places & 1).flatten(-2).to(torch.uint8)
+
+
+def numbers_of(bits: Tensor, width: int, count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`[..., count * width]` bits as `[..., count]` integers."""
+    places = torch.arange(width, dtype=dtype, device=bits.device)
+    cut = bits.to(dtype).view(*bits.shape[:-1], count, width)
+    return (cut << places).sum(-1, dtype=dtype)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
     """`[..., n]` of 0 and 1, uint8 or bool, as `[..., ceil(n / 8)]` uint8; the rest is zeros."""
     eights = pad(bits.to(torch.uint8), (0, -bits.shape[-1] % 8))
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    return (eights.view(*eights.shape[:-1], -1, 8) * powers).sum(-1, dtype=torch.uint8)
+    return numbers_of(eights, 8, eights.shape[-1] // 8, torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The first `count` bits, as `[..., count]` uint8."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-1) >> places & 1).flatten(-2)[..., :count]
+    return bits_of(packed, 8)[..., :count]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.compression.quantized import pack_bits, unpack_bits
+from phalanx.compression.quantized import bits_of, numbers_of, pack_bits, unpack_bits
 from phalanx.errors import SizeMismatchError
 
 
@@ -43,8 +43,7 @@ class CompressedGradient:
 
         Raises ValueError unless indices are ascending, and as `dense` does.
         """
-        self.check()
-        if not _ascending(self.indices):
+        if not self.check():
             raise ValueError("indices go on the wire in ascending order: sort them, and the values")
         n, k = self.original_len, len(self.indices)
         code = pack_bits(code_for(n, k).encode(self.indices.long(), n))
@@ -77,8 +76,8 @@ class CompressedGradient:
         dense[self.indices.long()] = self.values
         return dense if self.shape is None else dense.view(self.shape)
 
-    def check(self) -> None:
-        """Raise unless the indices are those of values of a gradient of this length."""
+    def check(self) -> bool:
+        """Whether the indices ascend. Raises unless they are those of values of this gradient."""
         k, n = len(self.values), self.original_len
         if self.indices.shape != self.values.shape or self.values.dim() != 1:
             raise SizeMismatchError(
@@ -93,14 +92,16 @@ class CompressedGradient:
                 f"index {int(self.indices[outside][0])} of a compressed gradient is out of range: "
                 f"it has {n} values, 0 to {n - 1}"
             )
-        if not _ascending(self.indices):
-            ordered = self.indices.sort().values
-            twice = ordered[1:][ordered.diff() == 0]
-            if len(twice) > 0:
-                raise ValueError(
-                    f"index {int(twice[0])} of a compressed gradient comes twice: each "
-                    "stands for one value"
-                )
+        if _ascending(self.indices):
+            return True
+        ordered = self.indices.sort().values
+        twice = ordered[1:][ordered.diff() == 0]
+        if len(twice) > 0:
+            raise ValueError(
+                f"index {int(twice[0])} of a compressed gradient comes twice: each stands for one "
+                "value"
+            )
+        return False
 
 
 def _ascending(indices: Tensor) -> bool:
@@ -132,18 +133,6 @@ class Code(NamedTuple):
     bits: Callable[[int, int], int]
     encode: Callable[[Tensor, int], Tensor]
     decode: Callable[[Tensor, int, int], Tensor]
-
-
-def bits_of(numbers: Tensor, width: int) -> Tensor:
-    """`[n]` integers, 0 <= number < 2**width, as `[n * width]` bits, uint8."""
-    places = torch.arange(width, device=numbers.device)
-    return (numbers.long().unsqueeze(-1) >> places & 1).flatten().to(torch.uint8)
-
-
-def numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
-    """`[count * width]` bits as `[count]` integers, int64."""
-    places = torch.arange(width, device=bits.device)
-    return (bits.view(count, width).long() << places).sum(-1, dtype=torch.int64)
 
 
 def _width(n: int) -> int:

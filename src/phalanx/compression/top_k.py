@@ -166,16 +166,12 @@ def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
 
 
 # ------------------------------------------------------------------------------
-# The k largest magnitudes, exactly, ties and all, in time proportional to n: radix selection.
+# The k largest magnitudes, exactly, ties and all.
 #
-# The bits of a float, without its sign, sort as its magnitude does. So the k-th largest is found
-# 16 bits at a time: count how often each pattern of the highest 16 occurs, see which pattern the
-# k-th has, and repeat with the values that have it.
-#
-# Of many values a sample gives a bound that most likely some more than k reach. Only those that
-# reach it are sorted, unless they turn out to be fewer than k.
+# The bits of a float, without its sign, sort as its magnitude does. Of many values a sample gives a
+# bound that most likely some more than k reach. Only those that reach it are searched for the k-th
+# largest, unless they turn out to be fewer than k.
 
-DIGIT = 16  # bits
 SAMPLE = 1 << 14  # values
 PIECE = 1 << 18  # values that are compared together: intermediate results stay in the caches
 
@@ -189,9 +185,9 @@ def largest(values: Tensor, k: int) -> Tensor:
         return torch.arange(k, device=values.device)
     places = _candidates(values, k)
     keys = _keys(values if places is None else values[places])
-    kth, needed = _kth_largest(keys, k)
+    kth = _kth_largest(keys, k)
     above = (keys > kth).nonzero().flatten()
-    equal = (keys == kth).nonzero().flatten()[:needed]
+    equal = (keys == kth).nonzero().flatten()[: k - len(above)]
     found = torch.cat([above, equal]).sort().values
     return found if places is None else places[found]
 
@@ -207,7 +203,7 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
     some_more = ceil(expected + 4 * sqrt(expected) + 4)
     if some_more > len(sample) // 4:  # so many take longer than the sample saves
         return None
-    bound, _ = _kth_largest(_keys(sample), some_more)
+    bound = _kth_largest(_keys(sample), some_more)
     if bound == 0:  # all reach it
         return None
     size = PIECE if values.device.type == "cpu" else n
@@ -224,23 +220,11 @@ def _keys(values: Tensor) -> Tensor:
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     keys = values.abs().view(bits)
     infinity = torch.tensor(torch.inf, dtype=values.dtype).view(bits)
-    keys.clamp_(max=int(infinity) + 1)  # as if there were one NaN
-    return keys.int() if bits is torch.int16 else keys  # in which a digit is no negative number
+    return keys.clamp_(max=int(infinity) + 1)  # as if there were one NaN
 
 
-def _kth_largest(keys: Tensor, k: int) -> tuple[int, int]:
-    """The k-th largest key, and how many of those that equal it are among the k largest."""
-    kth = 0
-    for shift in range(keys.dtype.itemsize * 8 - DIGIT, -1, -DIGIT):
-        digits = keys >> shift & 0xFFFF
-        counts = digits.bincount(minlength=1 << DIGIT)
-        at_least = counts.flip(0).cumsum(0)
-        place = int(torch.searchsorted(at_least, k))
-        digit = (1 << DIGIT) - 1 - place
-        k -= int(at_least[place]) - int(counts[digit])
-        kth |= digit << shift
-        keys = keys[digits == digit]
-    return kth, k
+def _kth_largest(keys: Tensor, k: int) -> Tensor:
+    return keys.topk(k, sorted=False).values.amin()
 
 
 # ------------------------------------------------------------------------------

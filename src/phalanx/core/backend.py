@@ -7,16 +7,13 @@ SubBackend      some of a backend's ranks
 
 from __future__ import annotations
 
-import atexit
 import math
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from math import inf
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +27,6 @@ from phalanx.core.group import Group
 from phalanx.core.posted import Combine
 from phalanx.core.steps import (
     ANY,
-    NativeCall,
     Program,
     ReceiveBytes,
     Round,
@@ -38,6 +34,7 @@ from phalanx.core.steps import (
     SharedGroup,
     ring_barrier,
 )
+from phalanx.core.transport import BETWEEN_HOSTS, INSIDE_A_HOST, Links
 from phalanx.core.work import AnyOf, Work
 from phalanx.errors import (
     DistributedError,
@@ -56,30 +53,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
 MAX_TAG = 2**31 - 1
 PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
-
-
-class LinkCost(NamedTuple):
-    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
-
-    latency: float  # seconds until the receiver can go on
-    overhead: float  # seconds of work for each message sent or received
-    bandwidth: float  # bytes a second
-    duplex: bool  # whether sending and receiving at the same time takes no longer than either
-
-
-class Links(NamedTuple):
-    """The links of a group. All ranks of a host share one bandwidth out of it, and one into it."""
-
-    inside: LinkCost  # a host
-    between: LinkCost  # hosts
-    processors: float = inf  # of a host, which its ranks share; the same number on all of them
-
-
-# Inside a host a byte costs a processor's time on either side, between hosts the wire's. Measured
-# with 2, 3 and 4 processes on two processors, as the times of all algorithms of all_reduce, from
-# 8 bytes to 16 MiB, in turn.
-INSIDE_A_HOST = LinkCost(latency=70e-6, overhead=20e-6, bandwidth=2.5e9, duplex=False)
-BETWEEN_HOSTS = LinkCost(latency=100e-6, overhead=20e-6, bandwidth=1.2e9, duplex=True)
 
 
 class Backend:
@@ -323,11 +296,15 @@ class Backend:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
-            now = engine.now()
-            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
-            channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
-            work = Work(group, call, channel, program, buffers, combine=combine, result=result)
-            group.issue(work)
+            now, before = engine.now(), group.checker.issued
+            try:
+                call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+                channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
+                work = Work(group, call, channel, program, buffers, combine=combine, result=result)
+                group.issue(work)
+            except BaseException as error:
+                group.interrupted(error, before)
+                raise
         if background and not work.over:
             patience = 0.0 if self.spares_a_processor else PATIENCE
             engine.transport.background(work, patience=patience)
@@ -352,34 +329,37 @@ class Backend:
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
-            now = engine.now()
+            now, before = engine.now(), group.checker.issued
             engine.transport.glance(now)
             steps: Iterator[Program] = iter(program)
             step: Program | None = None
             is_free = group.is_free()
-            # From here on the others wait for this rank's part, so an interrupt breaks the group.
-            call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
-            if is_free:
-                try:
-                    for step in steps:
-                        if isinstance(step, Round):
-                            break
-                        step.begin(call)
-                        if not step.ready(spin=True):
-                            break
-                    else:
-                        group.finished = call.sequence + 1
-                        call.ended = engine.now()
-                        engine.history.calls.append(call)
-                        return
-                    assert step is not None
-                    steps = chain((step,), steps)
-                except BaseException as error:
-                    steps = _raising(error)
-            channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
-            work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
-            work.step = None if isinstance(step, Round) else step  # it has begun
-            group.issue(work)
+            try:
+                call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+                if is_free:
+                    try:
+                        for step in steps:
+                            if isinstance(step, Round):
+                                break
+                            step.begin(call)
+                            if not step.ready(spin=True):
+                                break
+                        else:
+                            group.finished = call.sequence + 1
+                            call.ended = engine.now()
+                            engine.history.calls.append(call)
+                            return
+                        assert step is not None
+                        steps = chain((step,), steps)
+                    except BaseException as error:
+                        steps = _raising(error)
+                channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
+                work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
+                work.step = None if isinstance(step, Round) else step  # it has begun
+                group.issue(work)
+            except BaseException as error:
+                group.interrupted(error, before, step)
+                raise
         work.wait()
 
     def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
@@ -408,8 +388,8 @@ class Backend:
     def _barrier_steps(self) -> Iterable[Program]:
         if self.shared is not None and self.shares_memory:
             return (self.shared.epoch(first=True),)
-        native = self.native.step(NativeCall("barrier")) if self.native is not None else None
-        return (native,) if native is not None else ring_barrier(self.rank, self.world_size)
+        # A library's own may be faster, but this compares what the ranks do.
+        return ring_barrier(self.rank, self.world_size)
 
     # Groups and memory ----------------------------------------------------------------------
 
@@ -624,26 +604,3 @@ class SubBackend(Backend):
     def to_local(self, global_: int) -> int | None:
         """This group's number for rank `global_` of the parent; None if it is no member."""
         return self.members.index(global_) if global_ in self.members else None
-
-
-# ------------------------------------------------------------------------------
-# Closing a backend that is still open when the interpreter ends.
-
-
-class CloseAtExit:
-    """Closes a backend when the interpreter ends, without keeping it alive."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = weakref.ref(backend)
-        atexit.register(self)
-
-    def __call__(self) -> None:
-        """The interpreter ends."""
-        backend = self._backend()
-        if backend is not None:
-            with suppress(DistributedError, OSError):
-                backend.close()
-
-    def cancel(self) -> None:
-        """There is nothing to close any more."""
-        atexit.unregister(self)

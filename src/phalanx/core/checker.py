@@ -104,8 +104,8 @@ class Checker:
         sequence, calls, suffix = self.issued, self.calls, self._members.suffix
         rolling = (self.rolling_hash + fingerprint + 1) * ODD & WORD
         call = Call(name, sequence, signature, suffix, site, started, timeout, fingerprint, rolling)
-        self.issued, self.rolling_hash = sequence + 1, rolling
         calls.append(call)
+        self.issued, self.rolling_hash = sequence + 1, rolling
         while len(calls) > KEPT and calls[KEPT].ended:  # they end in their order
             calls.popleft()
         return call

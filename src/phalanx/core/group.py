@@ -20,6 +20,7 @@ from phalanx.core.checker import Checker
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
 from phalanx.core.posted import GroupBase, PostedRound, W, WorkBase
+from phalanx.core.steps import Program, Step
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -121,6 +122,30 @@ class Group(GroupBase):
             self.abandon(work, f"interrupted by {type(interruption).__name__}")
             raise
 
+    def interrupted(self, error: BaseException, before: int, step: Program | None = None) -> None:
+        """The caller was interrupted on its way to `issue` a collective, and perhaps in it.
+
+        If that has a number, the other ranks wait for this one's part, which will not come: then
+        the group is broken. `before` it, as many had one; `step` is what had begun. Lock held.
+        """
+        checker = self.checker
+        if isinstance(error, Exception) or self.failure is not None:
+            return
+        call = checker.calls[-1] if checker.calls else None
+        if call is None or call.sequence != before or call.ended:
+            return
+        if checker.issued == before:  # it has none yet
+            checker.calls.pop()
+            return
+        if any(work.call is call for work in self._queue):
+            return
+        if self.shared is not None:
+            self.shared.give_up()
+        if isinstance(step, Step):
+            step.cancel()
+        reason = str(self._given_up(call, f"interrupted by {type(error).__name__}"))
+        self.fail(Failure(MisuseError, self.here, self.here, reason, call.describe(), before))
+
     @override
     def under_way(self) -> list[WorkBase]:
         return [*self._queue, *self._messages]
@@ -216,13 +241,15 @@ class Group(GroupBase):
             if work in self._queue or work in self._messages:  # interrupted at its very end
                 self.work_ended(work)
             return
-        error = MisuseError(
-            f"rank {self.rank}: {work.describe()} was given up: {reason}",
+        self.work_failed(work, self._given_up(work.call, reason))
+
+    def _given_up(self, call: Call, reason: str) -> MisuseError:
+        return MisuseError(
+            f"rank {self.rank}: {call.describe()} was given up: {reason}",
             rank=self.rank,
-            op=work.name,
-            sequence=work.sequence,
+            op=call.name,
+            sequence=call.sequence,
         )
-        self.work_failed(work, error)
 
     @override
     def break_alone(self, work: WorkBase, error: DistributedError) -> None:

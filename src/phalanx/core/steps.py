@@ -14,11 +14,13 @@ has arrived, is done by the program when it is asked for the next step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, UntypedStorage
 
 from phalanx.core.call import Call
+from phalanx.core.reduce_op import ReduceOp
 
 ANY = -1  # as the peer of a receive: the first sender
 NOTHING = memoryview(b"")  # replaces memory that is done with, so that cycles do not keep it
@@ -163,10 +165,10 @@ class NativeCall(NamedTuple):
     """One collective of another library, ready to begin: what it is, and this rank's memory.
 
     collective   `all_reduce`, `reduce`, `broadcast`, `all_gather`, `gather`, `scatter`,
-                 `reduce_scatter`, `all_to_all` or `barrier`
+                 `reduce_scatter` or `all_to_all`
     source       what this rank contributes, contiguous, never written; None for nothing
     out          where its result goes, contiguous; None for no result
-    op           how contributions are reduced, as `ReduceOp`'s value: `sum`, `mean`, ...
+    op           how contributions are reduced, where they are
     root         rank of the group, where the collective has one
 
         collective       source                   out
@@ -183,7 +185,7 @@ class NativeCall(NamedTuple):
     collective: str
     source: Tensor | None = None
     out: Tensor | None = None
-    op: str | None = None
+    op: ReduceOp | None = None
     root: int = 0
 
 
@@ -191,8 +193,8 @@ class Native(ABC):
     """The collectives of another library, which it carries out whole."""
 
     @abstractmethod
-    def step(self, call: NativeCall) -> Step | None:
-        """The step that carries it out, or None if the library does not have this collective.
+    def steps(self, call: NativeCall) -> Iterable[Program] | None:
+        """The steps that carry it out, or None if the library does not have this collective.
 
         The same answer on every rank.
         """

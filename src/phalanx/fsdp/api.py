@@ -10,42 +10,33 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.errors import (
-    DistributedError,
-    MisuseError,
-    SizeMismatchError,
-    UnsupportedOperationError,
-)
+from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.fsdp.build import Initialize, build
+from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of
-from phalanx.fsdp.unsharded import refuse
-from phalanx.parallel.compressor_state import (
-    UNSHARDED,
-    load_own,
-    needed,
-    own_state,
-    without_own,
-)
+from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.grad_scaler import clip_, norm_of
-from phalanx.parallel.optimizer_hooks import NOT_ELEMENTWISE, claim, log, owner_of, release
-from phalanx.parallel.wrapper import Slice, Wrapper
+from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
 
-if TYPE_CHECKING:
-    from phalanx.fsdp.parameter_group import UnitRule
+log = logging.getLogger("phalanx")
+
+NOT_ELEMENTWISE = frozenset(
+    {"Adafactor", "LBFGS", "Muon", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP", "KFAC"}
+)
+"""Optimizers whose step depends on a parameter's shape, or on all of its elements together."""
 
 
 class FSDP(Wrapper):
@@ -128,11 +119,7 @@ class FSDP(Wrapper):
             )
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of parameter groups, or 0, not {prefetch}")
-        if compression is not None:
-            check_compressor(compression, "FSDP(compression=)")
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    check_floating(parameter, compression)
+        self._check_compression(compression)
         self.strategy = strategy
         self.compression = deepcopy(compression)
         self.mixed_precision = precision_of(mixed_precision)
@@ -150,8 +137,8 @@ class FSDP(Wrapper):
             initialize=initialize,
             compressor=self.compression,
         )
-        compressed = self._runtime.compression
-        self._sharding = compressed.cut(self._runtime.flats) if compressed else UNSHARDED
+        if self._runtime.compression is not None:
+            self._sharding = self._runtime.compression.cut(self._runtime.flats)
         for parameter in module.parameters():
             claim(parameter, self)
         self._remove_hooks = self._runtime.hook()
@@ -346,30 +333,6 @@ class FSDP(Wrapper):
                 state[name] = value.clone()
         return self._with_own(state, args, kwargs)
 
-    def own_state(self) -> dict[str, Tensor]:
-        """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`; of
-        `<replicas>x<shards>` ranks with a hybrid strategy.
-        """
-        if self.compression is None:
-            return {}
-        return own_state(self.compression, self.backend, self._sharding)
-
-    def needs(self, keys: Iterable[str]) -> list[str]:
-        """Which of such keys, of all ranks that there were, `load_own_state` needs on this one."""
-        return needed(keys, self.backend, self._sharding)
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such states, of any number of ranks and any strategy, or of a DDP, joined into
-        one dict.
-
-        For as many ranks as before with a strategy like that one, each needs its own only; else all
-        are needed, and what averages lack stays the same, to a rounding. A warning in the log says
-        what is missing. Nothing is sent. `SizeMismatchError` if it is of another model.
-        """
-        sizes = {name: prod(slice_.shape) for name, slice_ in self.slices().items()}
-        backend, sharding = self.backend, self._sharding
-        load_own(self.compression, state, backend, sizes_of=sizes, sharding=sharding)
-
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The plain module's state, whole, on every rank; with `rank0_only` empty on the others.
@@ -385,7 +348,7 @@ class FSDP(Wrapper):
                 local[name] = full[value]
             elif isinstance(value, Tensor):
                 local[name] = value.detach().clone()
-        return dict(local)
+        return local
 
     def _full_values(self, *, keep: bool = True) -> dict[nn.Parameter, Tensor]:
         """Copies of the parameters' full values, in the dtype of the shards. Every rank of the
@@ -420,7 +383,7 @@ class FSDP(Wrapper):
         pieces = self.slices()
         held = {parameter: pieces.get(name) for name, parameter in self.named_parameters()}
         own = self.module.state_dict(keep_vars=True)
-        result = dict(state)
+        result = with_versions(state, state)
         for name, value in state.items():
             mine = own.get(name)
             if not isinstance(mine, nn.Parameter) or not isinstance(value, Tensor):
@@ -495,6 +458,3 @@ class FSDP(Wrapper):
             parameter.data = value
             release(parameter)
         return self.module
-
-    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
-        refuse(self.backend.rank, problem, kind)

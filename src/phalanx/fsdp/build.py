@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,15 +11,12 @@ from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
 from phalanx.fsdp.flat_param import ShardingPlan, trim_heap
 from phalanx.fsdp.gradients import CompressedReduction
-from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, cut
+from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, UnitRule, cut
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
-from phalanx.fsdp.unsharded import refuse, registrations
-from phalanx.parallel.buckets import broadcast_all_
-from phalanx.parallel.guards import check_same_model
-
-if TYPE_CHECKING:
-    from phalanx.fsdp.parameter_group import UnitRule
+from phalanx.fsdp.unsharded import registrations
+from phalanx.parallel.averaging import broadcast_all_
+from phalanx.parallel.guards import check_same_model, refuse
 
 Initialize = Callable[[nn.Module], None]
 
@@ -126,6 +122,7 @@ def _initialize(
     reset = getattr(module, "reset_parameters", None)
     if initialize is None and not callable(reset):
         refuse(
+            "FSDP",
             rank,
             f"{name or 'the model'} ({type(module).__name__}) has parameters or buffers of its own "
             "on the meta device, and no reset_parameters() to give them values: write one, or pass "

@@ -127,14 +127,6 @@ class FlatLayout:
         offset = self.starts[number] - index * self.shard
         return (offset + start, offset + stop) if start < stop else (0, 0)
 
-    def picture(self, letters: Sequence[str]) -> str:
-        """As above, with a letter for each parameter."""
-        counts = [prod(shape) for shape in self.shapes]
-        cells = [letter for letter, n in zip(letters, counts, strict=True) for _ in range(n)]
-        cells += ["."] * (self.padded - self.total)
-        shards = range(0, self.padded, self.shard or 1)
-        return "".join(f"| {' '.join(cells[i : i + self.shard])} " for i in shards) + "|"
-
 
 # Memory -----------------------------------------------------------------------------------------
 
@@ -279,13 +271,6 @@ class FlatParameter:
             part = shard[start:stop]
             parts.append(part.view(shape) if self.plan.strategy.name == "no_shard" else part)
         return parts
-
-    def sync_requires_grad(self) -> int:
-        """Let unsharded parameters require gradients if their shards do; how many do."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.requires_grad is not view.requires_grad:
-                view.requires_grad_(parameter.requires_grad)
-        return sum(parameter.requires_grad for parameter in self.parameters)
 
     # Values of shards -----------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from phalanx.collectives import (
+    PendingCollective,
     ReduceOp,
     async_all_reduce_,
     async_reduce_scatter,
@@ -44,9 +45,9 @@ from phalanx.compression.error_feedback import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
-from phalanx.fsdp.unsharded import refuse
 from phalanx.parallel.averaging import RequestExecutor, bytes_of
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
+from phalanx.parallel.guards import refuse
 
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
@@ -97,6 +98,7 @@ class FlatGradient:
             return
         if grad.layout is not torch.strided:
             refuse(
+                "FSDP",
                 self._plan.world.rank,
                 f"the gradient of {self.flat.names[number]} is {grad.layout}; only dense "
                 "gradients are reduced (pass sparse=False)",
@@ -177,18 +179,19 @@ class FlatGradient:
         inside, index = self.flat.layout.inside, self._plan.shard_index
         own = [(inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())]
         self._elsewhere = {}
-        mean = ReduceOp.MEAN
-        if not shards.spares_a_processor:  # nobody else moves it on: sooner done, sooner freed
-            reduce_scatter(memory, shards, mean, into=into, consume=True, own=own, label=label)
-            return lambda: None
-        return async_reduce_scatter(
-            *(memory, shards, mean),
+        # Where nobody else moves it on: sooner done, sooner freed.
+        scatter = async_reduce_scatter if shards.spares_a_processor else reduce_scatter
+        pending = scatter(
+            memory,
+            shards,
+            ReduceOp.MEAN,
             algorithm=self._plan.algorithm,
             into=into,
             consume=True,
             own=own,
             label=label,
-        ).wait
+        )
+        return pending.wait if isinstance(pending, PendingCollective) else lambda: None
 
     def finish_scattering(self) -> None:
         """Wait for the reduce-scatter under way; its memory is free then."""

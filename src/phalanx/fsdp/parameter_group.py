@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -25,13 +25,10 @@ from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
 from phalanx.fsdp.unsharded import UnshardState, registrations
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Kind: TypeAlias = type[nn.Module]
-    UnitRule: TypeAlias = (
-        Kind | tuple[Kind, ...] | set[Kind] | frozenset[Kind] | Callable[[nn.Module], bool]
-    )
+Kind: TypeAlias = type[nn.Module]
+UnitRule: TypeAlias = (
+    Kind | tuple[Kind, ...] | set[Kind] | frozenset[Kind] | Callable[[nn.Module], bool]
+)
 
 
 @dataclass(eq=False)
@@ -130,7 +127,7 @@ class ParameterGroup:
         """A backward pass has come to this group."""
         if not self.in_backward:
             self.in_backward = True
-            self._trained = sum(flat.sync_requires_grad() for flat in self.flats)
+            self._trained = sum(p.requires_grad for flat in self.flats for p in flat.parameters)
             self._arrived.clear()
 
     def count_gradient(self, gradient: FlatGradient, number: int) -> bool:

@@ -12,7 +12,7 @@ Hooks of the model's modules say where a forward pass is, hooks of what they hav
 backward pass is. Which groups come next is guessed from the last forward pass; a wrong guess costs
 time only. Which parameters of a group a backward pass uses is not known: its part of the pass is
 over when all its gradients are there, or its inputs have theirs, or the pass comes to another
-group: whichever is first.
+group: whichever is first, and not while there are calls of it that the pass has not come to.
 
 All ranks run the same model, and so do all this in the same order. One that does not is told so by
 the collectives, whose labels name the group.
@@ -33,8 +33,9 @@ from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.fsdp.flat_param import ShardingPlan
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
-from phalanx.fsdp.unsharded import ParameterSwap, refuse
+from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
+from phalanx.parallel.guards import refuse
 from phalanx.parallel.wrapper import inside_backward, keeps_graph
 
 
@@ -239,6 +240,7 @@ class FsdpRuntime:
         """The gradient of an output of a group is there."""
         if output in call.spent:
             refuse(
+                "FSDP",
                 self._rank,
                 f"a second backward pass through one forward pass of {call.group.title}: its graph "
                 "is gone. Pass retain_graph=True to the first one, or run forward again",
@@ -251,6 +253,7 @@ class FsdpRuntime:
         group = call.group
         if call.epoch != self.write_epoch.number:
             refuse(
+                "FSDP",
                 self._rank,
                 f"backward through {group.title}, whose parameters were written after its forward "
                 "pass (an optimizer's step, load_state_dict): run forward again",
@@ -300,10 +303,9 @@ class FsdpRuntime:
         if call.inputs or call not in group.open_calls:
             return
         group.open_calls.discard(call)
-        if not group.open_calls:  # all gradients are there that will be; the rest was not used
-            if self.synchronize and group.owes:
-                group.reduced = True
-                self._reduce(group)
+        if not group.open_calls:  # all gradients of these are there; the rest was not used
+            if not group.waiting:
+                self._reduce_once(group)
             self._reshard(group)
 
     # A backward pass: what is over ----------------------------------------------------------
@@ -311,11 +313,14 @@ class FsdpRuntime:
     def _post_backward(self, group: ParameterGroup) -> None:
         """A group gets no more gradients."""
         group.finished = True
-        if self.synchronize:
-            group.reduced = True
-            self._reduce(group)
+        self._reduce_once(group)
         if not group.has_frozen:
             self._reshard(group)
+
+    def _reduce_once(self, group: ParameterGroup) -> None:
+        if self.synchronize and group.owes:
+            group.reduced = True
+            self._reduce(group)
 
     def _reduce(self, group: ParameterGroup) -> None:
         """Reduce the gradients of a group, when those of the one before are on this rank."""

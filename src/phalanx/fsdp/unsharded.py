@@ -30,15 +30,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import DistributedError, MisuseError
+from phalanx.errors import MisuseError
+from phalanx.parallel.guards import refuse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def refuse(rank: int, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
-    """Raise an error of FSDP, which names the rank."""
-    raise kind(f"rank {rank}: FSDP: {problem}", rank=rank, op="FSDP")
 
 
 TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
@@ -233,6 +229,7 @@ class ParameterSwap:
                 self._refuse_replaced(at.name)
         if late:
             refuse(
+                "FSDP",
                 self._rank,
                 f"{', '.join(late)} came to the module after FSDP was built, and would be on each "
                 "rank by itself: build it when the module is complete",
@@ -246,6 +243,7 @@ class ParameterSwap:
     def _refuse_replaced(self, name: str) -> NoReturn:
         self.swap_out()
         refuse(
+            "FSDP",
             self._rank,
             f"the parameter {name} was replaced after FSDP was built, or its .data was (as by "
             ".half() or .double()), so it is no shard any more: change values with "

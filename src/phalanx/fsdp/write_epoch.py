@@ -105,6 +105,7 @@ class WriteEpoch:
         self._stale = True
         for group in self._groups:
             group.reshard()
+            group.waiting.clear()  # what has read the old values goes no way back
         for flat in self._flats:
             flat.current = False
 

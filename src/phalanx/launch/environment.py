@@ -2,12 +2,14 @@
 
     launcher       how it is known            what it says
     torchrun       RANK and WORLD_SIZE        LOCAL_RANK, MASTER_ADDR, TORCHELASTIC_*, ...
-    srun           SLURM_PROCID               SLURM_NTASKS, SLURM_LOCALID, the list of nodes
     mpirun         OMPI_COMM_WORLD_RANK       OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, ...
     mpiexec        PMI_RANK                   PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    srun           SLURM_PROCID               SLURM_NTASKS, SLURM_LOCALID, the list of nodes
 
-The first row that is there counts: who sets RANK by hand, or runs torchrun under srun, means it.
-MASTER_ADDR and MASTER_PORT are read whoever the launcher is.
+The first row that is there counts: who sets RANK by hand, or runs torchrun under srun, means it,
+and under mpirun in a job of Slurm all ranks of a host see one SLURM_PROCID. (With `srun --mpi=pmi2`
+there is a PMI_RANK, but no MPI_LOCALRANKID: that is srun.) MASTER_ADDR and MASTER_PORT are read
+whoever the launcher is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.wire.control import is_loopback, parse_address
+from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
@@ -114,6 +116,9 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
     if _BY_HAND.rank in environ or _BY_HAND.world_size in environ:
         return _BY_HAND
+    for mpi in (_OPEN_MPI, _PMI):
+        if mpi.rank in environ and mpi.local_rank in environ:
+            return mpi
     if _SLURM.rank in environ and _SLURM.world_size in environ:
         # The shell of an interactive allocation may have these, too; its job is named after the
         # shell, and its step has no number of its own.
@@ -158,11 +163,11 @@ def _master(
         except ValueError as error:
             raise MisuseError(f"{STORE_VARIABLE}={environ[STORE_VARIABLE]!r}: {error}") from None
     addr = environ.get("MASTER_ADDR", "")
-    if not addr:
-        addr = _first_node(environ) if launcher is _SLURM else ""
+    if not addr and launcher is _SLURM:
+        addr = _first_node(environ)
     if not addr and (world_size == 1 or environ.get(launcher.local_world_size) == str(world_size)):
         addr = "127.0.0.1"
-    if launcher in (_OPEN_MPI, _PMI) and "MASTER_PORT" not in environ:
+    if launcher.source == "mpirun" and "MASTER_PORT" not in environ:
         return addr, 0, False  # the ranks can meet through MPI
     for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", environ.get("MASTER_PORT", ""))):
         if not value and world_size > 1:
@@ -275,7 +280,7 @@ def _expand_numbers(numbers: str) -> list[str]:
 # This host: which of its addresses the others can reach, and the cores for each rank.
 
 # An address that belongs to nobody (RFC 5737): the route to it is the default route.
-ELSEWHERE = ("192.0.2.1", 9)
+ELSEWHERE = Endpoint("192.0.2.1", 9)
 
 
 def address_toward(host: str, port: int, *, one_host: bool) -> str:
@@ -300,8 +305,9 @@ def _source_address(host: str, port: int) -> str:
 
 def threads_per_rank(ranks: int) -> int:
     """Return the fair share of this process's cores for each of `ranks`, at least one."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, usable_cores() // ranks)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

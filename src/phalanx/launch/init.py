@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch.environment import ELSEWHERE, World, address_toward, read_environment
-from phalanx.launch.store import FIRST_PAUSE, LONGEST_PAUSE, connect_store
-from phalanx.native.mpi import duplicate, import_mpi, wait_until
-from phalanx.transport.tcp.admission import listen_at
+from phalanx.launch.store import connect_store, tries
+from phalanx.native.mpi import duplicate, import_mpi
+from phalanx.native.mpi_library import wait_until
+from phalanx.transport.tcp.admission import listen_at, resolve
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
@@ -81,88 +82,85 @@ def rendezvous(world: World, *, timeout: float) -> World:
 
 def _rendezvous_at_store(world: World, timeout: float) -> tuple[str, socket.socket | None]:
     deadline = time.monotonic() + timeout
-    host, port = world.master_addr, world.master_port
+    endpoint = Endpoint(world.master_addr, world.master_port)
     try:
-        store = connect_store(host, port, deadline)
+        store = connect_store(*endpoint, deadline)
     except (OSError, RuntimeError) as error:
+        resolve(endpoint)  # which says it, if that is why
         raise BackendUnavailableError(
-            f"rank {world.rank} cannot reach the launcher's store at {Endpoint(host, port)} "
-            f"({error}): is the launcher running, and may this host connect to it?",
+            f"rank {world.rank} cannot reach the launcher's store at {endpoint} ({error}): is the "
+            "launcher running, and may this host connect to it?",
             rank=world.rank,
         ) from error
     prefix = f"phalanx/{world.run_id}/{world.restart_count}"
     count = store.add(f"{prefix}/count/{world.rank}", 1)
     key = f"{prefix}/rendezvous/{count}"
     if world.rank == 0:
-        message, listener = _listen(world, host, port)
+        message, listener = _listen(world, endpoint)
         store.set(key, message)
         return message, listener
-    pause = FIRST_PAUSE
-    # Asking again and again, because a wait inside the store hears no signal.
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(
-                f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
-                f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
-                f"this rank, and is every host at restart {world.restart_count}?",
-                rank=world.rank,
-                peer=0,
-                op="init",
-                seconds=timeout,
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return store.get(key).decode(), None
-
-
-def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
-    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
-    message = ""
-    listener: socket.socket | None = None
-    if world.rank == 0:
-        toward = (world.master_addr, 0) if world.master_addr else ELSEWHERE
-        message, listener = _listen(world, *toward)
-    try:
-        mpi = import_mpi()
-        comm = duplicate(mpi.COMM_WORLD, timeout)
-        block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
-        if not wait_until(comm.Ibcast([block, _LONGEST, mpi.BYTE], 0).Test, timeout):
-            rank = comm.Get_rank()
-            raise CollectiveTimeoutError(
-                f"rank {rank} waited {timeout:g} s for MPI to bring the word of rank 0",
-                rank=rank,
-                peer=0,
-                op="init",
-                seconds=timeout,
-            )
-        comm.Free()
-    except BaseException as error:
-        if listener is not None:
-            listener.close()
-        if isinstance(error, BackendUnavailableError):
-            raise BackendUnavailableError(
-                f"MASTER_PORT is not set, and the {world.world_size} ranks of mpirun cannot meet "
-                f"through MPI instead: {error}; or set MASTER_ADDR to the host of rank 0 and "
-                "MASTER_PORT to a free port of it, the same for every rank",
-                rank=world.rank,
-            ) from error
-        raise
-    return block.rstrip(b"\0").decode(), listener
+    for _ in tries(deadline):
+        if store.check([key]):
+            return store.get(key).decode(), None
+    raise CollectiveTimeoutError(
+        f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
+        f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
+        f"this rank, and is every host at restart {world.restart_count}?",
+        rank=world.rank,
+        peer=0,
+        op="init",
+        seconds=timeout,
+    )
 
 
 _LONGEST = 512  # bytes of what MPI broadcasts
 
 
-def _listen(world: World, toward: str, port: int) -> tuple[str, socket.socket]:
+def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
+    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
+    try:
+        mpi = import_mpi()
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(
+            f"MASTER_PORT is not set, and the {world.world_size} ranks of mpirun cannot meet "
+            f"through MPI instead: {error}; or set MASTER_ADDR to the host of rank 0 and "
+            "MASTER_PORT to a free port of it, the same for every rank",
+            rank=world.rank,
+        ) from error
+    message = ""
+    listener: socket.socket | None = None
+    if world.rank == 0:
+        toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
+        message, listener = _listen(world, toward)
+    try:
+        comm = duplicate(mpi.COMM_WORLD, timeout)
+        block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
+        if not wait_until(comm.Ibcast([block, _LONGEST, mpi.BYTE], 0).Test, timeout):
+            raise CollectiveTimeoutError(
+                f"rank {world.rank} waited {timeout:g} s for MPI to bring the word of rank 0",
+                rank=world.rank,
+                peer=0,
+                op="init",
+                seconds=timeout,
+            )
+        comm.Free()
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    return block.rstrip(b"\0").decode(), listener
+
+
+def _listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
     """For rank 0: where it listens, with a token for those who were given none; the listener."""
     try:
-        host = address_toward(toward, port, one_host=world.one_host)
+        host = address_toward(*toward, one_host=world.one_host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = listen_at(family, (host, 0))
     except OSError as error:
         raise BackendUnavailableError(
             f"rank 0 found no address at which other ranks reach it by way of "
-            f"{toward!r} ({error}): is the name right, and the network up?",
+            f"{toward.host!r} ({error}): is the name right (MASTER_ADDR), and the network up?",
             rank=0,
         ) from error
     address = Endpoint(host, listener.getsockname()[1])

@@ -14,8 +14,6 @@ import select
 import selectors
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TextIO
 
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
 _PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
@@ -23,7 +21,7 @@ _LOOK = 0.05
 
 
 class RankLines:
-    r"""Joins the pieces of each rank's lines, and passes on whole lines.
+    r"""Joins the pieces of each rank's lines, and writes whole lines to a descriptor.
 
         rank 0: "los"   rank 1: "hello\n"   rank 0: "s 3\n"
         -> "[rank 1] hello\n"  "[rank 0] loss 3\n"
@@ -32,9 +30,8 @@ class RankLines:
     error: the ranks go on. `finish()` passes on what has no end of line.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._gone = False
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._begun: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
@@ -44,18 +41,9 @@ class RankLines:
             lines, newline, rest = lines + newline + rest, b"\n", b""
         if rest:
             self._begun[rank] = rest
-        if not newline or self._gone:
-            return
-        prefix = b"[rank %d] " % rank
-        try:
-            self._stream.flush()  # what others have written to it
+        if newline:
+            prefix = b"[rank %d] " % rank
             self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
-        except (OSError, ValueError):
-            self._gone = True
-            with suppress(OSError, ValueError):  # at its end Python would flush the stream again
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
 
     def finish(self) -> None:
         """Pass on the lines that have begun, as whole ones."""
@@ -63,28 +51,25 @@ class RankLines:
             self.write(rank, b"\n")
 
     def _pass_on(self, data: bytes) -> None:
-        try:
-            descriptor = self._stream.fileno()
-        except OSError:  # in memory, say
-            binary = getattr(self._stream, "buffer", None)
-            if binary is None:
-                self._stream.write(data.decode(errors="replace"))
-            else:
-                binary.write(data)
-            self._stream.flush()
-            return
         left = memoryview(data)
         while left:
             try:
-                left = left[os.write(descriptor, left) :]
+                left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # another program has made it non-blocking
-                select.select([], [descriptor], [])
+                select.select([], [self._descriptor], [])
+            except OSError:  # nobody reads it: what follows, this program's own too, goes nowhere
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._descriptor)
+                os.close(nowhere)
 
 
 class RankPipes:
-    """Shows what ranks write to their standard output and errors, until `close()`; in a thread."""
+    """Shows what ranks write to their standard output and errors, until `close()`; in a thread.
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
+    `out` and `err` are the descriptors of this process's own.
+    """
+
+    def __init__(self, out: int, err: int) -> None:
         self._lines = RankLines(out), RankLines(err)
         self._selector = selectors.DefaultSelector()
         reader, self._writer = os.pipe()

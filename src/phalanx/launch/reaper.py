@@ -28,15 +28,13 @@ class Reaper:
     """This process's reaper, in a `with` statement, at whose end it ends without killing anything.
 
     `folder`, if given, is removed after this process was killed. Where no reaper can be started (no
-    sessions on this system, no memory) there is none, and nothing else changes.
+    memory, say) there is none, and nothing else changes.
     """
 
     def __init__(self, folder: str = "") -> None:
         import subprocess  # noqa: PLC0415 -- the reaper's own program needs none
 
         self._process: subprocess.Popen[bytes] | None = None
-        if not hasattr(os, "killpg"):
-            return
         with suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(os.getpid()), folder],
@@ -110,8 +108,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def _main() -> None:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends when its parent has
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)  # it ends when its parent has
     parent, folder = int(sys.argv[1]), sys.argv[2]
     held: set[int] = set()
     rest = b""

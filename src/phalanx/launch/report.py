@@ -28,6 +28,7 @@ INTERRUPTED, STOPPED = 130, 143
 _ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
 
 _HINTS = {
+    1: "; what it wrote to stderr may say why",
     -signal.SIGKILL: ", not by this launcher; the kernel does that when memory runs out",
     -signal.SIGSEGV: "; a crash in compiled code: its output holds the stack",
     -signal.SIGTERM: ", sent from outside, before it had begun",
@@ -173,24 +174,16 @@ class RankExit:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed; also true of one that was stopped before its end."""
+        """Whether the rank has failed, and was not ended by the supervisor before that."""
         if self.report is not None:
             return self.report.failed
-        return self.code != 0 or self.owes_result
+        stopped = self.killed or (self.told_to_stop and self.code in _ORDERED)
+        return not stopped and (self.code != 0 or self.owes_result)
 
     @property
     def follows(self) -> bool:
-        """Whether another rank's failure, or a signal to the supervisor, led to this exit."""
-        if self.report is not None and self.report.failed:
-            return self.report.follows
-        return self.stopped
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the supervisor has ended it, rather than a failure of its own."""
-        return self.report is None and (
-            self.killed or (self.told_to_stop and self.code in _ORDERED)
-        )
+        """Whether another rank's failure led to that of this one."""
+        return self.report is not None and self.report.follows
 
     @property
     def shell_code(self) -> int:
@@ -205,21 +198,14 @@ class RankExit:
         if self.report is not None:
             return self.report.error()
         code = self.code or 0
-        hint = _HINTS.get(code, "")
-        if code == 1:
-            hint = (
-                "; what it wrote to stderr says why (a module that calls spawn when it is "
-                'imported needs `if __name__ == "__main__":` around the call)'
-            )
-        return PeerLostError(
-            f"rank {self.rank} ended without a result: {describe_exit_code(code)}{hint}",
-            peer=self.rank,
-        )
+        how = f"{describe_exit_code(code)}{_HINTS.get(code, '')}"
+        return PeerLostError(f"rank {self.rank} ended without a result: {how}", peer=self.rank)
 
 
-def root_cause(exits: Iterable[RankExit]) -> RankExit:
-    """Return the exit that the others follow from."""
-    return min(exits, key=lambda one: (one.follows, one.time))
+def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
+    """Return the failure that the others follow from, if there is one."""
+    failures = (one for one in exits if one.failed)
+    return min(failures, key=lambda one: (one.follows, one.time), default=None)
 
 
 def describe_exit_code(code: int) -> str:
@@ -239,7 +225,7 @@ def describe_failure(failed: RankExit, *, brief: bool = False) -> str:
         how = "was" if code < 0 else "failed:"
         hint = "" if brief else _HINTS.get(code, "; it left no traceback")
         return f"rank {failed.rank} {how} {describe_exit_code(code)}{hint}"
-    how = f"rank {failed.rank} failed ({describe_exit_code(max(code, 1))}"
+    how = f"rank {failed.rank} failed ({describe_exit_code(failed.shell_code)}"
     if brief:
         return f"{how}: {report.summary})"
     if not report.traceback:
@@ -254,12 +240,12 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     lost a peer or waited in vain. `elsewhere` says in one line what has failed on another node;
     failures here follow from that.
     """
-    failures = [one for one in exits if one.failed and not one.stopped]
+    root = root_cause(exits)
     lines: list[str] = []
     if elsewhere:
-        lines.append(f"{elsewhere}; here, because of it:" if failures else elsewhere)
-    if failures:
-        lines.append(describe_failure(root_cause(failures)))
+        lines.append(elsewhere if root is None else f"{elsewhere}; here, because of it:")
+    if root is not None:
+        lines.append(describe_failure(root))
     left = sorted(one.rank for one in exits if one.code == 0 and one.report is None)
     if left and not elsewhere:
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
@@ -269,9 +255,8 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
 
 def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> None:
     """Write to stderr why all ranks are started again."""
-    why = elsewhere
-    if not elsewhere:
-        root = root_cause(one for one in exits if one.failed and not one.stopped)
+    why, root = elsewhere, root_cause(exits)
+    if root is not None and not elsewhere:
         why = describe_failure(root, brief=True)
         if root.report is not None and root.report.traceback:
             why = f"{describe_failure(root)}\n{why}"

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from multiprocessing import connection
@@ -37,7 +37,7 @@ from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankExit, print_failure, print_restart
 from phalanx.launch.store import NodeExit, Nodes
-from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import parse_address
@@ -107,21 +107,21 @@ def run(job: Job) -> int:
     Ends this process itself where a thread still waits, inside torch or for the reader of the
     output: nothing else ends such a thread.
     """
+    open_standard_streams()
     with Signals() as signals:
         job.check()
         with Reaper() as reaper:
             launch = _Launch(job, reaper, signals)
             try:
                 code = launch.run()
-            except Exception:  # after a signal, whatever was raised follows from it
+            except Exception as error:  # after a signal, whatever was raised follows from it
+                launch.tell_why(error)
                 if not signals.received:
-                    launch.close(_LAST_WORDS)
                     raise
                 code = announce_end(signals.received[0])
-            over = launch.close(_LAST_CALL if signals.received else _LAST_WORDS)
+            finally:
+                over = launch.close()
     if not over:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     return code
 
@@ -174,45 +174,47 @@ class _Launch:
             restart = f"restarting all ranks ({self._generation} of {job.max_restarts})"
             print_restart(exits, elsewhere, restart)
 
-    def close(self, seconds: float) -> bool:
-        """Leave the job, for which there are so many seconds; return whether no thread is left."""
+    def tell_why(self, error: Exception) -> None:
+        """Tell the other nodes why this one leaves: the job ends with it."""
+        how = f"failed: {error}"
         if self._signals.received:
-            name = signal.Signals(self._signals.received[0]).name
-            summary = f"its launcher was stopped by {name}"
-            stopped = NodeExit(self._job.node_rank, True, summary, code=1, final=True)
-            self._nodes.write(stopped)
+            how = f"was stopped by {signal.Signals(self._signals.received[0]).name}"
+        summary = f"its launcher {how}"
+        self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=1, final=True))
+
+    def close(self) -> bool:
+        """Leave the job; return whether no thread is left."""
+        seconds = _LAST_CALL if self._signals.received else _LAST_WORDS
         return self._nodes.close(seconds) and self._shown
 
     def _run_generation(self, first_rank: int, world_size: int) -> list[RankExit]:
         """Run all ranks of this host once; return how they ended, when their output is shown."""
-        job, environ = self._job, self._environment(world_size)
+        job, signals, environ = self._job, self._signals, self._environment(world_size)
         words = ["module" if job.module else "script", job.target, *job.args]
-        pipes = RankPipes(sys.stdout, sys.stderr)
+        pipes = RankPipes(sys.stdout.fileno(), sys.stderr.fileno())
         try:
             with Supervisor(self._reaper, pipes.open) as ranks:
-                try:
-                    for local_rank in range(job.ranks):
-                        rank = str(first_rank + local_rank)
-                        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
-                        ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
-                    while ranks.state() == "running" and not self._nodes.failed(self._generation):
-                        self._wait(ranks)
-                except Interrupted:
-                    ranks.stop(self._signals.received[0], self._signals.again)
-                    raise
-                ranks.stop(hurry=self._signals.again)
-                self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.failures()))
+                for local_rank in range(job.ranks):
+                    rank = str(first_rank + local_rank)
+                    own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
+                    ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
+                while ranks.state() == "running" and not self._nodes.failed(self._generation):
+                    ranks.wait(also=signals.descriptors)
+                    self._nodes.check()
+                    if signals.received:
+                        break
+                signum = signals.received[0] if signals.received else None
+                ranks.stop(signum or signal.SIGTERM, hurry=signals.again)
+                if signum is None:
+                    self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.exits()))
         finally:
             self._shown &= pipes.close(self._give_up)
-        self._signals.check()
+        signals.check()
         return ranks.exits()
 
-    def _wait(self, ranks: Supervisor | None = None) -> None:
-        """Wait a moment for news; raise `Interrupted` after a signal, or the error of the nodes."""
-        if ranks is not None:
-            ranks.wait(also=self._signals.descriptors)
-        else:
-            connection.wait(self._signals.descriptors, _POLL)
+    def _wait(self) -> None:
+        """Wait a moment for other nodes; raise `Interrupted` after a signal, or their error."""
+        connection.wait(self._signals.descriptors, _POLL)
         self._signals.check()
         self._nodes.check()
 
@@ -280,15 +282,12 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: list[int] = []  # the signals that came, in order
-        # Readable when a signal has come; none in a thread that is not the main one.
+        # Readable from when a signal has come; none in a thread that is not the main one.
         self.descriptors: list[int] = []
         self._undo = ExitStack()
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal has come."""
-        for descriptor in self.descriptors:
-            with suppress(BlockingIOError):
-                os.read(descriptor, 1 << 10)
         if self.received:
             raise Interrupted(self.received[0])
 
@@ -300,9 +299,9 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return self
         reader, writer = os.pipe()
-        for descriptor in (reader, writer):
-            os.set_blocking(descriptor, False)
-            self._undo.callback(os.close, descriptor)
+        self._undo.callback(os.close, reader)
+        self._undo.callback(os.close, writer)
+        os.set_blocking(writer, False)
         self.descriptors.append(reader)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             before = signal.getsignal(signum)

@@ -67,7 +67,7 @@ def simulate(
     try:
         for thread in threads:
             thread.start()
-        scheduler.start()
+        scheduler.pass_on()
         scheduler.over.wait()
         for thread in threads:
             thread.join()

@@ -20,14 +20,14 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.spawn import get_preparation_data
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.launch.environment import World, threads_per_rank
 from phalanx.launch.init import check_name
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import root_cause
-from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.admission import listen_at
 
@@ -63,19 +63,33 @@ def spawn(
             f"spawn cannot send {fn!r} to a fresh process ({error}): define it at the top level "
             "of a module; no lambda, no function inside another"
         ) from error
+    try:
+        preparation = get_preparation_data("")
+    except RuntimeError:  # which says it for `multiprocessing`
+        raise MisuseError(
+            "spawn was called by a module while a fresh process imported it: put the call, and "
+            'what goes with it, under `if __name__ == "__main__":`'
+        ) from None
+    open_standard_streams()
     with Reaper() as reaper, Supervisor(reaper, results=True) as ranks:
-        _start(ranks, call, world_size, backend, timeout)
-        while (state := ranks.state()) == "running":
+        _start(ranks, preparation, call, world_size, backend, timeout)
+        while ranks.state() == "running":
             ranks.wait()
-    if state == "failed":
-        raise root_cause(ranks.failures()).error()
+    if (root := root_cause(ranks.exits())) is not None:
+        raise root.error()
     return [ended.report.result() for ended in ranks.exits() if ended.report is not None]
 
 
-def _start(ranks: Supervisor, call: bytes, world_size: int, backend: str, timeout: float) -> None:
+def _start(
+    ranks: Supervisor,
+    preparation: dict[str, Any],
+    call: bytes,
+    world_size: int,
+    backend: str,
+    timeout: float,
+) -> None:
     """Start all ranks, then send each what it needs: they start beside each other."""
     token, job = secrets.token_hex(32), secrets.token_hex(8)
-    preparation = get_preparation_data("")  # raises where spawn is called by an import
     preparation["authkey"] = bytes(preparation["authkey"])
     environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **os.environ}
     inputs: list[IO[bytes] | None] = []

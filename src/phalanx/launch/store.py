@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -42,12 +42,26 @@ from phalanx.launch.report import RankExit, describe_exit_code, describe_failure
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import TCPStore
 
 log = logging.getLogger("phalanx")
 
-# Seconds between two looks at something that another process has to do first.
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
+
+
+def tries(deadline: float) -> Iterator[float]:
+    """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
+
+    The pauses between them become longer. What another process has to do first is tried in this
+    way, because a wait inside torch's store hears no signal.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        yield max(deadline - time.monotonic(), pause)
+        if time.monotonic() + pause > deadline:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
@@ -76,8 +90,8 @@ def listen_for_store(host: str, port: int) -> socket.socket:
 
 def hold_store(
     host: str, port: int, *, timeout: float, listener: socket.socket | None = None
-) -> tuple[Store, int]:
-    """Return a store that this process holds at `host:port`, and its port.
+) -> TCPStore:
+    """Return a store that this process holds at `host:port`; its `port` is the one it has got.
 
     `timeout` is in seconds. A `listener` that is given is the store's from now on; see
     `listen_for_store` for the one that is made else, and for the errors.
@@ -86,16 +100,14 @@ def hold_store(
 
     if listener is None:
         listener = listen_for_store(host, port)
-    port = listener.getsockname()[1]
-    store = TCPStore(
+    return TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, port
 
 
 SERVE_STORE = (
@@ -112,7 +124,7 @@ def serve_alone(parent: int, listener: int) -> None:
     threading.Event().wait()
 
 
-def connect_store(host: str, port: int, deadline: float) -> Store:
+def connect_store(host: str, port: int, deadline: float) -> TCPStore:
     """Return the launcher's store at `host:port`; tries again until `deadline`.
 
     `deadline` is a time of the monotonic clock. When it has passed this raises why the last try
@@ -120,26 +132,16 @@ def connect_store(host: str, port: int, deadline: float) -> Store:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 
-    pause = FIRST_PAUSE
-    while True:
-        left = max(deadline - time.monotonic(), pause)
+    failure: Exception = TimeoutError()
+    for left in tries(deadline):
         try:
             # A plain socket says soon and in words what the store's own client says at length.
             socket.create_connection((host, port), left).close()
-            store: Store = TCPStore(
-                host,
-                port,
-                is_master=False,
-                timeout=timedelta(seconds=max(left, 1.0)),
-                wait_for_workers=False,
-            )
-        except (OSError, RuntimeError):
-            if time.monotonic() + pause > deadline:
-                raise
-        else:
-            return store
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+            seconds = timedelta(seconds=max(left, 1.0))
+            return TCPStore(host, port, is_master=False, timeout=seconds, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    raise failure
 
 
 # ------------------------------------------------------------------------------
@@ -170,11 +172,11 @@ class NodeExit(msgspec.Struct, frozen=True):
     final: bool = False  # whether the job ends with it, whatever restarts are left
 
     @classmethod
-    def of_ranks(cls, node: int, failures: list[RankExit]) -> NodeExit:
-        """Return how the generation of these failures ended on `node`."""
-        if not failures:
+    def of_ranks(cls, node: int, exits: list[RankExit]) -> NodeExit:
+        """Return how the generation whose ranks ended so has ended on `node`."""
+        root = root_cause(exits)
+        if root is None:
             return cls(node, failed=False)
-        root = root_cause(failures)
         return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
 
 
@@ -228,9 +230,14 @@ class Nodes:
     def awaited(self) -> str:
         """Return what this node waits for before it can begin, and how long."""
         names = ", ".join(map(str, sorted(self._missing - {self._node_rank})))
+        trouble = ""
+        try:
+            socket.getaddrinfo(*self.endpoint)
+        except OSError as error:
+            trouble = f"; the host name cannot be resolved here: {error.strerror}"
         return (
             f"node {self._node_rank} of {self._nodes} waits for node {names} to meet at "
-            f"{self.endpoint}, for {PATIENCE} s at most"
+            f"{self.endpoint}, for {PATIENCE} s at most{trouble}"
         )
 
     def check(self) -> None:
@@ -298,7 +305,7 @@ class Nodes:
             deadline = time.monotonic() + PATIENCE
             if self._node_rank == 0:
                 listener = self._listen()
-                store, _ = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
+                store = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
             else:
                 try:
                     store = connect_store(*self.endpoint, deadline)
@@ -322,7 +329,7 @@ class Nodes:
             f"({why})"
         )
 
-    def _join(self, store: Store, deadline: float) -> tuple[int, int]:
+    def _join(self, store: TCPStore, deadline: float) -> tuple[int, int]:
         """Wait for all nodes; return the `placement`."""
         node, nodes = self._node_rank, self._nodes
         if store.add(f"phalanx/launchers/{node}", 1) > 1:
@@ -348,7 +355,7 @@ class Nodes:
                 raise self._alone(f"missing after {PATIENCE} s: node {names}")
         return sum(ranks[other] for other in range(node)), sum(ranks.values())
 
-    def _exchange(self, store: Store) -> None:
+    def _exchange(self, store: TCPStore) -> None:
         """Write what there is to write, and read the log, until `close()`."""
         written = 0
         while not self._closing.wait(_POLL) or self._unwritten:

@@ -44,6 +44,18 @@ _KILL_TIME = 1.0  # seconds that the system has to end a process that was killed
 _PIECE = 1 << 20
 
 
+def open_standard_streams() -> None:
+    """Let those of this process's standard streams that are closed lead nowhere.
+
+    Else what is opened next gets their descriptors, and a rank takes it for its own streams.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 -- it stays open
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 @dataclass(kw_only=True)
 class RankProcess(RankExit):
     """One rank's process, the channel for its report, and what is known of its end."""
@@ -196,8 +208,9 @@ class Supervisor:
 
     def state(self) -> Literal["running", "done", "failed"]:
         """Return "failed" when the failure that others follow from is known, "done" at the end."""
-        failures = self.failures()
-        all_known = len(self.exits()) == len(self._ranks)
+        exits = self.exits()
+        failures = [one for one in exits if one.failed]
+        all_known = len(exits) == len(self._ranks)
         if failures:
             self._suspected = min(self._suspected, time.monotonic())
             own = not all(failure.follows for failure in failures)
@@ -208,10 +221,6 @@ class Supervisor:
     def exits(self) -> list[RankExit]:
         """Return how the ranks have ended, or will, of which that is known; in rank order."""
         return [rank for rank in self._ranks if rank.time < math.inf]
-
-    def failures(self) -> list[RankExit]:
-        """Return those of the `exits` that are failures."""
-        return [one for one in self.exits() if one.failed]
 
     def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every rank; return when all have ended.

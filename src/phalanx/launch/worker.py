@@ -7,6 +7,8 @@ calls the user's function. What it returned, or how it failed, goes to the super
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import runpy
@@ -49,16 +51,16 @@ ends a rank without a word until its script runs.
 """
 
 RUN_FUNCTION = (
-    "import pickle, sys; from multiprocessing import process, spawn; words = sys.argv[1:]; "
-    "process.current_process()._inheriting = True; "
-    "spawn.prepare(pickle.load(sys.stdin.buffer)); "
-    "del process.current_process()._inheriting; "
-    "from phalanx.launch.worker import run_function; run_function(*words)"
+    "import pickle, sys; preparation = pickle.load(sys.stdin.buffer); "
+    "sys.path[:] = preparation['sys_path']; "
+    "from phalanx.launch.worker import run_function; run_function(preparation)"
 )
-"""The same for `phalanx.spawn`. Modules are searched for as in the parent, and its main module is
-imported, by `multiprocessing`, as for a process of its own."""
+"""The same for `phalanx.spawn`, with what `multiprocessing` has its own processes do first. Modules
+are searched for as in the parent."""
 
-_HIDDEN = frozenset({__file__, runpy.__file__, "<frozen runpy>", "<string>"})
+_HIDDEN = frozenset(
+    {__file__, multiprocessing.spawn.__file__, runpy.__file__, "<frozen runpy>", "<string>"}
+)
 
 
 def run_script() -> None:
@@ -117,17 +119,20 @@ def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) ->
     return code
 
 
-def run_function(parent: str, descriptor: str, rank: str) -> None:
+def run_function(preparation: dict[str, Any]) -> None:
     """Call a function, report what it returned, and end this process.
 
-    Stdin holds the pickled arguments of `_call`.
+    The command line is the parent's process id, the descriptor of the channel, and the rank. Stdin
+    holds the pickled arguments of `_call`.
     """
+    parent, descriptor, rank = sys.argv[1:]
     send = _begin(parent, descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops its ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
-        signal.signal(signal.SIGTERM, _stop)
         try:
+            _import_main(preparation)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops us
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.signal(signal.SIGTERM, _stop)
             arguments = pickle.load(sys.stdin.buffer)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
@@ -135,12 +140,20 @@ def run_function(parent: str, descriptor: str, rank: str) -> None:
         except RankStopped:
             raise
         except BaseException as error:
-            report = RankReport.of_error(int(rank), error, hide=[__file__])
+            report = RankReport.of_error(int(rank), error, hide=_HIDDEN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a report is worse than a late end
     except RankStopped:
         _leave(STOPPED)
     send(report)
     _leave(int(report.failed))
+
+
+def _import_main(preparation: dict[str, Any]) -> None:
+    """Import the parent's main module, as a process of `multiprocessing` does."""
+    this: Any = multiprocessing.current_process()
+    this._inheriting = True  # which `phalanx.spawn` is told, if that module calls it
+    multiprocessing.spawn.prepare(preparation)
+    del this._inheriting
 
 
 def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:

@@ -19,16 +19,15 @@ import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.call import WORLD_ID
 from phalanx.core.failure import Failure
 from phalanx.core.posted import GroupBase
-from phalanx.core.steps import Native, NativeCall, Step
+from phalanx.core.steps import Native, NativeCall, Program, Step, ring_barrier
 from phalanx.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -80,7 +79,6 @@ class Library(ABC):
     """One rank's view of one group of the library. Methods do not block unless they say so.
 
     name           of the library, for messages
-    rank, size     this rank in the group, and how many there are
     devices        kinds of device on which its collectives take tensors: `cpu`, `cuda`
     has_subgroups  whether some of its ranks can form a group of their own
     on_stream      whether its groups have to be formed by the thread that uses them, whose current
@@ -92,8 +90,6 @@ class Library(ABC):
     """
 
     name: str
-    rank: int
-    size: int
     devices: frozenset[str] = frozenset({"cpu"})
     has_subgroups = True
     on_stream = False
@@ -113,9 +109,9 @@ class Library(ABC):
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
         """The group of some of this one's ranks, in this order.
 
-        Each of them calls this, and is blocked until all have, at most `timeout` seconds. `ident`
-        (64 bits) is the group's alone, the same on all its members. Calls for several groups may
-        cross: each runs in a thread of its own.
+        Each of them calls this, at about the same time, and is blocked until all have, at most
+        `timeout` seconds. `ident` (64 bits) is the group's alone, the same on all its members.
+        Calls for several groups may cross: each runs in a thread of its own.
         """
 
     def kind_of(self, error: Exception) -> type[DistributedError]:
@@ -138,10 +134,9 @@ class Natives:
     """The library's groups on one rank. Called with the engine's lock held.
 
     The group of the whole job exists from the start. That of a sub-group is formed at its first
-    collective, in a thread of its own: it needs all members, which may be busy with other groups
-    first, and the mesh never waits for it.
+    collective, in a thread of its own, when all members are there: a barrier of the mesh comes
+    first, which has deadlines and names who does not come. The mesh never waits for the library.
 
-    groups      by the ident of the group of ranks
     libraries   the library's groups that are to be closed in the end, that of the whole job first
     unfinished  calls whose memory the library may still write
     """
@@ -149,24 +144,21 @@ class Natives:
     def __init__(self, engine: Engine, world: Library) -> None:
         self.engine = engine
         self.world = world
-        self.groups: dict[int, NativeGroup] = {}
         self.libraries = [world]
         self.unfinished: list[NativeCall] = []
 
     def of(self, group: GroupBase) -> Native | None:
         """The native collectives of a group; None if it has none."""
-        if group.size == 1 or (group.id != WORLD_ID and not self.world.has_subgroups):
+        is_world = group.id == WORLD_ID
+        if group.size == 1 or not (is_world or self.world.has_subgroups):
             return None
-        if group.id not in self.groups:
-            self.groups[group.id] = NativeGroup(self, group)
-        return self.groups[group.id]
+        return NativeGroup(self, group, self.world if is_world else None)
 
     def close(self) -> None:
         """Close all groups."""
         for library in reversed(self.libraries):
             library.close()
         self.libraries.clear()
-        self.groups.clear()
         self.unfinished.clear()
 
 
@@ -176,36 +168,37 @@ class NativeGroup(Native):
     library   the library's group; None before it is formed, and once it is broken
     """
 
-    def __init__(self, natives: Natives, group: GroupBase) -> None:
+    def __init__(self, natives: Natives, group: GroupBase, library: Library | None) -> None:
         self.natives = natives
         self.group = group
-        self.library = natives.world if group.id == WORLD_ID else None
-        self._waiting: list[NativeStep] = []  # for the library's group to be formed
-        self._forming = False
+        self.library = library
 
     @override
-    def step(self, call: NativeCall) -> Step | None:
-        # A barrier over the mesh is slower, but it compares what the ranks do.
-        if call.collective == "barrier" or not self.natives.world.has(call):
+    def steps(self, call: NativeCall) -> Iterable[Program] | None:
+        if not self.natives.world.has(call):
             return None
-        return NativeStep(self, call)
+        step = NativeStep(self, call)
+        return (step,) if self.library is not None else self._steps(step)
+
+    def _steps(self, step: NativeStep) -> Iterator[Program]:
+        """The first one: when it forms the library's group, all members are there."""
+        if self.library is None:
+            yield from ring_barrier(self.group.rank, self.group.size)
+        yield step
 
     def start(self, step: NativeStep, timeout: float) -> None:
         """Start a collective, or have it started when the library's group is formed."""
-        world, group = self.natives.world, self.group
+        natives, world, group = self.natives, self.natives.world, self.group
         if self.library is None and world.on_stream:
             self.library = world.subgroup(group.ranks, group.id, timeout)
-            self.natives.libraries.append(self.library)
+            natives.libraries.append(self.library)
         if self.library is not None:
             step.handle = self.library.collective(step.native)
             return
-        self._waiting.append(step)
-        if not self._forming:
-            self._forming = True
-            name = f"phalanx rank {self.natives.engine.rank} forms a group"
-            threading.Thread(target=self._form, args=(timeout,), name=name, daemon=True).start()
+        name = f"phalanx rank {natives.engine.rank} forms a group"
+        threading.Thread(target=self._form, args=(step, timeout), name=name, daemon=True).start()
 
-    def _form(self, timeout: float) -> None:
+    def _form(self, step: NativeStep, timeout: float) -> None:
         library = problem = None
         world, group, engine = self.natives.world, self.group, self.natives.engine
         try:
@@ -213,8 +206,6 @@ class NativeGroup(Native):
         except Exception as error:  # whatever the library raises
             problem = error
         with engine.lock:
-            waiting, self._waiting = self._waiting, []
-            self._forming = False
             if problem is not None:
                 reason = f"{world.name} could not form{group.suffix}: {first_line(problem)}"
                 group.fail(Failure(world.kind_of(problem), NOBODY, engine.rank, reason))
@@ -224,11 +215,10 @@ class NativeGroup(Native):
                     library.abort()
                 else:
                     self.library = library
-                    for step in waiting:
-                        try:
-                            step.handle = library.collective(step.native)
-                        except Exception as error:  # as if it had been raised by `begin`
-                            step.fail_soon(error)
+                    try:
+                        step.handle = library.collective(step.native)
+                    except Exception as error:  # as if it had been raised by `begin`
+                        step.fail_soon(error)
             engine.run_ready()
 
     def break_off(self) -> None:
@@ -239,10 +229,8 @@ class NativeGroup(Native):
 
     @override
     def close(self) -> None:
-        if self.group.id == WORLD_ID:
-            return
-        known, library = self.natives.groups.pop(self.group.id, None), self.library
-        if known is not None and library is not None:
+        library, self.library = self.library, None
+        if library is not None:
             self.natives.libraries.remove(library)
             library.close()
 
@@ -326,24 +314,19 @@ class NativeStep(Step):
 
     def _check_deadline(self) -> None:
         """Fail if the mesh has named no culprit in time, or if a member left before the end."""
-        natives, group, call, left = self._group.natives, self._group.group, self._call, self._left
-        is_late = natives.engine.now() >= self._deadline
-        if self._problem is not None and (is_late or left is not None):
-            culprit, kind = NOBODY, natives.world.kind_of(self._problem)
-            reason = f"{natives.world.name} says: {first_line(self._problem)}"
-            if left is not None:
-                culprit, kind = left, PeerLostError
-                reason = f"rank {group.name_of_global(left)} left"
-            here, what = natives.engine.rank, call.describe()
-            group.fail(Failure(kind, culprit, here, reason, what, call.sequence))
-        elif is_late and left is not None:
-            raise PeerLostError(
-                f"rank {group.rank}: {call.describe()}: rank {group.name_of_global(left)} left",
-                rank=group.rank,
-                peer=group.to_local.get(left),
-                op=call.name,
-                sequence=call.sequence,
-            )
+        natives, group, call = self._group.natives, self._group.group, self._call
+        problem, left = self._problem, self._left
+        if natives.engine.now() < self._deadline and (problem is None or left is None):
+            return
+        kind: type[DistributedError] = PeerLostError
+        if left is not None:
+            culprit, reason = left, f"rank {group.name_of_global(left)} left"
+        else:
+            assert problem is not None
+            culprit, kind = NOBODY, natives.world.kind_of(problem)
+            reason = f"{natives.world.name} says: {first_line(problem)}"
+        here, what = natives.engine.rank, call.describe()
+        group.fail(Failure(kind, culprit, here, reason, what, call.sequence))
 
     @override
     def waits_for(self) -> list[int]:
@@ -369,14 +352,6 @@ class NativeStep(Step):
 def first_line(error: Exception) -> str:
     """A library's error as a part of a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def divide_(total: Tensor, count: int) -> None:
-    """Make a sum a mean, in place; of integers, cut off towards zero."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
-        total.div_(count)
-    else:
-        total.div_(count, rounding_mode="trunc")
 
 
 # ------------------------------------------------------------------------------
@@ -442,7 +417,7 @@ class LibraryBackend(MeshBackend):
         try:
             library = join(self.topology)
         except BaseException:
-            super().abort()
+            super()._leave(farewell=0.0)
             raise
         self._natives = Natives(self.engine, library)
         self.engine.native = self._natives.of
@@ -451,10 +426,8 @@ class LibraryBackend(MeshBackend):
 
     @override
     def _leave(self, *, farewell: float) -> None:
-        closed = self.engine.closed
         super()._leave(farewell=farewell)
-        if not closed:
-            self._natives.close()
+        self._natives.close()
 
 
 def _listen(host: str | None) -> tuple[socket.socket, bytes]:

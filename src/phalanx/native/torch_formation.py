@@ -111,17 +111,6 @@ def store_at(
         ) from error
 
 
-def tell_through(store: Store, rank: int, timeout: float, word: bytes) -> bytes:
-    """What rank 0 tells all ranks through a store. Blocks until it has."""
-    if rank == 0:
-        store.set("mesh", word)
-        return word
-    try:
-        return bytes(store.get("mesh"))
-    except RuntimeError as error:
-        raise nobody_came(rank, timeout, error) from error
-
-
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
     """The error if not all ranks come to form a group."""
     return CollectiveTimeoutError(
@@ -138,22 +127,30 @@ def _seconds(seconds: float) -> timedelta:
     return timedelta(seconds=min(max(seconds, 1e-3), FOREVER.total_seconds()))
 
 
+def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
+    """The store of a given group, and the prefix there of one more backend over it.
+
+    None for a group that does not know its store.
+    """
+    with suppress(AttributeError, RuntimeError):
+        store = group.get_group_store()
+        return store, f"phalanx/{store.add(f'phalanx/visits/{group.rank()}', 1)}"
+    return None
+
+
 def talk_over(
-    group: ProcessGroup, device: str, timeout: float
+    group: ProcessGroup, place: tuple[Store, str] | None, device: str, timeout: float
 ) -> tuple[str | None, Callable[[bytes], bytes]]:
     """`LibraryBackend`'s `host` and `tell` for the ranks of a given group.
 
     By its store; or, where it does not know one, by its own collectives of tensors on `device`.
     """
     rank, size = group.rank(), group.size()
-    with suppress(AttributeError, RuntimeError):
-        store = group.get_group_store()
-        visit = store.add(f"phalanx/visits/{rank}", 1)  # one more backend over it
-        patient = PatientStore(store, f"phalanx/{visit}", timeout)
+    if place is not None:
+        patient = PatientStore(*place, timeout)
         patient.set(f"hosts/{rank}", host_id())
-        hosts = {bytes(patient.get(f"hosts/{other}")) for other in range(size)}
-        host = "127.0.0.1" if len(hosts) == 1 else None
-        return host, partial(tell_through, patient, rank, timeout)
+        hosts = {patient.hear(rank, f"hosts/{other}") for other in range(size)}
+        return "127.0.0.1" if len(hosts) == 1 else None, partial(patient.tell, rank)
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
@@ -161,9 +158,7 @@ def talk_over(
     def tell(word: bytes) -> bytes:
         block = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
         block = block.to(device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        group.broadcast([block], options).wait()
+        group.broadcast(block, 0).wait()
         return bytes(block.tolist()).rstrip(b"\0")
 
     return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
@@ -192,6 +187,20 @@ class PatientStore(dist.Store):  # type: ignore[misc]
         self._seconds = seconds
         self._stop = stop or threading.Event()  # set: nobody waits any more
 
+    def tell(self, rank: int, word: bytes) -> bytes:
+        """What rank 0 tells all ranks. Blocks as `hear`."""
+        if rank == 0:
+            self.set("mesh", word)
+            return word
+        return self.hear(rank, "mesh")
+
+    def hear(self, rank: int, key: str) -> bytes:
+        """The value of `key`, for this rank; `CollectiveTimeoutError` if nobody sets it in time."""
+        try:
+            return self.get(key)
+        except RuntimeError as error:
+            raise nobody_came(rank, self._seconds, error) from error
+
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key` for every rank."""
         self._store.set(self._prefix + key, value)
@@ -199,8 +208,7 @@ class PatientStore(dist.Store):  # type: ignore[misc]
     def get(self, key: str) -> bytes:
         """The value of `key`. Blocks until it is there, as `wait`."""
         self.wait([key])
-        value: bytes = self._store.get(self._prefix + key)
-        return value
+        return bytes(self._store.get(self._prefix + key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Block until all keys are there. RuntimeError, which torch expects, after the timeout."""

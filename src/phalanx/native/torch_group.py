@@ -36,7 +36,8 @@ class TorchBackend(LibraryBackend):
     The group's own collectives cannot be compared before they run: ranks that call different ones
     are told so where they wait for each other, and at every tenth collective; but some libraries
     end the process, or give wrong numbers, before. PHALANX_STRICT=1 does without them. Raises
-    `MisuseError` if there is no group, `BackendUnavailableError`.
+    `MisuseError` if there is no group, `BackendUnavailableError`, `CollectiveTimeoutError` if not
+    all ranks come.
     """
 
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -55,12 +56,12 @@ class TorchBackend(LibraryBackend):
             group = dist.group.WORLD
         elif group is dist.GroupMember.NON_GROUP_MEMBER:
             raise MisuseError("this process is not a member of that process group")
-        device = next(iter(torch_library.kinds_of(group)))
+        kinds, place = torch_library.kinds_of(group), torch_formation.store_of(group)
         super().__init__(
             group.rank(),
             group.size(),
-            *torch_formation.talk_over(group, device, timeout),
-            lambda topology: torch_library.library_over(group, topology),
+            *torch_formation.talk_over(group, place, next(iter(kinds)), timeout),
+            lambda topology: torch_library.library_over(group, kinds, place, topology),
             name="the process group",
             timeout=timeout,
             all_came=True,
@@ -92,8 +93,7 @@ class _NamedBackend(LibraryBackend):
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
             host = parse_address(master_addr).host if world_size > 1 else "127.0.0.1"
-            patient = torch_formation.PatientStore(store, prefix, timeout)
-            tell = partial(torch_formation.tell_through, patient, rank, timeout)
+            tell = partial(torch_formation.PatientStore(store, prefix, timeout).tell, rank)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -101,7 +101,12 @@ class _NamedBackend(LibraryBackend):
 
         def join(topology: tuple[int, ...]) -> Library:
             former = torch_formation.GroupFormer(self.kind, rank, store, prefix, topology)
-            return torch_library.form_library(former, world_size, timeout)
+            try:
+                group = former.form(range(world_size), 0, timeout)
+            except RuntimeError as error:
+                raise torch_formation.nobody_came(rank, timeout, error) from error
+            kinds = torch_library.KINDS[self.kind]
+            return torch_library.ProcessGroupLibrary(group, kinds, owned=True, former=former)
 
         super().__init__(
             rank,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from phalanx.core.reduce_op import ReduceOp, divide_
 from phalanx.core.steps import NativeCall
-from phalanx.errors import UnsupportedOperationError
-from phalanx.native.base import Handle, Library, divide_
-from phalanx.native.torch_formation import GroupFormer, ProcessGroup, dist, nobody_came
+from phalanx.native.base import Handle, Library
+from phalanx.native.torch_formation import GroupFormer, ProcessGroup, Store, dist
 
 Work = Any  # torch.distributed.Work, which builds without distributed support lack
 
@@ -26,9 +27,8 @@ Work = Any  # torch.distributed.Work, which builds without distributed support l
 # A collective that is not in the table, or whose result would not be what `ReduceOp` promises, is
 # done with rounds of messages instead.
 
-MOVING = frozenset({"broadcast", "all_gather", "gather", "scatter", "all_to_all"})
-REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-ALL = MOVING | REDUCING | {"barrier"}
+_MOVING = frozenset({"broadcast", "all_gather", "gather", "scatter", "all_to_all"})
+_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 _FLOATS = frozenset({torch.float32, torch.float64})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
@@ -48,105 +48,81 @@ class GroupKind:
     """
 
     title: str
-    dtypes: Mapping[str, frozenset[torch.dtype]]
-    collectives: frozenset[str] = ALL
+    dtypes: Mapping[ReduceOp, frozenset[torch.dtype]]
+    collectives: frozenset[str] = _MOVING | _REDUCING
     on_stream: bool = False
     averages: bool = False
     break_off: Callable[[ProcessGroup], None] | None = None
 
     def has(self, call: NativeCall) -> bool:
         """Whether groups of this kind carry out such a collective."""
-        collective, source, out, op, _ = call
-        if collective not in REDUCING:
+        collective, source, _, op, _ = call
+        if op is None or collective not in self.collectives:
             return collective in self.collectives
-        tensor = source if source is not None else out
-        assert tensor is not None
-        assert op is not None
-        return tensor.dtype in self.dtypes.get(op, ()) and collective in self.collectives
+        assert source is not None
+        return source.dtype in self.dtypes.get(op, ())
 
 
 def _break_off_gloo(group: ProcessGroup) -> None:
     """A receive that times out makes Gloo close the connections to all peers."""
-    nobodys = 2  # a tag that no message uses
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):  # it says so; or the peer has closed, and the next may do
-                group.recv([torch.empty(1)], peer, nobodys).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 # Gloo's minimum and maximum of NaN and a number are either; its sum of many float16 may overflow
 # where their mean does not.
-_GLOO_DTYPES = {
-    "sum": _NUMBERS,
-    "mean": _NUMBERS - {torch.float16},
-    "product": _NUMBERS,
-    **dict.fromkeys(("min", "max", "band", "bor", "bxor"), _WHOLE),
+_GLOO_DTYPES = dict.fromkeys(ReduceOp, _WHOLE) | {
+    ReduceOp.SUM: _NUMBERS,
+    ReduceOp.MEAN: _NUMBERS - {torch.float16},
+    ReduceOp.PRODUCT: _NUMBERS,
 }
-_NCCL_DTYPES = dict.fromkeys(("sum", "mean", "product", "min", "max"), _NUMBERS)
-_UCC_COLLECTIVES = frozenset({"all_reduce", "broadcast", "all_gather", "all_to_all", "barrier"})
-_UCC_DTYPES = dict.fromkeys(("sum", "mean"), _FLOATS | {torch.int32, torch.int64})
-
-KINDS: Mapping[tuple[str, str], GroupKind] = MappingProxyType(
-    {
-        ("gloo", "cpu"): GroupKind("Gloo", _GLOO_DTYPES, break_off=_break_off_gloo),
-        ("nccl", "cuda"): GroupKind("NCCL", _NCCL_DTYPES, on_stream=True, averages=True),
-        ("ucc", "cpu"): GroupKind("UCC", _UCC_DTYPES, _UCC_COLLECTIVES),
-        ("ucc", "cuda"): GroupKind("UCC", _UCC_DTYPES, _UCC_COLLECTIVES, on_stream=True),
-    }
+_NCCL_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+_UCC = GroupKind(
+    "UCC",
+    dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS | {torch.int32, torch.int64}),
+    frozenset({"all_reduce", "broadcast", "all_gather", "all_to_all"}),
 )
-"""By torch's name for the backend, and the device."""
-
 # What any group can be expected to do.
 OTHER = GroupKind(
     "the process group",
-    dict.fromkeys(("sum", "mean"), _FLOATS),
-    frozenset({"all_reduce", "broadcast", "barrier"}),
+    dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS),
+    frozenset({"all_reduce", "broadcast"}),
 )
+
+KINDS: Mapping[str, Mapping[str, GroupKind]] = MappingProxyType(
+    {
+        "gloo": {"cpu": GroupKind("Gloo", _GLOO_DTYPES, break_off=_break_off_gloo)},
+        "nccl": {
+            "cuda": GroupKind(
+                "NCCL", dict.fromkeys(_NCCL_OPS, _NUMBERS), on_stream=True, averages=True
+            )
+        },
+        "ucc": {"cpu": _UCC, "cuda": replace(_UCC, on_stream=True)},
+    }
+)
+"""By torch's name for the backend, and the device."""
 
 
 def kinds_of(group: ProcessGroup) -> Mapping[str, GroupKind]:
     """For each kind of device that a group takes tensors of, what it does with them."""
     devices = getattr(group, "_device_types", None)
     if devices is None:  # one of a process group's backends, without the process group
-        return kinds_named(group.name()) or {"cpu": OTHER}
+        return KINDS.get(group.name(), {"cpu": OTHER})
     kinds: dict[str, GroupKind] = {}
     for device in devices:
-        name = group._get_backend(device).name()
-        if (name, device.type) in KINDS:
-            kinds[device.type] = KINDS[name, device.type]
-        elif not kinds_named(name):
-            kinds[device.type] = OTHER
+        known = KINDS.get(group._get_backend(device).name(), {device.type: OTHER})
+        if device.type in known:
+            kinds[device.type] = known[device.type]
     return kinds
-
-
-def kinds_named(name: str) -> Mapping[str, GroupKind]:
-    """The same of groups of one of torch's kinds; empty for a name that is not in the table."""
-    return {device: kind for (known, device), kind in KINDS.items() if known == name}
 
 
 # ------------------------------------------------------------------------------
 # How each collective is started on a process group of torch's.
 
-_OPS: Mapping[str, Any] = MappingProxyType(
-    {
-        "sum": dist.ReduceOp.SUM,
-        "mean": dist.ReduceOp.SUM,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
-        "product": dist.ReduceOp.PRODUCT,
-        "band": dist.ReduceOp.BAND,
-        "bor": dist.ReduceOp.BOR,
-        "bxor": dist.ReduceOp.BXOR,
-    }
-)
-
-
-OPTIONS: Mapping[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "all_reduce": dist.AllreduceOptions,
-        "reduce": dist.ReduceOptions,
-        "reduce_scatter": dist.ReduceScatterOptions,
-    }
+_OPS: Mapping[ReduceOp, Any] = MappingProxyType(
+    {op: getattr(dist.ReduceOp, "SUM" if op is ReduceOp.MEAN else op.name) for op in ReduceOp}
 )
 
 
@@ -158,63 +134,54 @@ def start_reduction(
     Reductions work in place, so the input is copied to the result's memory first.
     """
     name, source, out, op, root = call
-    # On no stream, a reduce-scatter is an all-reduce, as Gloo itself does it, but with a work that
-    # can be asked whether it is over.
-    by_rows = name == "reduce_scatter" and not kind.on_stream
-    options = dist.AllreduceOptions() if by_rows else OPTIONS[name]()
+    assert source is not None
     assert op is not None
-    if op != "sum":  # which it is by default
-        averages = op == "mean" and kind.averages
-        options.reduceOp = dist.ReduceOp.AVG if averages else _OPS[op]
-    divides = op == "mean" and not kind.averages
+    rank, size = group.rank(), group.size()
+    averages = op is ReduceOp.MEAN and kind.averages
+    divides = op is ReduceOp.MEAN and not kind.averages
+    theirs = dist.ReduceOp.AVG if averages else _OPS[op]
     if name == "reduce_scatter":
-        assert source is not None
         assert out is not None
-        if not by_rows:
+        if kind.on_stream:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = theirs
             return group._reduce_scatter_base(out.view(-1), source.view(-1), options), None
-        rows = source.reshape(group.size(), -1).clone()
+        # An all-reduce, as Gloo itself does it, but with a work that can be asked whether it is
+        # over.
+        rows = source.reshape(size, -1).clone()
 
         def finish() -> None:
-            out.view(-1).copy_(rows[group.rank()])
+            out.view(-1).copy_(rows[rank])
             if divides:
-                divide_(out, group.size())
+                divide_(out, size)
 
-        return group.allreduce([rows], options), finish
-    if name == "reduce":
-        options.rootRank = root
-        if group.rank() != root:  # it works in place on ranks without a result, too
-            assert source is not None
-            return group.reduce([source.clone()], options), None
-    values = _in_place(source, out)
-    work = (group.reduce if name == "reduce" else group.allreduce)([values], options)
-    return work, (lambda: divide_(values, group.size())) if divides else None
+        return group.allreduce([rows], theirs), finish
+    if name == "reduce":  # which works in place on ranks without a result, too
+        values = _in_place(source, out) if rank == root else source.clone()
+        work = group.reduce(values, root, theirs)
+    else:
+        values = _in_place(source, out)
+        work = group.allreduce([values], theirs)
+    return work, partial(divide_, values, size) if divides else None
 
 
 def start_move(group: ProcessGroup, call: NativeCall) -> Work:
-    """Start a collective that moves bytes, or a barrier."""
+    """Start a collective that moves bytes."""
     name, source, out, _, root = call
     match name:
         case "broadcast":
-            options = dist.BroadcastOptions()
-            options.rootRank = root
             values = _in_place(source, out) if group.rank() == root else out
-            return group.broadcast([_bits(values)], options)
+            return group.broadcast(_bits(values), root)
         case "all_gather":
             return group._allgather_base(_bits(out), _bits(source))
         case "gather":
-            options = dist.GatherOptions()
-            options.rootRank = root
-            rows = [] if out is None else [_rows(out, group)]
-            return group.gather(rows, [_bits(source)], options)
+            rows = [] if out is None else _rows(out, group)
+            return group.gather(rows, _bits(source), root)
         case "scatter":
-            options = dist.ScatterOptions()
-            options.rootRank = root
-            rows = [] if source is None else [_rows(source, group)]
-            return group.scatter([_bits(out)], rows, options)
-        case "all_to_all":
-            return group.alltoall_base(_bits(out), _bits(source), [], [])
+            rows = [] if source is None else _rows(source, group)
+            return group.scatter(_bits(out), rows, root)
         case _:
-            return group.barrier()
+            return group.alltoall_base(_bits(out), _bits(source), [], [])
 
 
 def _in_place(source: Tensor | None, out: Tensor | None) -> Tensor:
@@ -304,22 +271,19 @@ class ProcessGroupLibrary(Library):
         former: GroupFormer | None = None,
     ) -> None:
         self.name = " and ".join(dict.fromkeys(kind.title for kind in kinds.values()))
-        self.rank, self.size = group.rank(), group.size()
         self.devices = frozenset(kinds)
         self.has_subgroups = former is not None
         self.on_stream = any(kind.on_stream for kind in kinds.values())
         self._group = group
         self._kinds = kinds
         self._on_cpu = kinds.get("cpu")
-        self._first_kind = next(iter(kinds.values()))
         self._owned = owned
         self._former = former
         self._ended = False
 
     def _kind(self, call: NativeCall) -> GroupKind | None:
         tensor = call.source if call.source is not None else call.out
-        if tensor is None:
-            return self._first_kind
+        assert tensor is not None
         return self._on_cpu if tensor.is_cpu else self._kinds.get(tensor.device.type)
 
     @override
@@ -331,7 +295,7 @@ class ProcessGroupLibrary(Library):
     def collective(self, call: NativeCall) -> Handle:
         kind = self._kind(call)
         assert kind is not None
-        if call.collective in REDUCING:
+        if call.op is not None:
             work, finish = start_reduction(self._group, call, kind)
         else:
             work, finish = start_move(self._group, call), None
@@ -339,12 +303,7 @@ class ProcessGroupLibrary(Library):
 
     @override
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        if self._former is None:
-            raise UnsupportedOperationError(
-                f"rank {self.rank}: this process group has no store through which some of its "
-                "ranks could form one of their own",
-                rank=self.rank,
-            )
+        assert self._former is not None
         group = self._former.form(members, ident, timeout)
         return ProcessGroupLibrary(group, self._kinds, owned=True)
 
@@ -368,24 +327,15 @@ class ProcessGroupLibrary(Library):
                 kind.break_off(self._group)
 
 
-def form_library(former: GroupFormer, world_size: int, timeout: float) -> Library:
-    """A group of all ranks, of one of torch's kinds. Blocks until all ranks have come."""
-    try:
-        group = former.form(range(world_size), 0, timeout)
-    except RuntimeError as error:
-        raise nobody_came(former.rank, timeout, error) from error
-    return ProcessGroupLibrary(group, kinds_named(former.kind), owned=True, former=former)
-
-
-def library_over(group: ProcessGroup, topology: tuple[int, ...]) -> Library:
-    """A given process group as a library; sub-groups of it are formed through its store."""
-    kinds = kinds_of(group)
-    names = {name for (name, device), kind in KINDS.items() if kinds.get(device) is kind}
+def library_over(
+    group: ProcessGroup,
+    kinds: Mapping[str, GroupKind],
+    place: tuple[Store, str] | None,
+    topology: tuple[int, ...],
+) -> Library:
+    """A given process group as a library; sub-groups of it are formed at its place in its store."""
+    names = [name for name, known in KINDS.items() if kinds.items() <= known.items()]
     former = None
-    with suppress(AttributeError, RuntimeError):
-        store = group.get_group_store()
-        if len(names) == 1 and len(kinds) == 1:
-            visit = store.add(f"phalanx/groups/{group.rank()}", 1)
-            prefix = f"phalanx/groups/{visit}"
-            former = GroupFormer(names.pop(), group.rank(), store, prefix, topology)
+    if place is not None and len(names) == 1 and len(kinds) == 1:
+        former = GroupFormer(names[0], group.rank(), *place, topology)
     return ProcessGroupLibrary(group, kinds, owned=False, former=former)

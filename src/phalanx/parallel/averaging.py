@@ -1,8 +1,15 @@
-"""Averages of gradients over ranks: by one all-reduce each, or a compressor's messages."""
+"""Many tensors as few messages: buckets, and their averages over ranks.
+
+    bucket 0                     bucket 1
+    [ head.bias | head.weight ]  [ body.bias | body.weight ]   flat memory, one dtype each
+
+Each gradient is a view into its bucket, so that it is averaged where it lies: by one all-reduce, or
+a compressor's messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +22,7 @@ from phalanx.collectives import (
     async_all_reduce_,
     async_all_to_all,
     async_reduce_scatter,
+    broadcast_,
 )
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
@@ -30,7 +38,67 @@ from phalanx.compression.compressor import (
     is_finite,
 )
 from phalanx.core.backend import Backend
-from phalanx.parallel.buckets import Bucket
+
+MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
+
+
+class Bucket:
+    """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
+
+    views     for each tensor its place in `flat`, in its shape
+    pending   the parameters whose gradients have not come in this pass
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
+        count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
+        self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
+        self.views: dict[Tensor, Tensor] = {}
+        start = 0
+        for tensor in tensors:
+            stop = start + tensor.numel()
+            self.views[tensor] = self.flat[start:stop].view(tensor.shape)
+            start = stop
+        self.pending = set(tensors)
+
+
+def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Cut a list of tensors into runs of one kind and at most `size` bytes (or one tensor)."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        batch: list[Tensor] = []
+        filled = 0
+        for tensor in same:
+            if batch and filled + tensor.nbytes > size:
+                yield batch
+                batch, filled = [], 0
+            batch.append(tensor)
+            filled += tensor.nbytes
+        yield batch
+
+
+@torch.no_grad()
+def broadcast_all_(
+    tensors: Sequence[Tensor], backend: Backend, root: int, *, label: str = ""
+) -> None:
+    """Overwrite tensors with those of rank `root`, in place: their storage stays the same.
+
+    label   says in errors what this is; the same on every rank
+    """
+    if backend.world_size == 1:
+        return
+    for batch in batches(tensors, MESSAGE):
+        bucket = Bucket(batch, backend)
+        torch.cat([tensor.detach().reshape(-1) for tensor in batch], out=bucket.flat)
+        broadcast_(bucket.flat, backend, root, label=label)
+        if backend.rank != root:
+            for tensor, view in bucket.views.items():
+                tensor.copy_(view)
+
+
+# ------------------------------------------------------------------------------
+# Averages.
 
 
 class PendingAverage(NamedTuple):
@@ -126,12 +194,14 @@ def bytes_of(request: Request, ranks: int) -> int:
 class GradientAveraging(RequestExecutor):
     """Averages buckets over the ranks, in place.
 
-    begin    a bucket is full: start what can be done while backward goes on
-    finish   the pass is over: wait for all that has begun; afterwards buckets hold averages
-    settle   it is known whether the step counts
+    begin_bucket  a bucket is full: start what can be done while backward goes on
+    finish        the pass is over: wait for all that has begun; then buckets hold averages
+    settle        it is known whether the step counts
+    means_of      all of this for some tensors
 
-    compressor   averages in its own form; its arithmetic before its first message runs in `begin`,
-                 the rest at the end, all buckets' messages of a round together. None: an all-reduce
+    compressor   averages in its own form; its arithmetic before its first message runs in
+                 `begin_bucket`, the rest at the end, all buckets' messages of a round together.
+                 None: an all-reduce
     names        by which the compressor knows the gradients of parameters
     feedback     is told what the compressor leaves out, unless the compressor keeps that itself
     """
@@ -172,3 +242,29 @@ class GradientAveraging(RequestExecutor):
             self.compressor.rollback()
         else:
             self.compressor.commit()
+
+    @torch.no_grad()
+    def means_of(
+        self,
+        tensors: Iterable[Tensor],
+        *,
+        label: str,
+        put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
+    ) -> list[Bucket]:
+        """The means of tensors over the ranks, in new memory; blocks until they are there.
+
+        put    `put(place, tensor)` writes what is to be averaged of a tensor into its place
+        label  says in errors what this is; ranks whose labels differ do not mean the same
+
+        All messages are under way together. The results are the same bits on every rank.
+        """
+        buckets, begun = [], []
+        for number, batch in enumerate(batches(tensors, MESSAGE)):
+            bucket = Bucket(batch, self._backend)
+            for tensor, place in bucket.views.items():
+                put(place, tensor)
+            buckets.append(bucket)
+            begun.append(self.begin_bucket(bucket, f"{label}, part {number}"))
+        self.finish(begun)
+        self.settle(buckets, skipped=False)
+        return buckets

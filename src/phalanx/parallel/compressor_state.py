@@ -108,10 +108,15 @@ def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, 
     own = {key: value for key, value in state.items() if is_own_key(key)}
     if not own:
         return state, own
-    plain = OrderedDict((key, value) for key, value in state.items() if key not in own)
-    if hasattr(state, "_metadata"):  # versions of modules, which torch keeps there
-        plain._metadata = state._metadata  # type: ignore[attr-defined]
-    return plain, own
+    return with_versions({k: value for k, value in state.items() if k not in own}, state), own
+
+
+def with_versions(entries: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Entries as a state dict, with the versions of modules that `state` has, if it has any."""
+    versioned = OrderedDict(entries)
+    if hasattr(state, "_metadata"):
+        versioned._metadata = state._metadata  # type: ignore[attr-defined]
+    return versioned
 
 
 # ------------------------------------------------------------------------------

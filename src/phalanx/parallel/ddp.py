@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from math import isfinite
@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError
-from phalanx.parallel.averaging import GradientAveraging
-from phalanx.parallel.buckets import MESSAGE, broadcast_all_
-from phalanx.parallel.compressor_state import load_own, own_state
+from phalanx.parallel.averaging import MESSAGE, GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import (
     BEGINNING,
     UNANSWERED,
@@ -110,8 +107,7 @@ class DDP(Wrapper):
                 f"check_replicas_every must be a number of backward passes, or 0 for never, not "
                 f"{check_replicas_every}"
             )
-        if compression is not None:
-            check_compressor(compression, "DDP(compression=)")
+        self._check_compression(compression)
         self.broadcast_buffers = broadcast_buffers
         options = {
             "bucket_size": bucket_size,
@@ -126,10 +122,7 @@ class DDP(Wrapper):
         self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
         trained: dict[Tensor, str] = {p: name for name, p in named.items() if p.requires_grad}
-        self._sizes = {name: parameter.numel() for parameter, name in trained.items()}
         self.compression = deepcopy(compression)
-        for parameter, name in trained.items() if compression is not None else ():
-            check_floating(parameter, f"rank {backend.rank}: DDP: {name}: {compression}")
         self._averaging = GradientAveraging(backend, self.compression, trained)
         self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
         self._reducer = Reducer(
@@ -178,20 +171,6 @@ class DDP(Wrapper):
         except DistributedError as error:
             explain(error, UNANSWERED if self._reducer.unanswered else BEGINNING)
             raise
-
-    def own_state(self) -> dict[str, Tensor]:
-        """What the compressor remembers on this rank: `compression@<rank>/<ranks>.<key>`."""
-        return {} if self.compression is None else own_state(self.compression, self.backend)
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such states, of any number of ranks, joined into one dict.
-
-        For as many ranks as before, each needs its own only; else all are needed, and what averages
-        lack stays the same, to a rounding. A warning in the log says what is missing. Nothing is
-        sent. `SizeMismatchError` if it is of a model with other parameters, ValueError if it is
-        damaged; the state stays as it was then.
-        """
-        load_own(self.compression, state, self.backend, sizes_of=self._sizes)
 
     # For the user ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Guards: what ranks compare, before and while they train, so that none trains on something else.
 
-before training     check_same_model    names, shapes, dtypes, options     one message of 16 bytes
+before training     check_same_model    names, shapes, dtypes, options     one message of 8 bytes
 in each pass        FiniteCheck         infinite or NaN gradients          one message of 8 bytes
 every k-th pass     DriftCheck          hashes of the parameters           one message of 8 bytes
 when ranks diverge  explain             adds the likely cause to an error  no message
@@ -28,7 +28,7 @@ from phalanx.errors import (
     MisuseError,
     PeerLostError,
 )
-from phalanx.parallel.buckets import Bucket
+from phalanx.parallel.averaging import Bucket
 from phalanx.wire.memory import readable_bytes
 
 log = logging.getLogger("phalanx")
@@ -72,7 +72,7 @@ def check_same_model(
     """Raise `DesyncError` on every rank unless all have parameters alike, in the same order.
 
     Names, shapes, dtypes and `requires_grad` are compared, not values; and `options`, which every
-    rank has to give alike, too. Costs one message of 16 bytes; the descriptions themselves are
+    rank has to give alike, too. Costs one message of 8 bytes; the descriptions themselves are
     exchanged only when they differ.
     """
     mine = [f"{name}={value!r}" for name, value in options.items()]
@@ -98,7 +98,7 @@ def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: 
     op       what is being done, for the message
     remedy   what to do about it, a sentence without its full stop
 
-    Blocks for one message of 16 bytes; the lines themselves are exchanged only when they differ.
+    Blocks for one message of 8 bytes; the lines themselves are exchanged only when they differ.
     The error names the first line that does, and the ranks in the minority (if there is none, those
     that do not say what rank 0 says).
     """
@@ -122,6 +122,12 @@ class Skip(NamedTuple):
 
     number: int
     parameters: dict[int, str]
+
+
+def first_on_ranks(mine: int, names: Sequence[str], backend: Backend) -> dict[int, str]:
+    """For each rank whose `mine` is a place in `names`, that name. One message of 8 bytes."""
+    found = all_gather(torch.tensor([mine], dtype=torch.int64), backend).tolist()
+    return {rank: names[first] for rank, first in enumerate(found) if first < len(names)}
 
 
 class FiniteCheck:
@@ -151,8 +157,7 @@ class FiniteCheck:
     def agree(self, averaged: Sequence[Bucket]) -> bool:
         """Whether this step is to be skipped, the same on every rank. One message of 8 bytes."""
         mine, self._first = self._first, self._none
-        found = all_gather(torch.tensor([mine], dtype=torch.int64), self._backend).tolist()
-        bad = {rank: self._names[first] for rank, first in enumerate(found) if first < self._none}
+        bad = first_on_ranks(mine, self._names, self._backend)
         if not bad:  # and then the average may still be too large for its dtype, on all ranks alike
             first = min(map(self._first_in, averaged), default=self._none)
             bad = {-1: self._names[first]} if first < self._none else {}

@@ -37,7 +37,7 @@ class DeviceMesh:
 
     Ranks are placed in row-major order: neighbours along the last axis have neighbouring numbers,
     so give that to what talks most (tensor parallelism). The axes' groups are made here. Blocks for
-    one message of 16 bytes: ranks that make different grids get a `DesyncError` that names them.
+    one message of 8 bytes: ranks that make different grids get a `DesyncError` that names them.
     Before that it raises `InvalidWorldSizeError` if the sizes do not multiply to the world size,
     and `ValueError` for names that do not fit.
     """

@@ -5,7 +5,7 @@ parameters, and average their gradients before each optimizer step, they stay th
 process had trained on the joined batch. `DDP` computes the same averages, and adds
 
     overlap with backward: hooks on parameters, gradients averaged in buckets     reducer.py
-    memory of the buckets, few large messages in place of many small ones         buckets.py
+    memory of the buckets, few large messages in place of many small ones         averaging.py
     `no_sync`, unused parameters, activation checkpointing                        reducer.py
     all-reduce or compressed messages                                             averaging.py
     ranks with fewer batches (`join`)                                             uneven.py

@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
-from phalanx.parallel.averaging import GradientAveraging, PendingAverage
-from phalanx.parallel.buckets import Bucket, batches
+from phalanx.parallel.averaging import Bucket, GradientAveraging, PendingAverage, batches
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
 
@@ -69,11 +68,10 @@ class Reducer:
         self._open = False  # a pass that averages is under way
         self._left_out = False  # before it there was a forward pass without one
         self._arrivals: dict[Tensor, None] | None = {}  # in the first pass, in order
-        self._filling = False  # some gradient is in a bucket and not averaged
-        self._started: list[
-            PendingAverage | None
-        ] = []  # handles of the averages of the first buckets
-        self._pass = 0  # so that buckets of different passes are not taken for each other
+        self._started: list[PendingAverage | None] = []  # averages of the first buckets
+        # How many passes ended well, and how many were cut short: so that buckets of different
+        # passes are not taken for each other, nor a pass that only one rank has given up.
+        self._passes = self._failed = 0
         self._make_buckets(self._trained[::-1])
         hook = partial(Reducer._gradient_ready, weakref.ref(self))  # which keeps no reducer alive
         for parameter, name in self._names.items():
@@ -95,11 +93,10 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        cut_short = self._open
+        filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
+        self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
-        if not self._filling:
-            if cut_short:  # after it had filled buckets on other ranks, perhaps
-                self._pass += 1
+        if not filled:
             return
         if self._arrivals is not None:
             self._arrivals.clear()
@@ -108,7 +105,7 @@ class Reducer:
         try:
             self._finish_buckets()
         except DistributedError as error:
-            explain(error, AVERAGING)
+            self._explain(error)
             raise
         self._averaging.settle(self._buckets, skipped=True)
 
@@ -193,7 +190,6 @@ class Reducer:
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             view.copy_(grad.detach())  # which has a graph after backward(create_graph=True)
         parameter.grad = view
-        self._filling = True
         bucket.pending.discard(parameter)
         while (number := len(self._started)) < len(self._buckets):
             bucket = self._buckets[number]
@@ -201,8 +197,13 @@ class Reducer:
                 return
             if self._finite is not None:
                 self._finite.look(bucket)
-            label = f"DDP's pass {self._pass}, bucket {number}"
-            self._started.append(self._averaging.begin_bucket(bucket, label))
+            failed = f" after {self._failed} that failed" if self._failed else ""
+            label = f"DDP's pass {self._passes}{failed}, bucket {number}"
+            try:
+                self._started.append(self._averaging.begin_bucket(bucket, label))
+            except DistributedError as error:
+                self._explain(error)
+                raise
 
     def catch_up(self) -> None:
         """Average what was accumulated and not averaged since, if anything."""
@@ -246,6 +247,7 @@ class Reducer:
     def _average(self, unused: set[Tensor], phase: JoinPhase) -> None:
         """All gradients are in their buckets: wait for the averages, and agree on what counts."""
         world, join = self._backend.world_size, self.join
+        self._passes += 1
         try:
             self._finish_buckets(world / join.divisor if join is not None else 1)
             self._open = self._unsynchronized = False
@@ -254,7 +256,7 @@ class Reducer:
             skipped = self._finite is not None and self._finite.agree(self._buckets)
             self._averaging.settle(self._buckets, skipped=skipped)
         except DistributedError as error:
-            explain(error, UNANSWERED if self._left_out else AVERAGING)
+            self._explain(error)
             raise
         if skipped:
             for parameter in self._trained:
@@ -269,8 +271,6 @@ class Reducer:
         ended.
         """
         started, self._started = self._started, []
-        self._pass += 1
-        self._filling = False
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
         self._averaging.finish(started)
@@ -304,7 +304,10 @@ class Reducer:
             # Gradients stay in the old memory, as long as they live; the next pass moves them.
             self._make_buckets([self._trained[i] for i in order])
 
-    # Refusals -------------------------------------------------------------------------------
+    # Errors ---------------------------------------------------------------------------------
+
+    def _explain(self, error: DistributedError) -> None:
+        explain(error, UNANSWERED if self._left_out else AVERAGING)
 
     def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
         rank = self._backend.rank

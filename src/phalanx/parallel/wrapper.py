@@ -1,20 +1,38 @@
 """`Wrapper`: a module around another one, with that one's names and state dict.
 
-Checkpoints and norms ask it which part of each parameter a rank holds (`Slice`).
+Checkpoints and norms ask it which part of each parameter a rank holds (`Slice`); optimizers tell it
+when they write the parameters that it has claimed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from phalanx.compression import Compressor
+from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.parallel.compressor_state import is_own_key, needed, without_own
+from phalanx.errors import DistributedError, MisuseError
+from phalanx.parallel.compressor_state import (
+    UNSHARDED,
+    is_own_key,
+    load_own,
+    needed,
+    own_state,
+    without_own,
+)
 from phalanx.parallel.guards import refuse
 
 
@@ -22,6 +40,7 @@ class Wrapper(nn.Module):
     """Holds `module`; names of parameters and buffers, and the state, are the plain module's.
 
     backend    the ranks that have the model together
+    compression   the compressor by which gradients are averaged, if there is one
     averages   whether it averages gradients. Raises `MisuseError` if a wrapper of another kind
                inside it does, too, or if one inside spreads
     spreads    whether each rank of `backend` has other modules of the model (as a pipeline's stages
@@ -32,6 +51,8 @@ class Wrapper(nn.Module):
     averages: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     optimizers_apart: ClassVar[bool] = False
+    compression: Compressor | None = None
+    _sharding = UNSHARDED  # of the gradients that the compressor averages
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
@@ -66,18 +87,30 @@ class Wrapper(nn.Module):
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone holds besides parameters, by keys that name the rank, so that the
-        states of all ranks can be joined. Here nothing.
+        states of all ranks can be joined. Here what the compressor remembers:
+        `compression@<rank>/<ranks>.<key>`; of `<replicas>x<shards>` ranks with FSDP's `hybrid`.
         """
-        return {}
+        if self.compression is None:
+            return {}
+        return own_state(self.compression, self.backend, self._sharding)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the joined `own_state` of all ranks that there were; parameters are loaded
-        already. Here nothing is done.
+        """Go on from the joined `own_state` of all ranks that there were, of any number, and of any
+        wrapper that averages; parameters are loaded already. Nothing is sent.
+
+        For as many ranks as before, with gradients sharded alike, each needs its own only; else all
+        are needed, and what averages lack stays the same, to a rounding. A warning in the log says
+        what is missing. `SizeMismatchError` if it is of a model with other parameters, ValueError
+        if it is damaged; the state stays as it was then.
         """
+        if self.averages:
+            sizes = {name: prod(part.shape) for name, part in self.slices().items()}
+            backend, sharding = self.backend, self._sharding
+            load_own(self.compression, state, backend, sizes_of=sizes, sharding=sharding)
 
     def needs(self, keys: Iterable[str]) -> list[str]:
         """Which keys of the joined `own_state` of all ranks `load_own_state` makes use of."""
-        return needed(keys, self.backend)
+        return needed(keys, self.backend, self._sharding)
 
     def means(self, *, timeout: float | None = None) -> Mapping[Tensor, Tensor]:
         """What a checkpoint saves for parameters and buffers that differ between ranks, by tensor.
@@ -106,6 +139,25 @@ class Wrapper(nn.Module):
         first, and shows the others what was written at its end. Here nothing has to be done.
         """
         return nullcontext()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to write some of the parameters that this wrapper has claimed."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has."""
+
+    def _check_compression(self, compression: Compressor | None) -> None:
+        """Raise unless this can compress the gradients of all parameters that are trained."""
+        if compression is None:
+            return
+        who = type(self).__name__
+        check_compressor(compression, f"{who}(compression=)")
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                check_floating(parameter, f"rank {self.backend.rank}: {who}: {name}: {compression}")
+
+    def _refuse(self, problem: str, kind: type[DistributedError] = MisuseError) -> NoReturn:
+        refuse(type(self).__name__, self.backend.rank, problem, kind)
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -159,6 +211,55 @@ def _load_own(wrapper: Wrapper, _: object) -> None:
     """When all parameters are loaded."""
     own, wrapper._to_load = wrapper._to_load, {}
     wrapper.load_own_state(own)
+
+
+# ------------------------------------------------------------------------------
+# Optimizers write parameters: the owner of a parameter is told before and after each step. torch
+# calls global hooks of all optimizers. Those here keep no state: a parameter names its owner.
+
+_ATTRIBUTE = "_phalanx_owner"
+
+
+class _Claim:
+    """Names a parameter's owner; a copy of the parameter, or one loaded from a file, has none."""
+
+    def __init__(self, owner: Wrapper | None = None) -> None:
+        self.owner = weakref.ref(owner) if owner is not None else lambda: None
+
+    def __reduce__(self) -> Any:
+        return (_Claim, ())
+
+
+def claim(parameter: nn.Parameter, owner: Wrapper) -> None:
+    """From now on tell this owner of steps that write the parameter."""
+    setattr(parameter, _ATTRIBUTE, _Claim(owner))
+
+
+def release(parameter: nn.Parameter) -> None:
+    """From now on tell no owner."""
+    if hasattr(parameter, _ATTRIBUTE):
+        delattr(parameter, _ATTRIBUTE)
+
+
+def owner_of(parameter: nn.Parameter) -> Wrapper | None:
+    """The owner that is told now, if there is one."""
+    found = getattr(parameter, _ATTRIBUTE, None)
+    return found.owner() if isinstance(found, _Claim) else None
+
+
+def _tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+    owners: dict[int, Wrapper] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Most parameters carry no claim: this runs at each step of every optimizer.
+            if hasattr(parameter, _ATTRIBUTE) and (owner := owner_of(parameter)) is not None:
+                owners[id(owner)] = owner
+    for owner in owners.values():
+        step(owner, optimizer)
+
+
+register_optimizer_step_pre_hook(partial(_tell, lambda owner, opt: owner.before_step(opt)))
+register_optimizer_step_post_hook(partial(_tell, lambda owner, opt: owner.after_step(opt)))
 
 
 # ------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx import errors
 from phalanx.collectives import all_gather, all_gather_object
-from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
+from phalanx.parallel.guards import check_agreement
 from phalanx.pipeline.stage_p2p import MessageLayout, Tree
 
 CALLS = ("train_step", "evaluate")
@@ -30,20 +30,13 @@ NO_BATCH = -1  # in place of a number of samples
 def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Backend) -> None:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    Costs messages of 8 and 16 bytes; the lines are exchanged only when they differ. The
+    Costs two messages of 8 bytes; the lines are exchanged only when they differ. The
     problem is raised on the rank that has it, an error of its kind on the others; different lines
     are a `DesyncError` that names the first.
     """
     _exchange([], "Pipeline", "the making of a pipeline", problem, backend)
-    differ = difference(lines, backend, end="nothing more")
-    if differ is not None:
-        raise DesyncError(
-            f"rank {backend.rank}: the ranks' pipelines differ: {differ.text}. Give every rank the "
-            "same layers, stages and configuration",
-            rank=backend.rank,
-            peer=differ.odd[0],
-            op="Pipeline",
-        )
+    remedy = "Give every rank the same layers, stages and configuration"
+    check_agreement(lines, backend, op="Pipeline", remedy=remedy)
 
 
 def handshake(

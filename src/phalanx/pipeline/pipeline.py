@@ -27,6 +27,7 @@ from phalanx.errors import (
     RankStopped,
     SizeMismatchError,
 )
+from phalanx.parallel.compressor_state import with_versions
 from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.handshake import NO_BATCH, check_same_plan, handshake, step_metadata
 from phalanx.pipeline.plan import (
@@ -135,16 +136,15 @@ class Pipeline(Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """A copy on the same backend, which is shared. Every rank makes one."""
         copy = memo[id(self)] = type(self).__new__(type(self))
-        shared = {"backend": self.backend, "_plan": self._plan, "config": self.config}
-        rest = {name: value for name, value in self.__dict__.items() if name not in shared}
-        copy.__dict__ = deepcopy(rest, memo) | shared
+        memo[id(self.backend)] = self.backend
+        copy.__dict__ = deepcopy(self.__dict__, memo)
         return copy
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load this rank's layers; `state_dict` may be the whole model's."""
-        others = [f"{name}." for name in self._plan.names if name not in self.module._modules]
-        own = {key: value for key, value in state_dict.items() if not key.startswith(tuple(others))}
-        return super().load_state_dict(own, *args, **kwargs)
+        others = tuple(f"{name}." for name in self._plan.names if name not in self.module._modules)
+        own = {key: value for key, value in state_dict.items() if not key.startswith(others)}
+        return super().load_state_dict(with_versions(own, state_dict), *args, **kwargs)
 
     def train_step(
         self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None

@@ -143,16 +143,14 @@ def even_sizes(total: int, parts: int) -> list[int]:
 
 
 class ScheduleRow(NamedTuple):
-    """A schedule, and what is known about it.
+    """A schedule.
 
     generator     rank i of p, m micro-batches, v chunks -> its actions
     interleaved   whether a rank has several chunks
-    alive         i, p, m, v -> the most chunks' activations that are alive on rank i
     """
 
     generator: Callable[[int, int, int, int], Schedule]
     interleaved: bool
-    alive: Callable[[int, int, int, int], int]
 
     def bubble(self, p: int, m: int, v: int = 1) -> float:
         """The share of the time in which ranks wait, if all passes took equally long."""
@@ -160,15 +158,11 @@ class ScheduleRow(NamedTuple):
         return waits / (v * m + waits)
 
 
-def _interleaved_alive(i: int, p: int, m: int, v: int) -> int:
-    return min(v * m, (v - 1) * even_sizes(m, max(1, m // p))[0] + 2 * (p - i - 1) + 1)
-
-
 SCHEDULES: Mapping[str, ScheduleRow] = MappingProxyType(
     {
-        "gpipe": ScheduleRow(gpipe, False, lambda i, p, m, v: m),
-        "1f1b": ScheduleRow(one_f_one_b, False, lambda i, p, m, v: min(m, p - i)),
-        "interleaved_1f1b": ScheduleRow(interleaved_1f1b, True, _interleaved_alive),
+        "gpipe": ScheduleRow(gpipe, interleaved=False),
+        "1f1b": ScheduleRow(one_f_one_b, interleaved=False),
+        "interleaved_1f1b": ScheduleRow(interleaved_1f1b, interleaved=True),
     }
 )
 """By the name that a configuration gives them."""

@@ -28,7 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks, scatter_sum
+from phalanx.tensor.functions import copy_to_ranks
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
 from phalanx.tensor.shards import ShardSpec
 
@@ -104,10 +104,7 @@ class ParallelEmbedding(ParallelLayer):
         padding = self.padding_idx
         here = padding - start if padding is not None and start <= padding < end else None
         vectors = F.embedding(own, self.weight, here).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.style.sequence_dim is None:
-            return reduce_from_ranks(vectors, self.backend, label=self.label)
-        self.check_sequence_dim(vectors, self.style.sequence_dim)
-        return scatter_sum(vectors, self.backend, self.style.sequence_dim, label=self.label)
+        return self.sum_over_ranks(vectors, self.style.sequence_dim)
 
     @property
     def num_embeddings(self) -> int:
@@ -165,7 +162,7 @@ class SequenceParallelNorm(ParallelLayer):
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
-        """A plain norm's parameters, copied. Blocks for a message of 16 bytes."""
+        """A plain norm's parameters, copied. Blocks for a message of 8 bytes."""
         return cls.from_plain(norm, backend, SequenceNormStyle())
 
     def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
@@ -202,7 +199,3 @@ class SequenceNormStyle(Style):
 
     takes = (nn.LayerNorm, nn.RMSNorm)
     makes = SequenceParallelNorm
-
-    def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """Nothing is cut."""
-        return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.guards import check_agreement, describe_with_values
+from phalanx.tensor.functions import reduce_from_ranks, scatter_sum
 from phalanx.tensor.shards import ShardSpec
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     cut: ShardSpec
 
 
-class Style(ABC):
+class Style:
     """How a plain layer becomes a parallel one: the parallel layer's options, for `parallelize`.
 
     takes   the kinds of plain layers that it knows; exactly these, since a subclass may do
@@ -42,12 +42,12 @@ class Style(ABC):
     takes: ClassVar[tuple[type[nn.Module], ...]]
     makes: ClassVar[type[ParallelLayer]]
 
-    @abstractmethod
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """How the parameters are cut; those that are not named are whole on every rank.
+        """How the parameters are cut; those that are not named are whole on every rank. Here all.
 
         Raises `ValueError` if some rank would get nothing, or the options do not fit.
         """
+        return {}
 
 
 class ParallelLayer(nn.Module):
@@ -73,7 +73,7 @@ class ParallelLayer(nn.Module):
 
     @classmethod
     def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
-        """This rank's part of a plain layer. Blocks for a message of 16 bytes."""
+        """This rank's part of a plain layer. Blocks for a message of 8 bytes."""
         layer = cls.__new__(cls)
         ParallelLayer.__init__(layer, plain, backend, style)
         return layer
@@ -124,6 +124,13 @@ class ParallelLayer(nn.Module):
                 op=self.label,
             )
 
+    def sum_over_ranks(self, x: Tensor, sequence_dim: int | None) -> Tensor:
+        """The sum of every rank's `x`, or this rank's part of its sequence along `sequence_dim`."""
+        if sequence_dim is None:
+            return reduce_from_ranks(x, self.backend, label=self.label)
+        self.check_sequence_dim(x, sequence_dim)
+        return scatter_sum(x, self.backend, sequence_dim, label=self.label)
+
     def check_sequence_dim(self, x: Tensor, sequence_dim: int) -> None:
         """Raise `ValueError` unless it is a dimension, and not that of the features."""
         if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
@@ -136,8 +143,8 @@ class ParallelLayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
         """A copy on the same backend, which is shared."""
         copy = memo[id(self)] = type(self).__new__(type(self))
-        rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
-        copy.__dict__ = deepcopy(rest, memo) | {"backend": self.backend}
+        memo[id(self.backend)] = self.backend
+        copy.__dict__ = deepcopy(self.__dict__, memo)
         return copy
 
 

@@ -34,8 +34,6 @@ from phalanx.tensor.functions import (
     copy_to_ranks,
     gather_from_ranks,
     gather_sequence,
-    reduce_from_ranks,
-    scatter_sum,
     scatter_to_ranks,
 )
 from phalanx.tensor.layer import ParallelLayer, Split, Style, check_units
@@ -186,14 +184,13 @@ class RowParallelLinear(_ParallelLinear):
     The output, [..., out_features], is the plain layer's, and the same bits on every rank. The bias
     is added once, after the sum; it is whole on every rank, and so is its gradient.
 
-    Initial values, `from_linear` and the names of parameters are as for `ColumnParallelLinear`.
+    Initial values, `from_linear`, the names of parameters, what construction waits for, and errors
+    are as for `ColumnParallelLinear`.
 
     Forward sums the output, an all_reduce of its bytes; backward sends nothing if the input is
     parallel, else an all_gather of the input's gradient. With `sequence_dim`, forward is a
     reduce_scatter and backward an all_gather, together the same bytes, and an all_reduce of the
-    bias. Construction blocks for a message of 16 bytes: `DesyncError` if the ranks' options or
-    values differ. Raises `ValueError` if there are fewer units than ranks; in forward,
-    `SizeMismatchError` for an input of another width.
+    bias.
     """
 
     style: RowStyle
@@ -228,7 +225,8 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """The output, or this rank's part of its sequence. Blocks until all ranks call it."""
         backend, label, style = self.backend, self.label, self.style
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if style.input_is_parallel:
             remedy = (
                 f"That is its part of {self.in_features}: put a ColumnParallelLinear before it "
@@ -238,15 +236,12 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self.check_width(x, self.in_features, "It takes all features: see input_is_parallel")
             x = scatter_to_ranks(x, backend, -1, cut=self.splits["weight"].cut, label=label)
-        if style.sequence_dim is None:
-            y = reduce_from_ranks(F.linear(x, weight), backend, label=label)
-            return y if bias is None else y + bias.to(y.dtype)
-        self.check_sequence_dim(x, style.sequence_dim)
-        y = scatter_sum(F.linear(x, weight), backend, style.sequence_dim, label=label)
-        # Each rank adds the bias to other rows: its gradient is a sum over the ranks.
-        if bias is not None:
-            y = y + copy_to_ranks(bias, backend, label=f"{label}'s bias").to(y.dtype)
-        return y
+        y = self.sum_over_ranks(F.linear(x, weight), style.sequence_dim)
+        if bias is None:
+            return y
+        if style.sequence_dim is not None:  # each rank adds it to other rows: gradients are summed
+            bias = copy_to_ranks(bias, backend, label=f"{label}'s bias")
+        return y + bias.to(y.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     from that part only, which cannot be seen here: norms have to be "sequence_norm", and others go
     through `copy_to_ranks` before they are used. `check_whole_parameters` finds forgotten ones.
 
-    Blocks for a message of 16 bytes: `DesyncError` names what differs between ranks, parameters'
+    Blocks for a message of 8 bytes: `DesyncError` names what differs between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
     matches nothing, two that disagree about a layer, a layer that cannot be cut over so many ranks;
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from functools import reduce
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.collectives import ReduceOp, all_reduce
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, SizeMismatchError
+from phalanx.parallel.compressor_state import with_versions
 from phalanx.parallel.grad_scaler import clip_, norm_here
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
@@ -36,7 +37,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     A gathered tensor is a copy, any other the module's own. Also for a model in DDP or FSDP, or
     with such parts: FSDP's shards are gathered first. Of a pipeline, it gives this rank's layers.
     """
-    own = dict(module.state_dict())
+    local = module.state_dict()
+    own = dict(local)
     for prefix, part in walk(module):
         gather = getattr(part, "full_state_dict", None)  # of a wrapper that shards its parameters
         if gather is not None:
@@ -59,7 +61,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
             whole = value
         if keep:
             state[key] = whole
-    return state if keep else {}
+    return with_versions(state, local) if keep else {}
 
 
 def load_full_state_dict(
@@ -81,7 +83,7 @@ def load_full_state_dict(
         if isinstance(wrapper, Wrapper) and not wrapper.spreads:
             pieces = wrapper.slices()
             slices.update((p, pieces[name]) for name, p in wrapper.named_parameters())
-    parts = dict(state)
+    parts = with_versions(state, state)
     for key, value in state.items():
         mine = own.get(key)
         if not isinstance(value, Tensor) or not isinstance(mine, Tensor):
@@ -124,7 +126,7 @@ def _cut_parameters(module: nn.Module) -> dict[str, tuple[Split, Backend]]:
 #
 #     cut over ranks (parallel layers, FSDP)      every rank's part counts
 #     on one of the ranks (a pipeline's stages)   every rank's gradients count
-#     whole, and the same on every rank           counts once
+#     whole, and the same on every rank           counts once, beside shards, too
 
 NAME = "clip_grad_norm_"
 
@@ -149,31 +151,45 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")
-    wrappers = [part for part in module.modules() if isinstance(part, Wrapper)]
-    sharding = [wrapper for wrapper in wrappers if not wrapper.spreads]
-    if shards is None and not all(s.is_whole for w in sharding for s in w.slices().values()):
+    sharded: set[nn.Parameter] = set()
+    wrappers = [part for part in module.modules() if isinstance(part, Wrapper) and not part.spreads]
+    for wrapper in wrappers:
+        if not all(piece.is_whole for piece in wrapper.slices().values()):
+            sharded.update(wrapper.parameters())
+    if shards is None and sharded:
         raise MisuseError(
             "clip_grad_norm_: this model's parameters are shards: say over which ranks, such as "
             'shards=mesh["data"]'
         )
+    total = _norm_of(module, norm_type, shards, sharded)
+    clip_(list(module.parameters()), total, max_norm)
+    return total
+
+
+def _norm_of(
+    module: nn.Module, norm_type: float, shards: Backend | None, sharded: Set[nn.Parameter]
+) -> Tensor:
+    """The norm of all gradients. Those of `sharded` parameters are parts, over `shards`."""
     largest = norm_type == math.inf
     op, add = (ReduceOp.MAX, torch.maximum) if largest else (ReduceOp.SUM, torch.add)
-    pipelines = [wrapper for wrapper in wrappers if wrapper.spreads]
+    pipelines = [part for part in module.modules() if isinstance(part, Wrapper) and part.spreads]
     cut = owners(module)
     staged = {p: pipeline.backend for pipeline in pipelines for p in pipeline.parameters()}
     nothing = torch.zeros((), dtype=torch.float64)
     # By the ranks with the other parts, and those with the other stages. Each of these sums takes
     # part in the messages, whether there are gradients here or not, since other ranks wait for it.
     powers = {(cut.get(p), staged.get(p)): nothing for p in module.parameters()}
-    trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    for parameter in trained:
-        assert parameter.grad is not None
-        norm = norm_here(parameter.grad, norm_type)
-        place = cut.get(parameter), staged.get(parameter)
-        powers[place] = add(powers[place], norm if largest else norm**norm_type)
+    powers_of_shards = dict(powers)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            norm = norm_here(parameter.grad, norm_type)
+            sums = powers_of_shards if parameter in sharded else powers
+            place = cut.get(parameter), staged.get(parameter)
+            sums[place] = add(sums[place], norm if largest else norm**norm_type)
     if shards is not None and powers:
-        together = all_reduce(torch.stack(list(powers.values())), shards, op, label=NAME)
-        powers = dict(zip(powers, together, strict=True))
+        together = all_reduce(torch.stack([*powers_of_shards.values()]), shards, op, label=NAME)
+        for place, power in zip(powers, together, strict=True):
+            powers[place] = add(powers[place], power)
     totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
     for (parts, stages), power in powers.items():
         whole = power if parts is None else all_reduce(power, parts, op, label=NAME)
@@ -182,9 +198,7 @@ def clip_grad_norm_(
         if stages is not None:
             totals[stages] = all_reduce(power, stages, op, label=NAME)
     total = reduce(add, totals.values())
-    total = total if largest else total ** (1 / norm_type)
-    clip_(trained, total, max_norm)
-    return total
+    return total if largest else total ** (1 / norm_type)
 
 
 # ------------------------------------------------------------------------------

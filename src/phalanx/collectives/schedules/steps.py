@@ -58,6 +58,7 @@ class Combine(NamedTuple):
 
 # Steps are tuples, so Send(1, 0) == Recv(1, 0): tell them apart by type, never by ==.
 Step: TypeAlias = Send | Recv | Combine
+Run: TypeAlias = tuple[int, int]  # (chunk, count)
 Round: TypeAlias = tuple[Step, ...]
 Schedule: TypeAlias = Iterator[Round]
 ScheduleFunction: TypeAlias = Callable[[int, int], Schedule]  # (rank, size)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from phalanx.collectives.schedules.steps import Recv, Schedule, Send, backwards
+from phalanx.collectives.schedules.steps import Recv, Run, Schedule, Send, backwards
 
 
 def tree_reduce(rank: int, size: int, *, count: int = 1) -> Schedule:
@@ -78,7 +78,7 @@ def tree_gather(rank: int, size: int) -> Schedule:
     yield from backwards(tree_scatter, take=Recv)(rank, size)
 
 
-def _down(rank: int, size: int, run: Callable[[int, int], tuple[int, int]]) -> Schedule:
+def _down(rank: int, size: int, run: Callable[[int, int], Run]) -> Schedule:
     """Down the tree, the longest edges first; run(v, d): the chunks for the subtree [v, v + d)."""
     for d in reversed([1 << k for k in range((size - 1).bit_length())]):
         if rank % (2 * d) == d:

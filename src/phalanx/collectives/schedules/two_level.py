@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from phalanx.collectives.schedules.steps import Recv, Schedule, Send, Step, backwards, sparing
+from phalanx.collectives.schedules.steps import Recv, Run, Schedule, Send, Step, backwards, sparing
 
 ROOT = 0
 
@@ -269,7 +269,6 @@ def _circle(numbers: list[int], own: int) -> list[int]:
 # Ranks of a host need not follow each other, and hosts need not have equally many.
 
 Hosts: TypeAlias = Sequence[int]  # for each rank the number of its host; any numbers will do
-Run: TypeAlias = tuple[int, int]  # (chunk, count)
 
 
 class Agents:
@@ -298,15 +297,9 @@ class Agents:
 
     def chunks_of(self, host: int) -> dict[int, list[Run]]:
         """For each rank of a host the chunks for which it acts, as runs; each host has them all."""
-        here, others = self.ranks_on[host], len(self.owners) - len(self._owned[host])
-        chunks: dict[int, list[int]] = {rank: [] for rank in here}
-        place = 0
-        for chunk, owner in enumerate(self.owners):
-            if self.hosts[owner] == host:
-                chunks[owner].append(chunk)
-            else:
-                chunks[here[place * len(here) // others]].append(chunk)
-                place += 1
+        chunks: dict[int, list[int]] = {rank: [] for rank in self.ranks_on[host]}
+        for chunk in range(len(self.owners)):
+            chunks[self.agent(chunk, host)].append(chunk)
         return {rank: list(runs(numbers)) for rank, numbers in chunks.items()}
 
     @staticmethod

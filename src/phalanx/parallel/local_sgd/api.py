@@ -82,10 +82,9 @@ class LocalSGD(PeriodicSync):
         if start_after < 0:
             raise ValueError(f"start_after must be a number of steps, 0 or more, not {start_after}")
         self.start_after = start_after
-        self.compression: Compressor | None = None
+        self._check_compression(compression)
         outer = None
         if compression is not None:
-            self._check_compression(compression)
             self.compression = deepcopy(
                 compression.inner  # residuals stay in the parameters here
                 if isinstance(compression, ErrorFeedback)
@@ -135,7 +134,7 @@ class DiLoCo(PeriodicSync):
     that are the same bits on every rank; the module's parameters become those. With
     `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
     step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
-    makes of them, and 16 bytes, by which the copies are compared. Copies take the parameters'
+    makes of them, and 8 bytes, by which the copies are compared. Copies take the parameters'
     memory once, the outer optimizer what it keeps.
 
     What `LocalSGD` says of counting, buffers, optimizers, checkpoints and ranks out of step is so
@@ -163,8 +162,7 @@ class DiLoCo(PeriodicSync):
         compression: Compressor | None = None,
     ) -> None:
         super().__init__(module, backend, every=every)
-        if compression is not None:
-            self._check_compression(compression)
+        self._check_compression(compression)
         self.compression = deepcopy(compression)
         self._outer_step = OuterStep(
             self._trained, self._dense, backend, outer, self.compression, who="DiLoCo"

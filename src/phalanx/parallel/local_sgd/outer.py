@@ -10,14 +10,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.collectives import all_gather
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -30,41 +29,16 @@ from phalanx.compression.compressor import (
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedObjectError
 from phalanx.parallel.averaging import GradientAveraging
-from phalanx.parallel.buckets import MESSAGE, Bucket, batches
-from phalanx.parallel.compressor_state import load_own, own_state
-from phalanx.parallel.guards import check_agreement, describe_with_values, refuse
+from phalanx.parallel.guards import (
+    check_agreement,
+    describe_with_values,
+    first_on_ranks,
+    refuse,
+)
 
 log = logging.getLogger("phalanx")
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-
-
-@torch.no_grad()
-def averaged(
-    tensors: Iterable[Tensor],
-    averaging: GradientAveraging,
-    backend: Backend,
-    *,
-    label: str,
-    put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
-) -> list[Bucket]:
-    """The means of tensors over the ranks, in new memory; blocks until they are there.
-
-    put    `put(place, tensor)` writes what is to be averaged of a tensor into its place
-    label  says in errors what this is; ranks whose labels differ do not mean the same
-
-    All messages are under way together. The results are the same bits on every rank.
-    """
-    buckets, begun = [], []
-    for number, batch in enumerate(batches(tensors, MESSAGE)):
-        bucket = Bucket(batch, backend)
-        for tensor, place in bucket.views.items():
-            put(place, tensor)
-        buckets.append(bucket)
-        begun.append(averaging.begin_bucket(bucket, f"{label}, part {number}"))
-    averaging.finish(begun)
-    averaging.settle(buckets, skipped=False)
-    return buckets
 
 
 def not_finite(trained: Mapping[str, nn.Parameter], backend: Backend) -> str:
@@ -72,11 +46,11 @@ def not_finite(trained: Mapping[str, nn.Parameter], backend: Backend) -> str:
 
     Blocks for one message of 8 bytes.
     """
-    names = list(trained)
-    mine = next((at for at, name in enumerate(names) if not is_finite(trained[name])), len(names))
-    found = all_gather(torch.tensor([mine], dtype=torch.int64), backend).tolist()
-    bad = [f"{names[at]} on rank {rank}" for rank, at in enumerate(found) if at < len(names)]
-    return ", ".join(bad) or "on each rank all are, but not their mean"
+    values = enumerate(trained.values())
+    mine = next((at for at, value in values if not is_finite(value)), len(trained))
+    bad = first_on_ranks(mine, list(trained), backend)
+    named = ", ".join(f"{name} on rank {rank}" for rank, name in bad.items())
+    return named or "on each rank all are, but not their mean"
 
 
 class OuterStep:
@@ -106,7 +80,6 @@ class OuterStep:
         self._backend = backend
         self._who = who
         self._residual = residual
-        self._compression = compression
         self._copies = {
             name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()
         }
@@ -152,7 +125,7 @@ class OuterStep:
         whole   leave nothing out, so that parameters are the same on all ranks
 
         Returns whether they are. Raises `DesyncError` if the copies are not the same on all ranks:
-        their hashes are compared, in a message of 16 bytes.
+        their hashes are compared, in a message of 8 bytes.
         """
         if self._residual is not None and self._backend.world_size == 1:
             return True
@@ -164,7 +137,7 @@ class OuterStep:
         averaging = self.compressed
         if averaging is None or (whole and self._residual is not None):
             averaging = self._dense
-        flats = averaged(self._trained.values(), averaging, self._backend, label=label, put=put)
+        flats = averaging.means_of(self._trained.values(), label=label, put=put)
         check_agreement(
             [describe_with_values(name, copy) for name, copy in self._copies.items()],
             self._backend,
@@ -205,7 +178,7 @@ class OuterStep:
     # outer@all.option.<group>.<key>      a number of a parameter group, such as the learning rate
 
     def own_state(self, *, apart: bool) -> dict[str, Tensor]:
-        """The outer optimizer's, the copies while they are needed, and the compressor's.
+        """The outer optimizer's, and the copies while they are needed.
 
         Raises `UnsupportedObjectError` if the optimizer keeps something that is no tensor and no
         number.
@@ -221,15 +194,13 @@ class OuterStep:
             for key, value in group.items():
                 if key != "params" and isinstance(value, (bool, int, float, Tensor)):
                     state[f"{_PREFIX}option.{number}.{key}"] = _as_tensor(value, key)
-        return state | (own_state(self._compression, self._backend) if self._compression else {})
+        return state
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Continue from there. Returns the copies, if they are in it. Without any state nothing is
         done. Raises `SizeMismatchError` for that of another model.
         """
-        sizes = {name: parameter.numel() for name, parameter in self._trained.items()}
-        load_own(self._compression, state, self._backend, sizes_of=sizes)
         entries = []
         for key, value in state.items():
             if not key.startswith(_PREFIX):

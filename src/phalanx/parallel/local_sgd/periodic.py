@@ -9,27 +9,26 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.collectives import ReduceOp, all_reduce_
-from phalanx.compression import Compressor
-from phalanx.compression.compressor import check_compressor, check_floating, is_finite
+from phalanx.compression.compressor import is_finite
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, SizeMismatchError
-from phalanx.parallel.averaging import GradientAveraging
-from phalanx.parallel.buckets import broadcast_all_
-from phalanx.parallel.compressor_state import needed
-from phalanx.parallel.guards import check_same_model, explain, refuse
-from phalanx.parallel.local_sgd.outer import OuterStep, averaged, not_finite
-from phalanx.parallel.optimizer_hooks import claim, log, owner_of
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.averaging import GradientAveraging, broadcast_all_
+from phalanx.parallel.guards import check_same_model, explain
+from phalanx.parallel.local_sgd.outer import OuterStep, not_finite
+from phalanx.parallel.wrapper import Wrapper, claim, owner_of
+
+log = logging.getLogger("phalanx")
 
 
 class PeriodicSync(Wrapper):
@@ -63,11 +62,6 @@ class PeriodicSync(Wrapper):
         self._alike = True  # parameters were the same on all ranks, and this one took no step since
         self._in_averaged = False
         self._dense = GradientAveraging(backend)
-
-    def _check_compression(self, compression: Compressor) -> None:
-        check_compressor(compression, f"{type(self).__name__}(compression=)")
-        for parameter in self._trained.values():
-            check_floating(parameter, compression)
 
     def _begin(self, outer: OuterStep | None, options: Mapping[str, object]) -> None:
         """Compare with the other ranks, become like rank 0, and notice steps from now on.
@@ -166,7 +160,7 @@ class PeriodicSync(Wrapper):
 
     @torch.no_grad()
     def _take_mean(self, label: str) -> None:
-        buckets = averaged(self._trained.values(), self._dense, self.backend, label=label)
+        buckets = self._dense.means_of(self._trained.values(), label=label)
         if not all(is_finite(bucket.flat) for bucket in buckets):
             log.warning(
                 "rank %d: LocalSGD: parameters are not finite, and by their mean on no rank any "
@@ -183,7 +177,7 @@ class PeriodicSync(Wrapper):
         """
         buffers = persistent_buffers(self.module).values()
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
-        for bucket in averaged(means, self._dense, self.backend, label=label):
+        for bucket in self._dense.means_of(means, label=label):
             _copy(bucket.views)
         others = [buffer for buffer in buffers if not buffer.is_floating_point()]
         broadcast_all_(others, self.backend, 0, label=f"{label} of rank 0")
@@ -227,7 +221,7 @@ class PeriodicSync(Wrapper):
         tensors = [*self._trained.values(), *(b for b in buffers if b.is_floating_point())]
         label = f"{type(self).__name__}'s means after {self.meetings} syncs"
         with self._explaining():
-            found = averaged(tensors, GradientAveraging(self.backend), self.backend, label=label)
+            found = GradientAveraging(self.backend).means_of(tensors, label=label)
         return {tensor: mean for bucket in found for tensor, mean in bucket.views.items()}
 
     @contextmanager
@@ -267,7 +261,9 @@ class PeriodicSync(Wrapper):
         state = {prefix + "count": torch.tensor(self._counter.now(), dtype=torch.int64)}
         for name, tensor in self._local_tensors().items() if apart else ():
             state[f"{prefix}value.{name}"] = tensor.detach()
-        return state | (self._outer.own_state(apart=apart) if self._outer is not None else {})
+        if self._outer is not None:
+            state |= self._outer.own_state(apart=apart)
+        return state | super().own_state()
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -277,6 +273,7 @@ class PeriodicSync(Wrapper):
         module, or from the mean of all. Without any a new period begins. Nothing is sent.
         """
         self._check_not_in_averaged("load_state_dict")
+        super().load_own_state(state)
         began: Mapping[str, Tensor] = {}
         if self._outer is not None:
             began = self._outer.load_own_state(state)
@@ -308,7 +305,7 @@ class PeriodicSync(Wrapper):
             for key in keys
             if (match := _KEY.fullmatch(key)) is None or match[3] is None or key.startswith(mine)
         ]
-        return needed(kept, self.backend)
+        return super().needs(kept)
 
     def _local_tensors(self) -> dict[str, Tensor]:
         return {**self._trained, **persistent_buffers(self.module)}
@@ -316,9 +313,6 @@ class PeriodicSync(Wrapper):
     def _check_not_in_averaged(self, what: str) -> None:
         if self._in_averaged:
             self._refuse(f"{what} inside averaged(): leave it first")
-
-    def _refuse(self, problem: str) -> NoReturn:
-        refuse(type(self).__name__, self.backend.rank, problem)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ n / t times `bus(ranks)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -66,26 +66,30 @@ def values_of(what: str, r: int, p: int, n: int) -> Values:
     return table[what]
 
 
+def elements_of(what: str, p: int, n: int) -> int:
+    """How many elements it has on a rank that gives or gets it: a part is one of p."""
+    if what == "nothing":
+        return 0
+    return n // p if what.endswith(" part") else n
+
+
 @dataclass(frozen=True)
 class BenchOperation:
     """One row: an operation, for p ranks and messages of n elements.
 
-    source, out   how many elements a rank gives and gets: "n", "n/p", or "" for none
-    in_place      a call overwrites what it is given, unless other memory is requested
-    given         what a rank gives, by a name that `values_of` knows
-    expected      what it must have afterwards
-    passes        how often (p-1)/p of the bytes pass a rank's link; 0: all of them do, once
-    trips         messages that one call takes one after the other, of which one is shown
-    least         calls that make a round at least
-    peak          its peak of memory is of interest, too
+    given     what a rank gives, by a name that `values_of` knows
+    expected  what it must have afterwards
+    in_place  a call overwrites what it is given, unless other memory is requested
+    passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them do, once
+    trips     messages that one call takes one after the other, of which one is shown
+    least     calls that make a round at least
+    peak      its peak of memory is of interest, too
     """
 
     name: str
-    source: str
-    out: str
-    in_place: bool
     given: str
     expected: str
+    in_place: bool
     passes: int
     trips: int = 1
     least: int = 1
@@ -95,21 +99,22 @@ class BenchOperation:
         """The factor of the bus bandwidth."""
         return self.passes * (size - 1) / size if self.passes else 1.0
 
-    def elements(self, part: str, size: int, n: int) -> int:
-        """How many elements `source` or `out` has."""
-        return {"": 0, "n": n, "n/p": n // size}[part]
-
     def fitting(self, size: int, count: int) -> int:
         """The number of float32 elements, for `count` bytes: at least, and to be cut into p."""
-        if not self.source:
+        if not self.moves:
             return 0
         unit = size if self.sliced else 1
         return -(-count // (4 * unit)) * unit
 
     @property
+    def moves(self) -> bool:
+        """Whether there are messages, of some size."""
+        return self.given != "nothing"
+
+    @property
     def sliced(self) -> bool:
         """Whether messages are cut into one part for each rank."""
-        return not self.in_place and self.name not in ("copy", "reduce")
+        return "part" in self.given + self.expected
 
     @property
     def training(self) -> bool:
@@ -119,22 +124,21 @@ class BenchOperation:
 
 # fmt: off
 _ROWS = (
-    #              name              gives  gets   in place given      gets          passes
-    BenchOperation("all_reduce",     "n",   "n",   True,  "own",      "sum",            2),
-    BenchOperation("all_gather",     "n/p", "n",   False, "own part", "all parts",      1),
-    BenchOperation("reduce_scatter", "n",   "n/p", False, "own",      "sum part",       1),
-    BenchOperation("broadcast",      "n",   "n",   True,  "own/root", "root's",         0),
-    BenchOperation("all_to_all",     "n",   "n",   False, "own",      "my parts",       1),
-    BenchOperation("reduce",         "n",   "n",   False, "own",      "sum/root",       0),
-    BenchOperation("gather",         "n/p", "n",   False, "own part", "all parts/root", 1),
-    BenchOperation("scatter",        "n",   "n/p", False, "own",      "root's part",    1),
-    BenchOperation("ping_pong",      "n",   "n",   True,  "own/even", "even's",         0, trips=2),
-    BenchOperation("stream",         "n",   "n",   True,  "own/even", "even's",         0),
-    BenchOperation("barrier",        "",    "",    True,  "nothing",  "nothing",        0),
-    BenchOperation("ddp",            "",    "",    True,  "nothing",  "nothing",        0, least=5),
-    BenchOperation("fsdp",           "",    "",    True,  "nothing",  "nothing",        0, least=5,
-                   peak=True),
-    BenchOperation("copy",           "n",   "n",   False, "own",      "own",            0),
+    #              name              gives       gets              in place passes
+    BenchOperation("all_reduce",     "own",      "sum",            True,    2),
+    BenchOperation("all_gather",     "own part", "all parts",      False,   1),
+    BenchOperation("reduce_scatter", "own",      "sum part",       False,   1),
+    BenchOperation("broadcast",      "own/root", "root's",         True,    0),
+    BenchOperation("all_to_all",     "own",      "my parts",       False,   1),
+    BenchOperation("reduce",         "own",      "sum/root",       False,   0),
+    BenchOperation("gather",         "own part", "all parts/root", False,   1),
+    BenchOperation("scatter",        "own",      "root's part",    False,   1),
+    BenchOperation("ping_pong",      "own/even", "even's",         True,    0, trips=2),
+    BenchOperation("stream",         "own/even", "even's",         True,    0),
+    BenchOperation("barrier",        "nothing",  "nothing",        True,    0),
+    BenchOperation("ddp",            "nothing",  "nothing",        True,    0, least=5),
+    BenchOperation("fsdp",           "nothing",  "nothing",        True,    0, least=5, peak=True),
+    BenchOperation("copy",           "own",      "own",            False,   0),
 )
 # fmt: on
 OPERATIONS: Mapping[str, BenchOperation] = MappingProxyType({row.name: row for row in _ROWS})
@@ -208,13 +212,10 @@ MEMORY_KINDS = ("ordinary", "registered", "fresh", "into")
 where an operation can be, else into given memory. With `fresh` the result comes in new memory, each
 time; with `into` it goes into memory of its own, given with `into=`."""
 
-MessageBuffers = dict[tuple[str, int, str], Tensor]
-"""(use, elements, device) -> torch's own memory: all peers use the same, one after the other."""
-
 
 def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
     """Which of the requested kinds of memory are different things for this operation."""
-    if not operation.source or operation.name == "copy":
+    if not operation.moves or operation.name == "copy":
         return ["ordinary"]
     is_message = operation.name in ("ping_pong", "stream")
     names = [name for name in requested if not (is_message and name == "fresh")]
@@ -227,6 +228,8 @@ def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
 class PreparedCall:
     """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`.
 
+    Made by a peer:
+
     operation    its row, with what is given and expected
     n            elements of a whole message
     source       what this rank gives; written before calls
@@ -238,6 +241,13 @@ class PreparedCall:
     load         takes over `source`, where the library wants it in memory of its own. Not timed
     store        brings the result to `out`. Not timed
     count_wrong  how many elements are wrong after so many calls, besides those of `out`. Not timed
+
+    Found by `time_rounds`:
+
+    filled       whether `source` is written; other calls may write to the same memory
+    calls        in a round
+    seconds      of a call, in each round that counts, on the slowest rank
+    wrong        elements that came out wrong, on all ranks
     """
 
     operation: BenchOperation
@@ -251,6 +261,10 @@ class PreparedCall:
     load: Callable[[], object] = lambda: None
     store: Callable[[], object] = lambda: None
     count_wrong: Callable[[int], int] = lambda calls: 0
+    filled: bool = False
+    calls: int = 1
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
 
     @property
     def in_place(self) -> bool:

@@ -16,9 +16,10 @@ import importlib.util
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,17 +36,17 @@ from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
 from phalanx.fsdp import FSDP, ShardingStrategy
 from phalanx.launch.environment import address_toward
-from phalanx.launch.init import BACKENDS, init
-from phalanx.launch.store import hold_store
+from phalanx.launch.init import init
+from phalanx.launch.store import connect_store, hold_store
 from phalanx.parallel import DDP
 from phalanx.tools.bench.operations import (
     OPERATIONS,
     TASKS,
     BenchOperation,
-    MessageBuffers,
     PreparedCall,
     TrainedModel,
     TrainingStep,
+    elements_of,
     replicated,
     task_of,
 )
@@ -65,32 +66,49 @@ class RankContext:
     master    a name of rank 0's host
     timeout   seconds that a rank waits for another
     width     of the layers of what is trained; 0: the operation's own
+    buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
     """
 
     backend: Backend
     master: str
     timeout: float
     width: int = 0
+    buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        return ours.all_gather_object(value, self.backend)
+        """Every rank's value, on every rank. Within an `attempt` that has failed elsewhere, raises:
+        who has failed comes to no `gather`."""
+        values, problem = self._exchange(value)
+        if problem:
+            raise _AttemptFailedError(problem)
+        return values
 
     def problem(self, here: str) -> str:
         """The first rank's problem, on every rank; empty where no rank has one."""
-        texts = self.gather(here)
-        if len(set(texts)) == 1:
-            return here
-        return next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        return self._exchange(None, here)[1]
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
         """Do it on every rank: its result here, and the first rank's problem, as for `problem`."""
         result, here = None, ""
         try:
             result = action()
+        except _AttemptFailedError as failed:
+            return None, str(failed)
         except Exception as error:
             here = f"{type(error).__name__}: {error}"
         return result, self.problem(here)
+
+    def _exchange(self, value: Any, here: str = "") -> tuple[list[Any], str]:
+        """Every rank's value, and the first rank's problem."""
+        values, texts = zip(*ours.all_gather_object((value, here), self.backend), strict=True)
+        if len(set(texts)) == 1:
+            return list(values), here
+        first = next(rank for rank, text in enumerate(texts) if text)
+        return list(values), f"rank {first}: {texts[first]}"
+
+
+class _AttemptFailedError(Exception):
+    """What was attempted has failed on another rank, and every rank knows it."""
 
 
 class Peer:
@@ -110,6 +128,7 @@ class Peer:
     def __init__(self, context: RankContext) -> None:
         self.rank, self.size = context.backend.rank, context.backend.world_size
         self.width = context.width
+        self._buffers = context.buffers
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
         """The algorithms that can be requested by name: the same on every rank."""
@@ -126,7 +145,7 @@ class Peer:
         """Leave the library as it was found, as far as it can be."""
 
     def prepare(
-        self, operation: BenchOperation, count: int, kind: str, algorithm: str, kept: MessageBuffers
+        self, operation: BenchOperation, count: int, kind: str = "ordinary", algorithm: str = "auto"
     ) -> PreparedCall:
         """A call on messages of `count` bytes in this kind of memory."""
         bind = self.does[operation.name]
@@ -134,21 +153,21 @@ class Peer:
             operation = OPERATIONS[self.beside[operation.name]]
         n = operation.fitting(self.size, count)
 
-        def make(use: str, part: str) -> Tensor:
-            elements = operation.elements(part, self.size, n)
+        def make(use: str, what: str) -> Tensor:
+            elements = elements_of(what, self.size, n)
             if kind == "registered":
                 return self.empty(elements)
             key = (use, elements, self.device)
-            if key not in kept:  # touched: no page is missing when it is timed
-                kept[key] = torch.zeros(elements, device=self.device)
-            return kept[key]
+            if key not in self._buffers:  # touched: no page is missing when it is timed
+                self._buffers[key] = torch.zeros(elements, device=self.device)
+            return self._buffers[key]
 
-        source = make("source", operation.source)
+        source = make("source", operation.given)
         out, fresh = source, kind == "fresh"
         if fresh:  # not known before the first call
             out = torch.empty(0)
         elif kind == "into" or not operation.in_place:
-            out = make("out", operation.out)
+            out = make("out", operation.expected)
         call = PreparedCall(operation, n, source, out, fresh, algorithm, finish=self.finish)
         call.call = bind(call)
         return call
@@ -317,7 +336,7 @@ class TorchDistributed(Peer):
         function = partial(self._functions[operation.name], group=self._group)
         if not call.fresh:
             return partial(function, call.out, *([] if operation.in_place else [source]))
-        elements = operation.elements(operation.out, self.size, call.n)
+        elements = elements_of(operation.expected, self.size, call.n)
 
         def into_new() -> Tensor:
             if operation.in_place:
@@ -342,17 +361,12 @@ class TorchDistributed(Peer):
 
 
 def _make_default_group(name: str, context: RankContext, wait: timedelta) -> None:
-    rank, size, master = context.backend.rank, context.backend.world_size, context.master
-    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    open_to_all: Any = partial(tcp_store, master, timeout=wait, wait_for_workers=False)
-    store: Any = None
+    rank, size, store = context.backend.rank, context.backend.world_size, None
     if rank == 0:
-        store, _ = hold_store(master, 0, timeout=context.timeout)
-        # None: its name means loopback on this host alone, and other hosts have to come by.
-        store = store or open_to_all(0, is_master=True)
+        store = hold_store(context.master, 0, timeout=context.timeout)
     port = context.gather(store.port if store is not None else 0)[0]
     if store is None:
-        store = open_to_all(port, is_master=False)
+        store = connect_store(context.master, port, time.monotonic() + context.timeout)
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=wait)
 
 
@@ -444,7 +458,7 @@ class Mpi(Peer):
 
 _ANY_PORT = 9  # nothing is sent there
 
-MOVING = tuple(name for name, row in OPERATIONS.items() if row.source)
+MOVING = tuple(name for name, row in OPERATIONS.items() if row.moves)
 """What moves bytes of a message."""
 
 
@@ -534,16 +548,11 @@ class PeerRow(NamedTuple):
 PeerTable = Mapping[str, PeerRow]
 
 
-def _phalanx(name: str, *, needs_mpi: bool = False) -> PeerRow:
-    def lacks() -> str:
-        if name not in BACKENDS:
-            return f"this version of Phalanx has no backend {name!r}"
-        return lacks_mpi() if needs_mpi else ""
-
+def _phalanx(name: str) -> PeerRow:
     def make(context: RankContext) -> Peer:
         return Phalanx(init(name, timeout=context.timeout), context)
 
-    return PeerRow(make, lacks, needs_mpi=needs_mpi, ours=True, trains=True)
+    return PeerRow(make, ours=True, trains=True)
 
 
 PEERS: PeerTable = MappingProxyType(
@@ -552,7 +561,7 @@ PEERS: PeerTable = MappingProxyType(
         "hybrid": _phalanx("hybrid"),
         "tcp": _phalanx("tcp"),
         "phalanx-gloo": _phalanx("gloo"),
-        "phalanx-mpi": _phalanx("mpi", needs_mpi=True),
+        "phalanx-mpi": _phalanx("mpi")._replace(lacks=lacks_mpi, needs_mpi=True),
         "gloo": PeerRow(partial(TorchDistributed, "gloo"), lacks_gloo, trains=True),
         "nccl": PeerRow(partial(TorchDistributed, "nccl"), lacks_nccl),
         "mpi": PeerRow(Mpi, lacks_mpi, needs_mpi=True),

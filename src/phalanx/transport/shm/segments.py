@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
-import threading
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
@@ -179,14 +177,6 @@ class Arena:
         lease = _Lease(self._returned, block, segment)
         return tensor_at(segment.start + block.offset, count, dtype, keeping=lease).view(shape)
 
-    def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """The segment and offset of some memory, if it lies in this arena."""
-        for number, segment in enumerate(self.segments):
-            offset = address - segment.start
-            if offset >= 0 and offset + size <= segment.size:
-                return number, offset
-        return None
-
     def close(self) -> None:
         """From now on nobody can attach the segments."""
         for segment in self.segments:
@@ -287,37 +277,3 @@ def _mapped(fd: int, size: int) -> UntypedStorage:
     """The file's memory. Unlike Python's, torch's mapping keeps no descriptor of its own."""
     path = f"/proc/self/fd/{fd}"
     return torch.from_file(path, True, _of_file(size), dtype=torch.uint8).untyped_storage()
-
-
-# ------------------------------------------------------------------------------
-# Memory fences: in which order one processor sees what another has written.
-
-
-# Whether this processor shows stores to others in another order than that in which they were made.
-# x86-64 does not (total store order), nor does it reorder loads: data, then a flag; the flag, then
-# data, needs nothing in between. Only a load may pass an earlier store to another place.
-WEAK_ORDER = platform.machine() not in ("x86_64", "AMD64")
-
-
-def make_fence() -> Callable[[], None]:
-    """A full memory fence: what is written before it is seen before what is read after it.
-
-    Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
-    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
-    what went before in front; so it takes two locks, one after the other, as between the release of
-    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
-    reordered with an earlier store-release).
-    """
-    lock, second = threading.Lock(), threading.Lock()
-
-    def fence() -> None:
-        with lock:
-            pass
-
-    def fence_of_two() -> None:
-        with lock:
-            pass
-        with second:
-            pass
-
-    return fence_of_two if WEAK_ORDER else fence

@@ -41,7 +41,7 @@ REST = 0.1  # seconds without accepting, when there are no resources for it
 TOLD_IN_FULL = 10  # log lines of each kind; then one for the 10th, 100th, 1000th ...
 HUNG_UP = "the connection was closed during the handshake"
 
-_OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # what a host lacks
 # Errors that accept() raises on Linux for the pending connection, not for the listener.
 _OF_THE_CALLER = frozenset(
     {
@@ -110,7 +110,6 @@ class Acceptor:
         self._rejected = [0, 0]  # that have claimed nothing, that have claimed to be a rank
         self._last_rank = ""  # of the latter the last one
         self._ticking = False
-        self._open = True
         listener.setblocking(False)
         with suppress(OSError):
             listener.listen(BACKLOG)  # unauthenticated callers must not fill the queue
@@ -118,7 +117,6 @@ class Acceptor:
 
     def close(self) -> None:
         """Stop listening, and drop the connections that are not authenticated."""
-        self._open = False
         self.mesh.reactor.forget(self.listener)
         self.listener.close()
         for pending in list(self.pending):
@@ -178,7 +176,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno in _OF_THE_CALLER:
                     continue
-                if error.errno in _OUT_OF and self.pending:
+                if error.errno in OUT_OF and self.pending:
                     # A quarter of them, not one: this rank needs some for its own calls.
                     self.places = 3 * len(self.pending) // 4
                     self._make_room(self.places)
@@ -221,14 +219,14 @@ class Acceptor:
     def _rest(self, error: OSError) -> None:
         """No connection can be accepted now, and none can be dropped: try later, do not spin."""
         reason = f"{error.strerror or error}"
-        if error.errno in _OUT_OF:
+        if error.errno in OUT_OF:
             reason += "; this process may need more (ulimit -n)"
         self._reject(f"a caller, whom it could not accept: {reason}")
         self.mesh.reactor.forget(self.listener)
         self.mesh.reactor.call_later(REST, self._listen)
 
     def _listen(self) -> None:
-        if self._open:
+        if self.listener.fileno() >= 0:  # it is open
             self.mesh.reactor.watch(self.listener, self._on_ready)
 
 
@@ -379,7 +377,8 @@ def resolve(endpoint: Endpoint, *, numeric: bool = False) -> list[tuple[int, tup
         )
     except OSError as error:
         raise BackendUnavailableError(
-            f"the host name in {endpoint} cannot be resolved: {error.strerror or error}"
+            f"the host name in {endpoint} (MASTER_ADDR) cannot be resolved on this host: "
+            f"{error.strerror or error}"
         ) from error
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -21,8 +21,7 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
-from phalanx.transport.shm.domain import PIECES, HostDomain
-from phalanx.transport.shm.queue import LARGE, Part, RingBuffer
+from phalanx.transport.shm.domain import LARGE, PIECE, PIECES, HostDomain, RingBuffer
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
 from phalanx.wire.control import Address, Answer, Ask, FailureNotice, decode
 from phalanx.wire.frame import (
@@ -32,7 +31,6 @@ from phalanx.wire.frame import (
     FrameError,
     Header,
     Kind,
-    frames,
     pack_header,
 )
 from phalanx.wire.handshake import Identity
@@ -41,6 +39,7 @@ log = logging.getLogger("phalanx")
 
 SMALL = 16 << 10  # bytes of a message that is copied rather than queued
 READS_AT_A_TIME = 8  # then other connections are read
+NONE = -1  # no frame of a message has begun
 MESSAGES: Mapping[Kind, type[FailureNotice | Ask | Answer]] = MappingProxyType(
     {Kind.FAILURE: FailureNotice, Kind.ASK: Ask, Kind.ANSWER: Answer}
 )
@@ -120,30 +119,12 @@ class Mesh:
         waiting = [
             connection
             for connection in self.connections.values()
-            if not connection.given_up and not connection.all_sent()
+            if not (connection.given_up or connection.all_sent())
         ]
         if waiting and all(connection.idle for connection in waiting):
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting
-
-
-class Outgoing:
-    """A message in the send queue, cut into frames."""
-
-    __slots__ = ("begun", "frames", "last_begun", "send")
-
-    def __init__(self, send: PostedSend, ring: RingBuffer | None) -> None:
-        self.send: PostedSend | None = send  # None once it was given up
-        self.begun = 0  # bytes in the frames that have begun
-        self.last_begun = False  # whether the last one has
-        self.frames: Iterator[Part | None]
-        if ring is not None:
-            self.frames = ring.parts(send)
-        else:
-            work = send.work
-            cut = frames(work.channel, send.view, work.call.fingerprint)
-            self.frames = ((header, payload, len(payload)) for header, payload in cut)
 
 
 class Connection:
@@ -173,7 +154,8 @@ class Connection:
         self._owed = 0  # pieces of the peer's ring buffer that were read but not acknowledged
         self._decoder = FrameDecoder(self)
         self._arrival: IncomingMessage | None = None
-        self._queue: deque[Outgoing] = deque()
+        self._queue: deque[PostedSend] = deque()
+        self._begun = NONE  # bytes of the first of them that are in frames which have begun
         self._control: deque[bytes] = deque()
         self._pieces: list[memoryview] = []  # what is left of the frame that is being written
         self._events = 0
@@ -209,7 +191,7 @@ class Connection:
                     self._pieces = [memoryview(message)[written:]]
                     self.flush()
                 return
-        self._queue.append(Outgoing(send, self.out if size >= LARGE else None))
+        self._queue.append(send)
         self.flush()
 
     def send_control(
@@ -223,34 +205,31 @@ class Connection:
 
     def cancel(self, send: PostedSend) -> None:
         """Give up a message. If it has begun, finish its frame from a copy and send CANCEL."""
-        outgoing = next((each for each in self._queue if each.send is send), None)
-        if outgoing is None:
+        if send not in self._queue:
             return
-        is_first = outgoing is self._queue[0]
-        if is_first and self._pieces:
-            self._finish_from_copy(outgoing)
-        else:
-            self._queue.remove(outgoing)
-        if is_first:
-            channel = send.work.channel
-            self.send_control(Kind.CANCEL, group=channel.group, number=channel.number)
+        if send is not self._queue[0] or self._begun == NONE:
+            self._queue.remove(send)
+            return
+        self._let_go()
+        channel = send.work.channel
+        self.send_control(Kind.CANCEL, group=channel.group, number=channel.number)
 
     def settle(self, send: PostedSend) -> bool:
         """Whether a message that would be given up counts as sent: its last frame has begun.
 
         The peer gets it whole in any case; what is left of the frame is written from a copy.
         """
-        if not self._queue or self._queue[0].send is not send or not self._queue[0].last_begun:
+        if not self._queue or self._queue[0] is not send or self._begun != len(send.view):
             return False
-        self._finish_from_copy(self._queue[0])
+        self._let_go()
         send.complete()
         return True
 
-    def _finish_from_copy(self, outgoing: Outgoing) -> None:
-        """The message was given up: write its current frame to the end, and no other."""
+    def _let_go(self) -> None:
+        """Take the message that has begun out of the queue; its frame is written from a copy."""
         self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
-        outgoing.send = None
-        outgoing.frames = iter(())
+        self._queue.popleft()
+        self._begun = NONE
 
     @property
     def idle(self) -> bool:
@@ -285,6 +264,7 @@ class Connection:
             # The peer's last bytes are still to be read; the read then ends the connection.
             log.debug("writing to rank %d failed: %s", self.peer, error)
             self._queue.clear()
+            self._begun = NONE
             self._control.clear()
             self._pieces = []
         if self._events & WRITE:
@@ -292,28 +272,37 @@ class Connection:
 
     def _next_frame(self) -> bool:
         """Take the next frame to write; False if there is none."""
+        if self._queue and self._begun == len(self._queue[0].view):  # its last frame is written
+            self._begun = NONE
+            self._queue.popleft().complete()
         if self._control:
             self._pieces = [memoryview(self._control.popleft())]
             return True
-        while self._queue:
-            outgoing = self._queue[0]
-            for part in outgoing.frames:
-                if part is None:  # its ring buffer is full. Control frames may go first
-                    assert self.out is not None
-                    self.out.when_free(self.flush)
-                    return False
-                header, payload, count = part
-                outgoing.begun += count
-                assert outgoing.send is not None
-                outgoing.last_begun = outgoing.begun == len(outgoing.send.view)
-                self._pieces = [memoryview(header)]
-                if len(payload):
-                    self._pieces.append(payload)
-                return True
-            self._queue.popleft()
-            if outgoing.send is not None:
-                outgoing.send.complete()
-        return False
+        if not self._queue:
+            return False
+        send = self._queue[0]
+        work, view = send.work, send.view
+        total, start = len(view), max(self._begun, 0)
+        if self.out is not None and total >= LARGE:
+            frame = self.out.put(send, start)
+            if frame is None:  # it is full. Control frames may go first
+                self.out.when_free(self.flush)
+                return False
+            self._pieces = [memoryview(frame)]
+            self._begun = min(start + PIECE, total)
+            return True
+        payload = view[start : start + MAX_PAYLOAD]
+        size = len(payload)
+        header = pack_header(
+            work.channel,
+            fingerprint=work.call.fingerprint,
+            length=size,
+            total=total,
+            offset=start,
+        )
+        self._pieces = [memoryview(header), payload] if size else [memoryview(header)]
+        self._begun = start + size
+        return True
 
     # In -------------------------------------------------------------------------------------
 
@@ -351,10 +340,8 @@ class Connection:
                     return
         except BlockingIOError:
             return
-        except FrameError as error:
-            self.mesh.link_broke(self, str(error))
-        except OSError as error:
-            self.mesh.link_broke(self, error.strerror or str(error))
+        except (FrameError, OSError) as error:
+            self.mesh.link_broke(self, getattr(error, "strerror", None) or str(error))
 
     def take(self, data: bytes) -> None:
         """Bytes that arrived together with the end of the handshake."""
@@ -372,10 +359,11 @@ class Connection:
         """A receive was posted: there may be room now for a message that was refused."""
         if self._owed:
             self._pay(self._arrival)
-        if self._decoder.paused:
+        if self.paused:
             self._watch(self._events | READ)
             try:
-                if self._decoder.resume():
+                self._decoder.received(0)
+                if not self._decoder.paused:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -32,14 +33,14 @@ HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, 
 
 def check_heartbeat(seconds: float | None) -> float:
     """The seconds to use; None: as the environment says, or the default. Raises ValueError."""
-    if seconds is None:
-        seconds = float(os.environ.get(VARIABLE, HEARTBEAT))
-    if not seconds > 0:
-        raise ValueError(
-            f"heartbeat ({VARIABLE}) must be a positive number of seconds, or infinity for none, "
-            f"not {seconds!r}"
-        )
-    return seconds
+    given = os.environ.get(VARIABLE, HEARTBEAT) if seconds is None else seconds
+    with suppress(ValueError):  # it is no number
+        if float(given) > 0:
+            return float(given)
+    raise ValueError(
+        f"heartbeat ({VARIABLE}) must be a positive number of seconds, or infinity for none, "
+        f"not {given!r}"
+    )
 
 
 class Heartbeat:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import selectors
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
@@ -16,7 +17,7 @@ Callback = Callable[[bool, bool], None]  # (readable, writable)
 
 
 class Reactor:
-    """Sockets with callbacks, and timers. `select` may be called while others change them."""
+    """Sockets with callbacks, and timers. The sockets may be changed while `turn` waits."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -43,19 +44,24 @@ class Reactor:
             self._selector.unregister(sock)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        """Call back once, that many seconds from now."""
+        """Call back once, that many seconds from now. Not while another thread is in `turn`."""
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
-        self.wake()
 
-    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait until a socket is ready or a timer is due, that many seconds at most."""
+    def turn(self, seconds: float, lock: threading.RLock) -> None:
+        """Wait until a socket is ready or a timer is due, that many seconds at most; call back.
+
+        The lock is held, but not while this waits.
+        """
         seconds = min(seconds, LONGEST_SLEEP)
         if self._timers:
             seconds = min(seconds, self._timers[0][0] - monotonic())
-        return self._selector.select(max(seconds, 0.0))
-
-    def dispatch(self, events: list[tuple[selectors.SelectorKey, int]]) -> None:
-        """Call back for what `select` found, and for the timers that are due."""
+        lock.release()
+        try:
+            events = self._selector.select(max(seconds, 0.0))
+        finally:
+            lock.acquire()
+        if self._woken.fileno() < 0:  # it was closed meanwhile
+            return
         watched = self._selector.get_map()
         for key, mask in events:
             now = watched.get(key.fd)
@@ -65,7 +71,7 @@ class Reactor:
             heapq.heappop(self._timers)[2]()
 
     def wake(self) -> None:
-        """Make a `select` in another thread return."""
+        """Make a `turn` in another thread return."""
         with suppress(OSError):
             self._waker.send(b"\0")
 

@@ -30,7 +30,7 @@ from phalanx.errors import (
     DistributedError,
     PeerLostError,
 )
-from phalanx.transport.tcp.admission import Acceptor, listen_at, receive, resolve, send
+from phalanx.transport.tcp.admission import OUT_OF, Acceptor, listen_at, receive, resolve, send
 from phalanx.transport.tcp.connection import Mesh
 from phalanx.transport.tcp.heartbeat import host_id, process_id
 from phalanx.transport.tcp.loop import READ, WRITE
@@ -278,19 +278,13 @@ FIRST_RETRY, LAST_RETRY = 0.02, 0.25  # seconds between attempts to reach a peer
 FIRST_WAIT, LAST_WAIT = 0.5, 8.0  # seconds for a connection: the kernel tries again too seldom
 
 # Neither means that nobody listens: this host lacks a resource, or the peer hung up at once.
-_MAY_PASS = frozenset(
-    {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EAGAIN,
-        errno.EADDRNOTAVAIL,
-        errno.ECONNRESET,
-        errno.EPIPE,
-        errno.ETIMEDOUT,
-    }
-)
+_MAY_PASS = OUT_OF | {
+    errno.EAGAIN,
+    errno.EADDRNOTAVAIL,
+    errno.ECONNRESET,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+}
 
 
 class Dial:

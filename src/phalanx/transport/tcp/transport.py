@@ -51,14 +51,7 @@ class TcpTransport(Transport):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        identity: Identity,
-        token: bytes,
-        *,
-        heartbeat: float,
-        first_look: float = FIRST_LOOK,
-        expiry_check: float = EXPIRY_CHECK,
+        self, engine: Engine, identity: Identity, token: bytes, *, heartbeat: float
     ) -> None:
         self.engine = engine
         engine.transport = self
@@ -66,8 +59,8 @@ class TcpTransport(Transport):
         self.reactor = self.mesh.reactor
         self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
         self.domain: HostDomain | None = None
-        self.first_look = first_look
-        self.expiry_check = expiry_check
+        self.first_look = FIRST_LOOK
+        self.expiry_check = EXPIRY_CHECK
         self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
@@ -205,8 +198,8 @@ class TcpTransport(Transport):
         finally:
             self._driver = None
             self._condition.notify_all()
-            if self._background:
-                self._wake_thread()
+            if min(self._background.values(), default=math.inf) < self._thread_looks_at:
+                self._thread_may_go_on.notify()  # or it would look too late
 
     def _turn(self, seconds: float) -> None:
         """One turn: park, wait for sockets and wakeups, then handle what is ready."""
@@ -220,22 +213,20 @@ class TcpTransport(Transport):
                 seconds = min(seconds, self._pause())
         if engine.ready:
             seconds = 0.0
-        engine.lock.release()
         try:
-            events = self.reactor.select(seconds)
+            self.reactor.turn(seconds, engine.lock)
         finally:
-            engine.lock.acquire()
             if domain is not None:
                 domain.unpark()
-        if not engine.closed:
-            self.reactor.dispatch(events)
-            if domain is not None:
-                domain.resume_stalled()
-            if engine.polled:
-                engine.look()
-            if engine.ready:
-                self._looks = 0
-                engine.run_ready()
+        if engine.closed:
+            return
+        if domain is not None:
+            domain.resume_stalled()
+        if engine.polled:
+            engine.look()
+        if engine.ready:
+            self._looks = 0
+            engine.run_ready()
 
     def _pause(self) -> float:
         """How long to sleep before the next look at a step that does not wake this rank.
@@ -253,7 +244,7 @@ class TcpTransport(Transport):
         with self.engine.lock:
             if work.over:
                 return
-            self._background[work] = work.call.started + patience
+            begins = self._background[work] = work.call.started + patience
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run_background,
@@ -263,12 +254,8 @@ class TcpTransport(Transport):
                 self._thread.start()
             if self._driver is not None and work.timeout < 4 * self.expiry_check:
                 self.reactor.wake()  # or its deadline might pass unchecked
-            self._wake_thread()
-
-    def _wake_thread(self) -> None:
-        """Wake the background thread, if something is due before it looks by itself."""
-        if min(self._background.values(), default=math.inf) < self._thread_looks_at:
-            self._thread_may_go_on.notify()
+            if begins < self._thread_looks_at:
+                self._thread_may_go_on.notify()
 
     def _run_background(self) -> None:
         engine, soon = self.engine, 0.0

@@ -193,3 +193,66 @@ def _divide_uint64_(bits: Tensor, count: int) -> None:
     quotient = half.div_(count, rounding_mode="trunc").mul_(2)
     rest = bits - quotient * count
     bits.copy_(quotient.add_(rest >= count))
+
+
+# ------------------------------------------------------------------------------
+# Several contributions at once.
+
+BLOCK = 256 << 10  # bytes reduced at a time in a wider dtype, or beside the result
+LARGEST = 1 << 20  # bytes reduced at a time in the result itself
+
+
+class RankOrderReduction:
+    """A reduction of several contributions in the order of the ranks, rounded once.
+
+    So the bits are the same on every rank and backend. Short floating-point dtypes are reduced in a
+    wider one. With a `divisor`, the result is a mean. `combine` is what it does with two.
+    """
+
+    def __init__(self, reduction: Reduction, dtype: torch.dtype, divisor: int = 1) -> None:
+        self.combine = reduction.combine
+        self._wider = WIDER.get(dtype) if reduction.adds_up else None
+        self._divisor = divisor
+        self._block = BLOCK // (self._wider or dtype).itemsize
+        self._scratch: Tensor | None = None
+
+    def reduce(self, parts: list[Tensor], out: Tensor) -> None:
+        """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
+        if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
+            self._reduce_in(out, parts)
+        elif out.numel() <= self._block:
+            self._reduce_beside(out, parts)
+        else:
+            for start in range(0, out.numel(), self._block):
+                block = slice(start, start + self._block)
+                self._reduce_beside(out[block], [part[block] for part in parts])
+
+    def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
+        """Whether `out` can hold partial results: it fits the cache, no later part lies in it."""
+        if out.nbytes > LARGEST:
+            return False
+        address = out.data_ptr()
+        return all(part.data_ptr() != address for part in parts[2:])
+
+    def _reduce_in(self, total: Tensor, parts: list[Tensor]) -> None:
+        self.combine(parts[0], parts[1], total)
+        for part in parts[2:]:
+            self.combine(total, part, total)
+        if self._divisor != 1:
+            divide_(total, self._divisor)
+
+    def _reduce_beside(self, out: Tensor, parts: list[Tensor]) -> None:
+        """In memory that is wider than `out`, or apart from the parts that are still to be read."""
+        if self._wider is not None:
+            total = parts[0].to(self._wider)
+            for part in parts[1:]:
+                self.combine(total, part.to(self._wider), total)
+            if self._divisor != 1:
+                divide_(total, self._divisor)
+        else:
+            count = out.numel()
+            if self._scratch is None or self._scratch.numel() < count:
+                self._scratch = torch.empty(count, dtype=out.dtype)
+            total = self._scratch[:count]
+            self._reduce_in(total, parts)
+        out.copy_(total)

@@ -1,22 +1,33 @@
-"""Collectives of one MPI communicator: generators of requests, one after the other.
+"""`MpiLibrary`: one communicator of MPI's, its collectives, and groups of some of its ranks.
 
-A generator yields a request, and goes on when that is complete; what it does in between is local.
-Blocking MPI calls are quicker in some libraries, but know no deadline, and two groups' collectives
-that two ranks enter in opposite orders would wait for each other in them.
+A collective is a generator of requests: it yields one, and goes on when that is complete; what it
+does in between is local. Blocking MPI calls are quicker in some libraries, but know no deadline,
+and two groups' collectives that two ranks enter in opposite orders would wait for each other in
+them.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from phalanx.core.reduce_op import RankOrderReduction, ReduceOp, divide_, reduction_for
 from phalanx.core.steps import NativeCall
-from phalanx.native.base import divide_
+from phalanx.errors import (
+    DistributedError,
+    PeerLostError,
+    UnsupportedOperationError,
+)
+from phalanx.native.base import Handle, Library
 from phalanx.wire.memory import copy_bits
 
 Mpi = Any  # the module `mpi4py.MPI`; it need not be there when types are checked
@@ -32,8 +43,7 @@ Memory = list[Any]  # as mpi4py takes it: where, how many, of which datatype
 #     dtype                  sum, product      mean            min, max     band, bor, bxor
 #     float32, float64       SUM, PROD         SUM, divided    -            -
 #     complex64, complex128  SUM, PROD         SUM, divided    -            -
-#     int8 ... int64, uint8  SUM, PROD         SUM, divided    MIN, MAX     BAND, BOR, BXOR
-#     uint16, 32, 64         SUM, PROD         -               MIN, MAX     BAND, BOR, BXOR
+#     integers               SUM, PROD         SUM, divided    MIN, MAX     BAND, BOR, BXOR
 #     bool                   MAX, MIN          -               MIN, MAX     BAND, BOR, BXOR
 #
 # MPI does not say what the least of some numbers and NaN is, and knows neither bfloat16 nor
@@ -46,7 +56,7 @@ MOVED = MappingProxyType(
 )
 """Bytes of an element -> the MPI datatype as which it is moved."""
 
-_FLOATING = {
+_NUMBERS = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
     torch.complex64: "C_FLOAT_COMPLEX",
@@ -58,21 +68,24 @@ _WHOLE = {
     torch.int32: "INT32_T",
     torch.int64: "INT64_T",
     torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
 }
-_UNSIGNED = {torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T"}
 _TRUTH = {torch.bool: "UINT8_T"}  # zeros and ones
 _ROWS = (
-    ("sum", "SUM", _FLOATING | _WHOLE | _UNSIGNED),
-    ("sum", "MAX", _TRUTH),
-    ("product", "PROD", _FLOATING | _WHOLE | _UNSIGNED),
-    ("product", "MIN", _TRUTH),
-    ("mean", "SUM", _FLOATING | _WHOLE),
-    *(
-        (op, op.upper(), _WHOLE | _UNSIGNED | _TRUTH)
-        for op in ("min", "max", "band", "bor", "bxor")
-    ),
+    (ReduceOp.SUM, "SUM", _NUMBERS | _WHOLE),
+    (ReduceOp.SUM, "MAX", _TRUTH),
+    (ReduceOp.MEAN, "SUM", _NUMBERS | _WHOLE),
+    (ReduceOp.PRODUCT, "PROD", _NUMBERS | _WHOLE),
+    (ReduceOp.PRODUCT, "MIN", _TRUTH),
+    (ReduceOp.MIN, "MIN", _WHOLE | _TRUTH),
+    (ReduceOp.MAX, "MAX", _WHOLE | _TRUTH),
+    (ReduceOp.BAND, "BAND", _WHOLE | _TRUTH),
+    (ReduceOp.BOR, "BOR", _WHOLE | _TRUTH),
+    (ReduceOp.BXOR, "BXOR", _WHOLE | _TRUTH),
 )
-REDUCED: Mapping[tuple[str, torch.dtype], tuple[str, str]] = MappingProxyType(
+REDUCED: Mapping[tuple[ReduceOp, torch.dtype], tuple[str, str]] = MappingProxyType(
     {
         (ours, dtype): (datatype, op)
         for ours, op, datatypes in _ROWS
@@ -84,31 +97,44 @@ REDUCED: Mapping[tuple[str, torch.dtype], tuple[str, str]] = MappingProxyType(
 
 # ------------------------------------------------------------------------------
 
-REMEMBERED = 64  # lengths of tensors of which a communicator knows the pieces
+REMEMBERED = 64  # kinds of tensors of which a group knows the pieces, or how to reduce them
 STAGE = 64 << 20  # bytes of others' contributions that are held at a time
 LEAST_CHUNK = 16 << 10  # bytes of a rank's chunk from which `exchange` is faster than MPI
 
 
-class Communicator:
-    """An MPI communicator of our own, and the descriptions of memory that it takes.
+class MpiLibrary(Library):
+    """A communicator of our own, and the descriptions of memory that it takes.
 
+    What MPI still writes when a group breaks is kept in memory until MPI is ended: of its
+    collectives none can be cancelled. And a communicator is kept until nobody can send to it:
+    Open MPI takes what comes late for a message of the next communicator, and ends the job.
+
+    looks                how many are taken at once by who waits
     stage, least_chunk   bytes; see the defaults, and `exchange`
     """
 
+    name = "MPI"
+
     def __init__(
-        self, mpi: Mpi, comm: Any, *, stage: int = STAGE, least_chunk: int = LEAST_CHUNK
+        self, mpi: Mpi, comm: Any, looks: int, *, stage: int = STAGE, least_chunk: int = LEAST_CHUNK
     ) -> None:
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.in_place = mpi.IN_PLACE
-        self.least_chunk = least_chunk
         self.moved = {size: getattr(mpi, name) for size, name in MOVED.items()}
         self.reduced = {
             key: (getattr(mpi, datatype), getattr(mpi, op))
             for key, (datatype, op) in REDUCED.items()
         }
         self.pieces = lru_cache(REMEMBERED)(partial(_pieces, self.rank, self.size, stage))
+        self.reduction = lru_cache(REMEMBERED)(partial(_reduction, self.size))
+        self._mpi = mpi
+        self._looks = looks
+        self._least_exchanged = least_chunk * self.size
+        self._pending: set[MpiHandle] = set()
+        self._ended = False
         self._at = mpi.buffer.fromaddress
         self._block = torch.empty(0, dtype=torch.uint8)
         self._staged: tuple[int, torch.dtype] | None = None
@@ -141,25 +167,91 @@ class Communicator:
             self._stage = memory, [memory[n * count :][:count] for n in range(parts)]
         return self._stage
 
+    @override
     def has(self, call: NativeCall) -> bool:
-        """Whether MPI does this collective, or `exchange`: the same on every rank."""
-        if any(t is not None and t.numel() > MOST for t in (call.source, call.out)):
+        source, op = call.source, call.op
+        if any(t is not None and t.numel() > MOST for t in (source, call.out)):
             return False
-        if call.op is None:
+        if op is None or self._is_exchanged(call):
             return True
-        if call.source is None:
-            return False
-        return (call.op, call.source.dtype) in REDUCED or self._is_exchanged(call)
+        return source is not None and (op, source.dtype) in REDUCED
 
-    def steps(self, call: NativeCall) -> Iterator[Request]:
-        """The requests of a collective."""
-        return (exchange if self._is_exchanged(call) else whole)(self, call)
+    @override
+    def collective(self, call: NativeCall) -> Handle:
+        requests = (exchange if self._is_exchanged(call) else whole)(self, call)
+        return MpiHandle(requests, self._pending, self._looks)
 
     def _is_exchanged(self, call: NativeCall) -> bool:
-        source, op = call.source, call.op
-        if source is None or op is None or self.size == 1 or call.collective not in EXCHANGED:
+        if call.op is None or call.source is None:
             return False
-        return source.nbytes >= self.size * self.least_chunk and folds(op, source.dtype)
+        return bool(call.source.nbytes >= self._least_exchanged)
+
+    @override
+    def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
+        mpi = self._mpi
+        tag = ident % int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+        everyone = self.comm.Get_group()
+        some = everyone.Incl(list(members))
+        try:
+            return MpiLibrary(mpi, self.comm.Create_group(some, tag), self._looks)
+        finally:
+            some.Free()
+            everyone.Free()
+
+    @override
+    def kind_of(self, error: Exception) -> type[DistributedError]:
+        mpi = self._mpi
+        wrong_calls = [mpi.ERR_ARG, mpi.ERR_BUFFER, mpi.ERR_COUNT, mpi.ERR_OP, mpi.ERR_TYPE]
+        if isinstance(error, mpi.Exception) and error.Get_error_class() in wrong_calls:
+            return UnsupportedOperationError
+        return PeerLostError
+
+    @override
+    def close(self) -> None:
+        if self._ended or self._mpi.Is_finalized():
+            return
+        self._ended = True
+        if self._pending:
+            keyval = self._mpi.Comm.Create_keyval()
+            self._mpi.COMM_SELF.Set_attr(keyval, self._pending)
+
+    @override
+    def abort(self) -> None:
+        self.close()
+
+
+class MpiHandle(Handle):
+    """A request, and those of its collective that follow it.
+
+    steps    yields the requests, one after the other, and does what is to be done in between
+    pending  the handles that are not over, of which this is one until it is
+    looks    how many are taken at once by who waits
+    """
+
+    __slots__ = ("_looks", "_pending", "_request", "_steps")
+
+    def __init__(self, steps: Iterator[Request], pending: set[MpiHandle], looks: int) -> None:
+        self._steps = steps
+        self._looks = looks
+        self._request: Request = next(steps, None)
+        self._pending = pending
+        if self._request is not None:
+            pending.add(self)
+
+    @override
+    def done(self) -> bool:
+        request = self._request
+        while request is not None:
+            if not request.Test():
+                return False
+            self._request = request = next(self._steps, None)
+            if request is None:
+                self._pending.discard(self)
+        return True
+
+    @override
+    def wait(self, seconds: float) -> bool:
+        return wait_until(self.done, seconds, self._looks)
 
 
 # ------------------------------------------------------------------------------
@@ -167,7 +259,7 @@ class Communicator:
 
 
 class MpiCall(NamedTuple):
-    """One of mpi4py's calls, for all collectives but a broadcast and a barrier.
+    """One of mpi4py's calls, for all collectives but a broadcast.
 
     from_root, to_root           whether only the root gives something, or gets a result
     source_in_rows, out_in_rows  whether that tensor has a row for each rank
@@ -195,13 +287,10 @@ CALLS: Mapping[str, MpiCall] = MappingProxyType(
 )
 
 
-def whole(c: Communicator, call: NativeCall) -> Iterator[Request]:
+def whole(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
     """A collective that MPI does whole."""
     name, source, out, op, root = call
     is_root = c.rank == root
-    if name == "barrier":
-        yield c.comm.Ibarrier()
-        return
     if name == "broadcast":
         moved = source if is_root else out
         assert moved is not None
@@ -231,13 +320,14 @@ def whole(c: Communicator, call: NativeCall) -> Iterator[Request]:
     if row.from_root or row.to_root:
         arguments.append(root)
     yield getattr(c.comm, row.name)(*arguments)
-    if op == "mean" and into is not None:
+    if op is ReduceOp.MEAN and into is not None:
         assert out is not None
         divide_(out, c.size)
 
 
 # ------------------------------------------------------------------------------
-# Large reductions: MPI moves the contributions, and torch reduces them.
+# Large reductions: MPI moves the contributions, and torch reduces them, which is faster than MPI
+# libraries do it, has every dtype, and a meaning for NaN.
 #
 #          rank 0    rank 1                       rank 0         rank 1
 #         a0 | a1    b0 | b1   -- all to all ->   a0 + b0        a1 + b1   -- all gather -> both
@@ -247,10 +337,8 @@ def whole(c: Communicator, call: NativeCall) -> Iterator[Request]:
 # collectives that move bytes are used: those that reduce are slow in Open MPI. Memory for what
 # comes from others is bounded: what is larger is done piece by piece.
 
-EXCHANGED = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
-
-def exchange(c: Communicator, call: NativeCall) -> Iterator[Request]:
+def exchange(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
     """A reduction in which MPI moves the contributions."""
     assert call.source is not None
     assert call.op is not None
@@ -259,6 +347,7 @@ def exchange(c: Communicator, call: NativeCall) -> Iterator[Request]:
     if call.collective != "reduce" or c.rank == root:
         assert call.out is not None
         out = call.out.view(-1)
+    reduction = c.reduction(call.op, source.dtype)
     rows = call.collective == "reduce_scatter"
     length = source.numel() // c.size if rows else source.numel()
     for piece in c.pieces(length, source.itemsize, rows):
@@ -271,7 +360,7 @@ def exchange(c: Communicator, call: NativeCall) -> Iterator[Request]:
         mine = source[start : start + count]
         into = start - c.rank * length if rows else start
         own = theirs[0] if out is None else out[into : into + count]
-        fold([*theirs[: c.rank], mine, *theirs[c.rank :]], theirs[0], own, call.op)
+        reduction.reduce([*theirs[: c.rank], mine, *theirs[c.rank :]], own)
         if rows:
             continue
         given, gathered = c.in_place, None
@@ -286,6 +375,11 @@ def exchange(c: Communicator, call: NativeCall) -> Iterator[Request]:
             yield (c.comm.Iallgather if piece.even else c.comm.Iallgatherv)(given, gathered)
         else:
             yield (c.comm.Igather if piece.even else c.comm.Igatherv)(given, gathered, root)
+
+
+def _reduction(size: int, op: ReduceOp, dtype: torch.dtype) -> RankOrderReduction:
+    divisor = size if op is ReduceOp.MEAN else 1
+    return RankOrderReduction(reduction_for(op, dtype), dtype, divisor)
 
 
 class TensorPiece(NamedTuple):
@@ -333,64 +427,34 @@ def _pieces(
 
 
 # ------------------------------------------------------------------------------
-# Reducing contributions with torch, after MPI has moved them.
-#
-# Torch's reductions are faster than those in MPI libraries, have bfloat16 and float16, and a
-# meaning for NaN. Contributions are reduced in rank order.
+# Waiting for MPI, which moves bytes only when it is called, and knows no deadline.
 
-BLOCK = 1 << 16  # elements reduced at a time in a wider dtype; they fit the second-level cache
-
-_HALF = frozenset({torch.float16, torch.bfloat16})
-_REALS = _HALF | {torch.float32, torch.float64}
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
-_BITS = frozenset(_WHOLE) | {torch.bool}
-
-_COMBINE: Mapping[str, tuple[Callable[..., Tensor], frozenset[torch.dtype]]] = MappingProxyType(
-    {
-        "sum": (torch.add, _REALS | _COMPLEX | _BITS),
-        "mean": (torch.add, (_REALS | _COMPLEX | _BITS) - {torch.bool}),
-        "product": (torch.mul, _REALS | _COMPLEX | _BITS),
-        "min": (torch.minimum, _REALS | _BITS),
-        "max": (torch.maximum, _REALS | _BITS),
-        "band": (torch.bitwise_and, _BITS),
-        "bor": (torch.bitwise_or, _BITS),
-        "bxor": (torch.bitwise_xor, _BITS),
-    }
-)
-"""How each reduction combines two tensors, and of which dtypes."""
+LOOKS = 50  # one after the other, where a rank that looks takes the core from another
+YIELDING = 0.005  # seconds of looks between which other processes may run
+PAUSE = 50e-6  # seconds between looks after that
+BUSY = 10e-6  # seconds: a look that takes longer has moved bytes
 
 
-def folds(op: str, dtype: torch.dtype) -> bool:
-    """Whether `fold` can do this."""
-    return dtype in _COMBINE[op][1]
+def wait_until(done: Callable[[], bool], seconds: float, looks: int = LOOKS) -> bool:
+    """Call `done` until it is true or so many seconds have passed; whether it is.
 
-
-def fold(parts: Sequence[Tensor], spare: Tensor, out: Tensor, op: str) -> None:
-    """Reduce `parts`, flat and of one length, in their order into `out`.
-
-    spare   memory of one part, which is overwritten; may be any part, if it is the first of those
-            that `out` is not
-    out     may be one of the parts
-
-    Sums and products of float16 and bfloat16 are computed in float32 and rounded once.
+    First so many times without a pause; then letting others have the core, which may be those
+    waited for; and when nothing has moved for a while, with short sleeps.
     """
-    combine, _ = _COMBINE[op]
-    if out.dtype in _HALF and op in ("sum", "mean", "product"):
-        for start in range(0, out.numel(), BLOCK):
-            block = slice(start, start + BLOCK)
-            total = parts[0][block].to(torch.float32)
-            for part in parts[1:]:
-                combine(total, part[block], out=total)
-            if op == "mean":
-                divide_(total, len(parts))
-            out[block].copy_(total)
-        return
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = combine(total, part, out=spare)
-    if len(parts) > 1:
-        combine(total, parts[-1], out=out)
-    elif total.data_ptr() != out.data_ptr():
-        out.copy_(total)
-    if op == "mean":
-        divide_(out, len(parts))
+    for _ in range(looks):
+        if done():
+            return True
+    now = moved = monotonic()
+    deadline = now + seconds
+    while now < deadline:
+        if now - moved < YIELDING:
+            os.sched_yield()
+        else:
+            time.sleep(PAUSE)
+        looked = monotonic()
+        if done():
+            return True
+        now = monotonic()
+        if now - looked > BUSY:
+            moved = now
+    return False
