@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.skipif(bool(lacks_peaks()), reason="no peaks of memory 
 
 
 def touch(count: int) -> torch.Tensor:
-    return torch.ones(count * MIB, dtype=torch.uint8)
+    """A mapping of its own: malloc may place a tensor in memory that other tests have freed."""
+    mapping = mmap.mmap(-1, count * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8).fill_(1)
 
 
 def test_memory_that_came_and_went_is_seen() -> None:
