@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,3 +83,39 @@ def test_what_is_no_number_is_the_least_and_the_largest() -> None:
         parts = [torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 1.0])]
         reduce_(parts, parts[0], op)
         assert parts[0].isnan().all()
+
+
+ONE_THREAD = """
+import os, torch
+from phalanx import ReduceOp
+from phalanx.core.matching import BLOCK
+from phalanx.core.reduce_op import RankOrderReduction, reduction_for
+
+def threads_started(function):
+    before = len(os.listdir("/proc/self/task"))
+    function()
+    return len(os.listdir("/proc/self/task")) - before
+
+for dtype in (torch.float32, torch.bfloat16):
+    parts, out = torch.empty(3, 2 << 20, dtype=dtype).unbind(), torch.empty(2 << 20, dtype=dtype)
+    reduction = RankOrderReduction(reduction_for(ReduceOp.MEAN, dtype), dtype, 3)
+    print(threads_started(lambda: reduction.reduce(parts, out)))
+one, block = torch.empty(2, BLOCK // 4).unbind()
+print(threads_started(lambda: reduction_for(ReduceOp.SUM, one.dtype).combine(one, block, one)))
+print(threads_started(lambda: torch.add(parts[0], parts[1], out=out)))  # so they would be seen
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="shows no threads")
+def test_large_parts_are_reduced_without_other_threads() -> None:
+    """Which would wait for each other after every block, where other ranks need the cores."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ONE_THREAD],
+        env={**os.environ, "OMP_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *reductions, whole = map(int, ended.stdout.split())
+    assert reductions == [0, 0, 0]
+    assert whole > 0

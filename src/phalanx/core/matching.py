@@ -265,7 +265,9 @@ def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMism
 # ------------------------------------------------------------------------------
 # A message that is arriving: where its bytes go.
 
-BLOCK = 256 << 10  # bytes combined at a time while a message arrives; fits the second-level cache
+# Bytes combined at a time while a message arrives: they fit the second-level cache, and torch
+# computes with so many float32 in one thread (see BLOCK in core/reduce_op.py).
+BLOCK = 128 << 10
 
 
 class IncomingMessage:

@@ -198,7 +198,10 @@ def _divide_uint64_(bits: Tensor, count: int) -> None:
 # ------------------------------------------------------------------------------
 # Several contributions at once.
 
-BLOCK = 256 << 10  # bytes reduced at a time in a wider dtype, or beside the result
+# Elements reduced at a time in a wider dtype, or beside the result: more are computed in several
+# threads by torch. After every block these wait for each other, which takes seconds in all where
+# ranks share the cores.
+BLOCK = 32 << 10
 LARGEST = 1 << 20  # bytes reduced at a time in the result itself
 
 
@@ -213,18 +216,17 @@ class RankOrderReduction:
         self.combine = reduction.combine
         self._wider = WIDER.get(dtype) if reduction.adds_up else None
         self._divisor = divisor
-        self._block = BLOCK // (self._wider or dtype).itemsize
         self._scratch: Tensor | None = None
 
     def reduce(self, parts: list[Tensor], out: Tensor) -> None:
         """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
         if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
             self._reduce_in(out, parts)
-        elif out.numel() <= self._block:
+        elif out.numel() <= BLOCK:
             self._reduce_beside(out, parts)
         else:
-            for start in range(0, out.numel(), self._block):
-                block = slice(start, start + self._block)
+            for start in range(0, out.numel(), BLOCK):
+                block = slice(start, start + BLOCK)
                 self._reduce_beside(out[block], [part[block] for part in parts])
 
     def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
