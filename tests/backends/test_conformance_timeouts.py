@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from time import sleep
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_a_timed_out_message_breaks_nothing(cluster: Cluster) -> None:
     def wait_in_vain(backend: Backend) -> float:
         if backend.rank == 0:
             with pytest.raises(CollectiveTimeoutError):
-                backend.sendrecv(b"?", 1, bytearray(1), 1, timeout=0.05)
+                backend.sendrecv(b"?", 1, bytearray(1), 1)
         return float(phalanx.all_reduce(torch.ones(1), backend))
 
     assert cluster.run(wait_in_vain, 2) == [2.0, 2.0]
@@ -198,6 +199,23 @@ def test_wait_can_be_given_another_timeout(cluster: Cluster) -> None:
         gave_up.set()
 
     cluster.run(miss, 2)
+
+
+def test_another_timeout_counts_from_the_wait(cluster: Cluster) -> None:
+    waits = threading.Event()
+
+    def late(backend: Backend) -> None:
+        if backend.rank == 1:
+            assert waits.wait(30)
+            sleep(0.1)  # the other rank waits meanwhile, with a deadline in the future
+            backend.send(b"!", 0)
+            return
+        pending = backend.irecv(into := bytearray(1), 1)
+        waits.set()
+        assert pending.wait(timeout=30) == 1
+        assert into == b"!"
+
+    cluster.run(late, 2)
 
 
 def test_a_timeout_in_a_subgroup_leaves_the_parent_usable(cluster: Cluster) -> None:
