@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx.collectives.schedules import COLLECTIVES
@@ -65,6 +66,16 @@ def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
     assert request.backends == ("gloo",)
 
 
+def test_unusual_circumstances_are_said_in_titles() -> None:
+    usual = make_request(["barrier"], backends="tcp", sizes="8")
+    assert usual.circumstances == ""
+    busy = make_request(["barrier"], backends="tcp", sizes="8", beside=1, back_to_back=True)
+    assert busy.circumstances == ", beside 1 busy process, back to back"
+    assert msgspec.structs.replace(busy, beside=2).circumstances.startswith(
+        ", beside 2 busy processes"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -77,6 +88,7 @@ def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
         ({"seconds": 0.0}, "--seconds 0"),
         ({"threads": 0}, "--threads 0"),
         ({"width": -1}, "--width -1"),
+        ({"beside": -1}, "--beside -1"),
         ({"steps": 0}, "--steps 0"),
         ({"measure": "time,weight"}, "no figure 'weight'; there are: time, peak"),
         ({"measure": "peak"}, "--measure peak: the peak of memory is measured of fsdp alone"),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -23,7 +29,7 @@ from phalanx.tools.bench.operations import (
     longest_stretch,
 )
 from phalanx.tools.bench.peers import Copy, Phalanx, RankContext
-from phalanx.tools.bench.rank import time_rounds
+from phalanx.tools.bench.rank import MANY_CALLS, busy_processes, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]
 Results = dict[str, PreparedCall]
@@ -90,6 +96,43 @@ def test_ranks_agree_on_the_slowest_time_and_the_number_of_calls() -> None:
     first, *others = (timed["it"] for timed in on_ranks(3, prepare))
     for other in others:
         assert (other.calls, other.seconds, other.wrong) == (first.calls, first.seconds, 0)
+
+
+def test_back_to_back_a_rank_s_time_is_its_median_call_of_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each tenth call is slow, as for a rank that a root which runs ahead has to wait for."""
+    now, count = 0.0, itertools.count()
+    monkeypatch.setattr("phalanx.tools.bench.rank.perf_counter", lambda: now)
+
+    def call() -> None:
+        nonlocal now
+        now += 10.0 if next(count) % 10 == 5 else 0.25
+
+    def figure(backend: Backend, *, back_to_back: bool) -> tuple[int, float]:
+        prepared = PreparedCall(OPERATIONS["barrier"], 0, torch.empty(0), torch.empty(0), call=call)
+        context = RankContext(backend, "", 20.0)
+        time_rounds({"": prepared}, context, rounds=1, seconds=1e-6, back_to_back=back_to_back)
+        return prepared.calls, prepared.seconds[0]
+
+    assert phalanx.simulate(partial(figure, back_to_back=True), 1) == [(MANY_CALLS, 0.25)]
+    [(calls, mean)] = phalanx.simulate(partial(figure, back_to_back=False), 1)
+    assert calls == 1
+    assert mean in (0.25, 10.0)
+
+
+def test_busy_processes_compute_until_the_ranks_have_measured() -> None:
+    def seconds(process: subprocess.Popen[bytes]) -> float:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+    with busy_processes(2) as processes:
+        deadline = monotonic() + 60
+        while any(seconds(process) < 0.05 for process in processes):
+            assert monotonic() < deadline
+            sleep(0.01)
+    assert len(processes) == 2
+    assert None not in [process.returncode for process in processes]
 
 
 def test_one_wrong_call_among_many_shows() -> None:

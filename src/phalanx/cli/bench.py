@@ -91,6 +91,20 @@ Figures = Annotated[
         help="time; peak (of fsdp: the memory of each rank, in fresh processes for each library)."
     ),
 ]
+Beside = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Busy processes on each host, beside the ranks, as a data loader is."
+    ),
+]
+BackToBack = Annotated[
+    bool,
+    typer.Option(
+        "--back-to-back",
+        help="At least 20 calls a round, and the median call of the slowest rank: where a root "
+        "may run ahead, the mean of a few calls hides what the others wait.",
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
 ]
@@ -127,6 +141,8 @@ def bench_command(
     measure: Figures = "time,peak",
     steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
+    beside: Beside = 0,
+    back_to_back: BackToBack = False,
     json_file: JsonFile = None,
     plot: Picture = None,
     tune: TuningFile = None,

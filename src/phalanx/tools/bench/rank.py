@@ -13,6 +13,8 @@ import itertools
 import os
 import platform
 import runpy
+import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -82,7 +84,11 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
         master = world.master_addr if world is not None else ""
         # Half: who waits for a peer is waited for, too.
         context = RankContext(backend, master, request.timeout / 2, request.width)
-        with _make_peers(request, peers, context, tell) as made:
+        local_rank = world.local_rank if world is not None else backend.rank
+        with (
+            busy_processes(0 if local_rank else request.beside),
+            _make_peers(request, peers, context, tell) as made,
+        ):
             for name in request.operations:
                 if request.measure == (PEAK,):  # there should be one peer only
                     for peer_name, peer in made.items():
@@ -90,6 +96,27 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
                 else:
                     _sweep(request, OPERATIONS[name], made, context, tell)
         backend.barrier()
+
+
+_BUSY = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(100_000))
+"""
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes that compute all the time; they end with this one."""
+    command = [sys.executable, "-I", "-S", "-c", _BUSY]
+    processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -154,6 +181,7 @@ def _sweep(
             context,
             rounds=request.rounds,
             seconds=request.seconds,
+            back_to_back=request.back_to_back,
             say=lambda text: tell(f"{where}: {text}"),  # noqa: B023 -- said at once
         )
         for name, reason in failures.items():
@@ -212,8 +240,12 @@ def _entries(
 # NCCL tests' `-a 3`): an operation is over when the last rank has its result. Calls are done in
 # stretches; before a stretch memory is written anew, after it results are looked at, and meanwhile
 # the clock stands still.
+#
+# The mean of a few calls is small for a root that runs ahead, and no call has waited for the last
+# of a round. Back to back, rounds have many calls, each is timed, and a rank's time is its median.
 
 _MOST_CALLS = 10_000
+MANY_CALLS = 20
 
 
 def time_rounds(
@@ -222,6 +254,7 @@ def time_rounds(
     *,
     rounds: int,
     seconds: float,
+    back_to_back: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, str]:
     """Time all of the calls; every rank calls this with the same ones.
@@ -233,7 +266,7 @@ def time_rounds(
     order: list[PreparedCall] = []
     for name, call in calls.items():
         say(f"{name}: warming up")
-        if problem := _warm_up(call, context, seconds):
+        if problem := _warm_up(call, context, seconds, MANY_CALLS if back_to_back else 1):
             failures[name] = problem
         else:
             order.append(call)
@@ -245,26 +278,28 @@ def time_rounds(
             call = order[place]
             context.backend.barrier()
             call.filled = False
-            own[place] = _run(call, call.calls, context) / call.operation.trips
-        for call, *spent in zip(order, *context.gather(own), strict=True):
-            call.seconds.append(max(spent) / call.calls)
+            spent = _run(call, call.calls, context, each=back_to_back)
+            one = statistics.median(spent) if back_to_back else sum(spent) / call.calls
+            own[place] = one / call.operation.trips
+        for call, *by_rank in zip(order, *context.gather(own), strict=True):
+            call.seconds.append(max(by_rank))
     for call in order:
         call.wrong = sum(context.gather(call.wrong))
     return failures
 
 
-def _warm_up(call: PreparedCall, context: RankContext, seconds: float) -> str:
+def _warm_up(call: PreparedCall, context: RankContext, seconds: float, least: int) -> str:
     """Find out how many calls make a round; return why it cannot be done, or nothing."""
     calls, passes = 1, 0
     while True:
         context.backend.barrier()
-        spent, problem = context.attempt(partial(_run, call, calls, context))
-        if spent is None or problem:
+        own, problem = context.attempt(partial(_run, call, calls, context))
+        if own is None or problem:
             return problem.partition("\n")[0]
         passes += 1
-        spent = max(context.gather(spent))
+        spent = max(context.gather(sum(own)))
         wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
-        wanted = max(call.operation.least, wanted)
+        wanted = max(call.operation.least, least, wanted)
         # The first pass connects, compiles and touches memory: it says little.
         if passes > 1 and (spent > seconds / 2 or calls >= wanted):
             call.calls = wanted
@@ -272,9 +307,11 @@ def _warm_up(call: PreparedCall, context: RankContext, seconds: float) -> str:
         calls = min(wanted, 8 * calls)
 
 
-def _run(call: PreparedCall, calls: int, context: RankContext) -> float:
-    """The seconds of as many calls; counts how many elements come out wrong."""
-    operation, seconds = call.operation, 0.0
+def _run(
+    call: PreparedCall, calls: int, context: RankContext, *, each: bool = False
+) -> list[float]:
+    """The seconds of as many calls: of each, or of stretches. Counts what comes out wrong."""
+    operation, seconds = call.operation, list[float]()
     rank, size = context.backend.rank, context.backend.world_size
     expected = values_of(operation.expected, rank, size, call.n)
     summed_up = operation.name == "all_reduce" and call.in_place
@@ -288,7 +325,7 @@ def _run(call: PreparedCall, calls: int, context: RankContext) -> float:
             fill(call.source, values_of(operation.given, rank, size, call.n))
             call.load()
             call.filled = True
-        seconds += _time(call, stretch)
+        seconds += _time(call, stretch, each=each)
         call.store()
         call.wrong += call.count_wrong(stretch)
         factor = float(size) ** (stretch - 1) if summed_up else 1.0
@@ -296,17 +333,24 @@ def _run(call: PreparedCall, calls: int, context: RankContext) -> float:
     return seconds
 
 
-def _time(call: PreparedCall, calls: int) -> float:
+def _time(call: PreparedCall, calls: int, *, each: bool) -> list[float]:
     once, finish = call.call, call.finish
     result: object = None
+    seconds: list[float] = []
     began = perf_counter()
     for _ in range(calls):
         result = once()
+        if each:
+            ended = perf_counter()
+            seconds.append(ended - began)
+            began = ended
     finish()
-    spent = perf_counter() - began
+    seconds.append(perf_counter() - began)
+    if each:  # what the last call left to be done
+        seconds[-2:] = [sum(seconds[-2:])]
     if call.fresh and isinstance(result, Tensor):
         call.out = result
-    return spent
+    return seconds
 
 
 # ------------------------------------------------------------------------------

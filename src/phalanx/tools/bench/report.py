@@ -171,7 +171,7 @@ def _new_table(title: str, *headings: str) -> Table:
 
 def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLine]) -> Table:
     row, baseline = OPERATIONS[operation], report.request.baseline
-    title = f"{operation}, {ranks} ranks"
+    title = f"{operation}, {ranks} ranks{report.request.circumstances}"
     rates = {"alg GB/s": "algorithm_GBps", "bus GB/s": "bus_GBps"}
     if row.training:
         title += f": {task_of(operation, report.request.width)}"
@@ -368,7 +368,8 @@ def draw(report: BenchReport, path: Path) -> None:
     panels: dict[str, list[ResultLine]] = {}
     for line in report.lines:
         if line.bytes:
-            panels.setdefault(f"{line.operation}, {line.ranks} ranks", []).append(line)
+            title = f"{line.operation}, {line.ranks} ranks{report.request.circumstances}"
+            panels.setdefault(title, []).append(line)
     columns = max(1, min(2, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")

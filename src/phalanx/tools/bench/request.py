@@ -33,6 +33,8 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout     seconds that a rank waits for another
     width       of the layers of what is trained; 0: each operation's own
     measure     "time"; "peak" of memory, where an operation has one of interest
+    beside      busy processes on each host, beside the ranks
+    back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
     gives_back  what is freed goes back to the system at once (see `rank.py`)
     """
 
@@ -49,6 +51,8 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     measure: tuple[str, ...]
     steps: int
+    beside: int = 0
+    back_to_back: bool = False
     gives_back: bool = False
 
     def __post_init__(self) -> None:
@@ -63,10 +67,19 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(f"--measure {PEAK}: the peak of memory is measured of {named} alone")
         if self.steps < 1:
             raise MisuseError(f"--steps {self.steps}: there is no peak of memory without a step")
+        if self.beside < 0:
+            raise MisuseError(f"--beside {self.beside}: no or some busy processes can be started")
         if self.width < 0:
             raise MisuseError(
                 f"--width {self.width}: a layer has one feature at least; 0 is the usual size"
             )
+
+    @property
+    def circumstances(self) -> str:
+        """What is unusual, for a title."""
+        busy = "" if self.beside == 1 else "es"
+        beside = f", beside {self.beside} busy process{busy}" if self.beside else ""
+        return beside + (", back to back" if self.back_to_back else "")
 
 
 def make_request(
@@ -85,6 +98,8 @@ def make_request(
     width: int = 0,
     measure: str = "time,peak",
     steps: int = 10,
+    beside: int = 0,
+    back_to_back: bool = False,
     tune: bool = False,
     peers: PeerTable = PEERS,
 ) -> BenchRequest:
@@ -121,6 +136,8 @@ def make_request(
         width=width,
         measure=tuple(figures),
         steps=steps,
+        beside=beside,
+        back_to_back=back_to_back,
     )
 
 
@@ -216,7 +233,8 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
 
     bytes    of the larger of what a rank gives and gets; may be a little more than was requested
     calls    in a round, one after the other
-    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls
+    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
+             back to back, its median call
     bus      the factor of the bus bandwidth
     wrong    elements, on all ranks and in all rounds, that were not what they had to be
     """
