@@ -21,6 +21,7 @@ from phalanx.transport.shm.control import (
     RESULT,
     ControlBlock,
     Descriptors,
+    FlagWait,
     ShmEpoch,
     peer_slot,
 )
@@ -36,12 +37,12 @@ def controls_of(domain: list[HostDomain], ident: int = 0) -> list[ControlBlock]:
     return [make_control(domain, rank, ident) for rank in range(len(domain))]
 
 
-def show(control: ControlBlock, turn: int, value: int) -> None:
-    control.mine.slot(turn, 100, torch.int64).fill_(value)
+def show(control: ControlBlock, value: int) -> None:
+    control.mine.slot(value % 2, 100, torch.int64).fill_(value)
 
 
-def sees(control: ControlBlock, turn: int, value: int) -> bool:
-    slots = [control.slot(place).slot(turn, 100, torch.int64) for place in range(control.size)]
+def sees(control: ControlBlock, value: int) -> bool:
+    slots = [control.slot(place).slot(value % 2, 100, torch.int64) for place in range(control.size)]
     return all(bool((slot == value).all()) for slot in slots)
 
 
@@ -67,7 +68,7 @@ def test_no_rank_passes_an_epoch_before_all_have_arrived_and_then_sees_what_all_
                 continue
             if epoch is None:
                 epochs[rank] = epoch = ShmEpoch(control, first=True)
-                show(control, 1 - control.turn, done[rank])
+                show(control, done[rank])
                 epoch.begin(asked(done[rank]))
                 epoch.begin(asked(done[rank]))  # again: nothing
             came = [other is not None and other.words[FLAG] > done[rank] for other in controls]
@@ -75,7 +76,7 @@ def test_no_rank_passes_an_epoch_before_all_have_arrived_and_then_sees_what_all_
             assert epoch.waits_for() == [r for r in range(size) if not came[r]]
             assert epoch.ready(spin=True) == all(came)
             if all(came):
-                assert sees(control, control.turn, done[rank])
+                assert sees(control, done[rank])
                 epochs[rank] = None
                 done[rank] += 1
             flags = [other.words[FLAG] if other is not None else 0 for other in controls]
@@ -91,11 +92,11 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
         def attend(control: ControlBlock) -> None:
             for number in range(epochs):
                 epoch = ShmEpoch(control, first=True)
-                show(control, 1 - control.turn, number)
+                show(control, number)
                 epoch.begin(asked(number))
                 while not epoch.ready(spin=True):
                     pass
-                if not sees(control, control.turn, number):
+                if not sees(control, number):
                     wrong.append(f"#{number}")
 
         threads = [threading.Thread(target=attend, args=(control,)) for control in controls]
@@ -167,7 +168,7 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             ShmEpoch(control, first=True, shown=Descriptors(where, where)).begin(asked(1))
             assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for control, peer in ((controls[0], 1), (controls[1], 0)):
-            assert control.spin(1)
+            assert FlagWait(control, 1).ready(spin=True)
             slot = control.slot(peer)
             assert slot.shown(control.turn)
             given, result = slot.address(GIVEN[control.turn]), slot.address(RESULT[control.turn])
@@ -248,6 +249,6 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
         for control in last:
             ShmEpoch(control, first=True).begin(asked(1))
         domain[0].arena.close()  # as when its process ends
-        assert last[1].spin(1)
+        assert FlagWait(last[1], 1).ready(spin=True)
         assert last[1].slot(0).slot(1, 1, torch.int64).item() == 42
         assert last[1].slot(0).stage_address

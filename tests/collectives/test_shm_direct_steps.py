@@ -7,14 +7,15 @@ from random import Random
 
 import pytest
 import torch
-from forms import examples
+from forms import examples, sizes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shm_direct_model import Call, members, perform
+from shm_direct_model import ROOTED, Call, members, perform
 
 from phalanx import ReduceOp
 from phalanx.collectives import shm_direct
 from phalanx.collectives.shm_direct import SHM_DIRECT
+from phalanx.transport.shm.control import AHEAD, FLAG, QUARTERS
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -128,3 +129,70 @@ def test_one_that_is_always_last_or_always_first(size: int, laggard: int) -> Non
     for worst in (min, max):
         with members(size) as everyone:
             perform(everyone, calls, lambda able, w=worst: w(able, key=lambda r: r == laggard))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("collective", "length", "farthest"),
+    [
+        ("broadcast", 1, AHEAD - 1),
+        ("scatter", 1, AHEAD - 1),
+        ("broadcast", PIECE // 4, QUARTERS),
+        ("broadcast", 7 * PIECE // 4, QUARTERS),
+        ("scatter", 7 * PIECE // 4, QUARTERS),
+    ],
+)
+def test_a_root_runs_ahead_as_far_as_there_is_memory_for_what_it_gives(
+    collective: str, length: int, farthest: int, size: int
+) -> None:
+    """Those who take come to a collective, and so are one behind, before they have to wait."""
+    leads = []
+
+    def choose(able: list[int]) -> int:
+        flags = [member.control.words[FLAG] for member in everyone if member.control is not None]
+        leads.append(flags[0] - min(flags))
+        return min(able)
+
+    with members(size) as everyone:
+        perform(everyone, [Call(collective, length)] * 40, choose)
+    assert max(leads) == farthest
+
+
+@pytest.mark.parametrize("collective", ["reduce", "gather"])
+def test_who_gives_a_small_tensor_to_a_root_runs_ahead_of_it(collective: str) -> None:
+    leads = []
+
+    def choose(able: list[int]) -> int:
+        flags = [member.control.words[FLAG] for member in everyone if member.control is not None]
+        leads.append(max(flags) - flags[0])
+        return max(able)
+
+    with members(3) as everyone:
+        perform(everyone, [Call(collective, 1)] * 40, choose)
+    assert max(leads) == AHEAD - 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", sizes([0, 1, 2], range(20)))
+def test_roots_change_while_some_run_ahead(seed: int, size: int) -> None:
+    """Long runs of one rank's steps, among calls that mostly have roots."""
+    random = Random(seed)
+    calls = [
+        Call(
+            random.choice((*ROOTED, *ROOTED, "all_reduce", "all_gather")),
+            random.choice((1, 50, 600, 2000)),
+            root=random.randrange(size),
+            registered=random.choice((0, 0, EVERY, 1)),
+        )
+        for _ in range(80)
+    ]
+    favourite = 0
+
+    def choose(able: list[int]) -> int:
+        nonlocal favourite
+        if favourite not in able or random.random() < 0.02:
+            favourite = random.choice(able)
+        return favourite
+
+    with members(size) as everyone:
+        perform(everyone, calls, choose, seed)

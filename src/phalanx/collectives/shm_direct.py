@@ -17,6 +17,9 @@ turn, so what is overwritten now was read before the last epoch (`transport/shm/
 Every rank reduces its own slice of all contributions, in rank order, and writes in no memory but
 its own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
 
+Who only gives does not wait for those who take (`Form.runs_ahead`), unless its own tensor is read:
+it has small slots for some collectives, and four quarters of staging memory, in turn.
+
 `tests/collectives/shm_direct_model.py` steps the ranks by hand, in every order.
 """
 
@@ -41,6 +44,7 @@ from phalanx.transport.shm.control import (
     STAGE,
     ControlBlock,
     Descriptors,
+    Places,
     ShmEpoch,
 )
 from phalanx.transport.shm.segments import tensor_at
@@ -68,6 +72,10 @@ class Form(NamedTuple):
     passed_on: bool = False
     from_root: bool = False
     to_root: bool = False
+
+    def runs_ahead(self, *, small: bool) -> bool:
+        """Whether those who only give go on before what they gave is taken."""
+        return self.from_root or (small and self.to_root)
 
 
 # fmt: off
@@ -134,9 +142,13 @@ class ShmDirect:
         self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
         room = PIECE // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
-        self._own_slots = [control.mine.slot_address(turn) for turn in (0, 1)]
+        self._runs_ahead = form.runs_ahead(small=self.is_small)
+        self._depends_on: Places = None
+        if self._runs_ahead:
+            giving = self._gives if form.from_root else not is_root
+            self._depends_on = () if giving else (key.root,) if form.from_root else None
         self._views: dict[tuple[int, int], Tensor] = {}
-        self._turn_views: dict[int, list[Tensor]] = {}
+        self._slot_views: dict[int, list[Tensor]] = {}
 
     def steps(
         self, source: Tensor | None, out: Tensor | None, own: OwnParts = ()
@@ -161,23 +173,25 @@ class ShmDirect:
     # Small ----------------------------------------------------------------------------------
 
     def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
-        control, turn = self.control, 1 - self.control.turn
+        control = self.control
+        yield from control.room()
+        number = control.small_slot(ahead=self._runs_ahead)
         if source is not None:
-            copy(self._own_slots[turn], source.data_ptr(), self._given)
-        yield ShmEpoch(control, first=True)
-        if out is None:
+            copy(control.mine.slot_address(number), source.data_ptr(), self._given)
+        yield ShmEpoch(control, first=True, places=self._depends_on)
+        if out is None or not self._gets:
             return
         if not self.form.passed_on:
-            at = [control.slot(giver).slot_address(turn) for giver in self._givers]
+            at = [control.slot(giver).slot_address(number) for giver in self._givers]
             self._take_whole(at, out.data_ptr())
             return
         # Everyone who gets the result reduces all of it.
-        views = self._turn_views.get(turn)
+        views = self._slot_views.get(number)
         if views is None:
             count = self._given // self.dtype.itemsize
             slots = (control.slot(place) for place in range(self.size))
-            views = [slot.slot(turn, count, self.dtype) for slot in slots]
-            self._turn_views[turn] = views
+            views = [slot.slot(number, count, self.dtype) for slot in slots]
+            self._slot_views[number] = views
         assert self._reduction is not None
         self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
@@ -196,11 +210,12 @@ class ShmDirect:
                 result = control.find(out, self._given)
             if given is not None and result is not None:
                 where = Descriptors(given, result)
+        yield from control.room()
         if where is None:
             self._settle(source_tensor, own)
             own = ()
-            self._stage(source, 0)
-        yield ShmEpoch(control, first=True, shown=where)
+            yield from self._stage(source, 0)
+        yield ShmEpoch(control, first=True, shown=where, places=self._depends_on)
         turn = control.turn
         shown = [control.slot(giver).shown(turn) for giver in self._givers]
         if all(shown):
@@ -209,7 +224,7 @@ class ShmDirect:
         self._settle(source_tensor, own)
         if any(shown):  # some have not staged anything yet
             if where is not None:
-                self._stage(source, 0)
+                yield from self._stage(source, 0)
             yield ShmEpoch(control)
         yield from self._pieces(source, out)
 
@@ -223,7 +238,9 @@ class ShmDirect:
             yield from self._direct_pieces(given, out, turn)
         else:
             self._take_whole(given, out, own)
-        yield ShmEpoch(control, last=True)  # or what others still read would be written
+        # Who gives waits until it is read. Who only takes need not wait for others who do.
+        is_read = not self.form.from_root or self._gives
+        yield ShmEpoch(control, last=True, places=None if is_read else ())
 
     def _direct_pieces(self, given: list[int], out: int, turn: int) -> Iterator[Program]:
         """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
@@ -295,26 +312,33 @@ class ShmDirect:
         collects = self.form.passed_on and self._gets
         count = -(-self._longest // piece)
         for number in range(count):
-            phase = control.phase
+            part = control.quarter if self._runs_ahead else control.phase
             if number and collects:
-                self._take_results(out, number - 1, 1 - phase)
-            self._take_piece(source, out, number, phase)
-            control.phase = 1 - phase
+                self._take_results(out, number - 1, 1 - part)
+            self._take_piece(source, out, number, part)
+            if self._runs_ahead:
+                control.quarter_over(given=self._gives)
+            else:
+                control.phase = 1 - part
             if number + 1 < count:
-                self._stage(source, number + 1)
+                yield from self._stage(source, number + 1)
             elif not self.form.passed_on:
-                return
-            yield ShmEpoch(control)
+                break
+            yield ShmEpoch(control, places=self._depends_on)
         if collects:
             self._take_results(out, count - 1, 1 - control.phase)
+        if not self._runs_ahead:
+            control.stage_over()
 
-    def _stage(self, source: int, number: int) -> None:
-        """Show a piece of what this rank gives."""
+    def _stage(self, source: int, number: int) -> Iterator[Program]:
+        """Show a piece of what this rank gives, when the others have read what was there."""
         control, piece = self.control, self._piece
         control.make_stage()
         if not self._gives:
             return
-        stage = control.mine.stage_address + control.phase * PIECE
+        yield from control.quarter_free() if self._runs_ahead else control.stage_free()
+        part = control.quarter if self._runs_ahead else control.phase
+        stage = control.mine.stage_address + part * PIECE
         first = number * piece
         if self.form.sliced:
             for place, start, length in self._others(first, piece):
@@ -322,20 +346,20 @@ class ShmDirect:
         else:
             copy(stage, source + first, min(piece, self._given - first))
 
-    def _take_piece(self, source: int, out: int, number: int, phase: int) -> None:
+    def _take_piece(self, source: int, out: int, number: int, part: int) -> None:
         piece, me, control = self._piece, self.me, self.control
         first = number * piece
         start, stop = self._mine
         length = min(piece, stop - start - first)
         if length <= 0 or not self._takes:
             return
-        inside = phase * PIECE + (me * piece if self.form.sliced else 0)
+        inside = part * PIECE + (me * piece if self.form.sliced else 0)
         at = [
             source + start + first if giver == me else control.slot(giver).stage_address + inside
             for giver in self._givers
         ]
         if self.form.passed_on:
-            result = control.mine.stage_address + _results(phase)
+            result = control.mine.stage_address + _results(part)
             self._reduce(at, result, length)
             if self._gets:
                 copy(out + start + first, result, length)

@@ -127,8 +127,8 @@ class SharedGroup(Protocol):
         """How many of the group's members share it."""
         ...
 
-    def epoch(self, *, first: bool = False) -> Step:
-        """The step in which this rank arrives at the next epoch."""
+    def barrier(self) -> Iterable[Step]:
+        """The steps of a barrier of its members."""
         ...
 
     def give_up(self) -> None:

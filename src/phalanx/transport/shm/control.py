@@ -3,10 +3,15 @@
 Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
 small tensors and staging memory for others. `PeerSlot` below has the layout.
 
-An *epoch* is a barrier: a member writes what it shows, raises its flag, and goes on when all others
-have raised theirs as high. So after the nth epoch every member may read what any member has shown
-before it. Nobody is more than one epoch ahead: what was shown before the epoch before last has been
-read, and its memory may be written again. Hence there are two of everything.
+An *epoch*: a member writes what it shows, raises its flag, and goes on when those it depends on
+have raised theirs as high. So after the nth epoch it may read what they have shown before it. Most
+depend on all, so nobody is more than one epoch ahead: what was shown before the epoch before last
+has been read, and its memory may be written again. Hence there are two of everything.
+
+A collective with a root does not hold up the one who only gives: it may be `AHEAD - 1` collectives
+ahead of those who have not taken what it gave, so there are as many entries, and as many small
+slots for what is given so. Who would be further ahead waits (`FlagWait`) until half of them are
+free. A member that has arrived at one collective has read all that was shown for those before.
 
 Memory order: the data is written, then the flag; the other side reads the flag, then the data.
 x86-64 keeps the order of stores, and that of loads; elsewhere a fence stands between the two on
@@ -16,9 +21,10 @@ line of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from os import sched_yield
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +36,8 @@ from phalanx.transport.shm.domain import ASLEEP, WEAK_ORDER, HostDomain, LocalPe
 from phalanx.transport.shm.segments import Block, Segment, tensor_at
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
+AHEAD = 16  # entries; with less, a root that waits for room is woken up for a few calls only
+QUARTERS = 4  # of the staging memory
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
@@ -41,8 +49,11 @@ class ControlBlock:
     place    this rank's
     mine     this rank's own peer slot; `words` are its words
     slots    what each of them shows, this rank included; None: it has not made the group yet
-    turn     0 or 1: which entry and small slot this collective uses
-    phase    0 or 1: which half of the staging memory is next
+    turn     which entry the last collective has used, and which small slot if its root runs ahead
+    side     0 or 1: which small slot the last collective has used in which all depend on all
+    phase    0 or 1: which half of the staging memory is next in such a collective
+    quarter  0 to 3: the part of the staging memory that a root which runs ahead uses next
+    met      all others are known to have raised their flags as high
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -50,8 +61,11 @@ class ControlBlock:
         self.ranks = ranks
         self.place = ranks.index(rank)
         self.size = len(ranks)
-        self.turn = 0
-        self.phase = 0
+        self.turn = self.side = self.phase = self.quarter = self.met = 0
+        self._starts = [0] * AHEAD  # of the last collectives: the flags at their first epochs
+        # What the others' flags are when they have read a quarter, and all this rank has given so.
+        self._read = [0] * QUARTERS
+        self._staged = 0
         self._domain = domain
         self._block = domain.arena.take(SIZE)
         self._stage: Block | None = None
@@ -62,7 +76,7 @@ class ControlBlock:
         self.slots: list[PeerSlot | None] = [None] * self.size
         self.slots[self.place] = self.mine
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
-        self._flags: list[memoryview] = []  # the others' words, once all are known
+        self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
@@ -83,9 +97,63 @@ class ControlBlock:
         assert slot is not None
         return slot
 
-    def epoch(self, *, first: bool = False) -> ShmEpoch:
-        """The step in which this rank arrives at the next epoch; see `ShmEpoch`."""
-        return ShmEpoch(self, first=first)
+    def barrier(self) -> Iterator[Step]:
+        """The steps of a barrier."""
+        yield from self.room()
+        yield ShmEpoch(self, first=True)
+
+    # Running ahead ------------------------------------------------------------------------
+
+    def room(self) -> Iterator[Step]:
+        """The step, if it takes one, after which the next collective may use its entry."""
+        starts, turn = self._starts, self.turn
+        if self.met < starts[(turn + 2) % AHEAD] and not self.have_met(starts[(turn + 2) % AHEAD]):
+            yield FlagWait(self, starts[(turn + 2 + AHEAD // 2) % AHEAD])
+
+    def begin(self, value: int) -> None:
+        """A collective begins with the epoch of this value."""
+        self.turn = (self.turn + 1) % AHEAD
+        self._starts[self.turn] = value
+
+    def have_met(self, value: int) -> bool:
+        """Whether all others are as far, without waiting."""
+        flags = self._flags.get(None) or self._find(None)
+        if flags is not None:
+            self.met = max(self.met, min(words[FLAG] for words in flags))
+        return self.met >= value
+
+    def small_slot(self, *, ahead: bool) -> int:
+        """The small slot that the next collective uses; `ahead` if its givers do not wait."""
+        if ahead:
+            return 2 + (self.turn + 1) % AHEAD
+        self.side = 1 - self.side
+        return self.side
+
+    def stage_free(self) -> Iterator[Step]:
+        """The step, if it takes one, after which all have read what this rank staged as a root."""
+        if self.met < self._staged and not self.have_met(self._staged):
+            yield FlagWait(self, self._staged)
+
+    def quarter_free(self) -> Iterator[Step]:
+        """The step, if it takes one, after which this rank, as a root, may stage in `quarter`."""
+        value = self._read[self.quarter]
+        if self.met < value and not self.have_met(value):
+            yield FlagWait(self, value)
+
+    def quarter_over(self, *, given: bool) -> None:
+        """The root, which this rank is if it has `given`, has staged there for the last epoch.
+
+        All others have read it when they come to their next one.
+        """
+        if given:
+            self._read[self.quarter] = self._staged = self.words[FLAG] + 1
+        self.quarter = (self.quarter + 1) % QUARTERS
+
+    def stage_over(self) -> None:
+        """A collective is over in which all have staged, and read each other's memory."""
+        self._read = [self.words[FLAG] + 1] * QUARTERS
+
+    # Memory ----------------------------------------------------------------------------------
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """The segment and offset of some memory of this rank, if others can see it."""
@@ -105,12 +173,13 @@ class ControlBlock:
 
     # Epoch --------------------------------------------------------------------------------
 
-    def spin(self, value: int) -> bool:
-        """Spin a short while until all have arrived at an epoch; False if they have not."""
-        flags = self._flags
-        if not flags and not self._find_others():
-            return False
-        flags = self._flags
+    def spin(self, value: int, places: Places) -> bool:
+        """Spin a short while until these have arrived at an epoch; False if they have not."""
+        flags = self._flags.get(places)
+        if flags is None:
+            flags = self._find(places)
+            if flags is None:
+                return False
         for words in flags:
             if words[FLAG] < value:
                 for _ in range(QUICK if self._patience else 0):
@@ -132,13 +201,15 @@ class ControlBlock:
         slot = self.slots[place] = peer_slot(peer, self.group)
         return slot
 
-    def _find_others(self) -> bool:
-        """Whether all members have made the group."""
-        others = [place for place in range(self.size) if place != self.place]
+    def _find(self, places: Places) -> list[memoryview] | None:
+        """The words of these members, if all of them have made the group."""
+        others = places
+        if others is None:
+            others = tuple(place for place in range(self.size) if place != self.place)
         if not all(self.slots[place] or self.find_peer(place) for place in others):
-            return False
-        self._flags = [self.slot(place).words for place in others]
-        return True
+            return None
+        flags = self._flags[places] = [self.slot(place).words for place in others]
+        return flags
 
     # The end --------------------------------------------------------------------------------
 
@@ -162,15 +233,20 @@ class ControlBlock:
 
     def close(self) -> None:
         """This rank leaves the group. The memory stays until the others have left, too."""
+        self.have_met(self.words[FLAG])  # finds those who have made it by now
         self.words[CLOSED] = 1
         self._domain.closed.append(self._give_back)
 
     def _give_back(self) -> bool:
         """Free its memory, if all have closed the group, so that nobody reads it; whether so."""
-        for other in self.others:
-            slot = peer_slot(other, self.group)
+        for place, rank in enumerate(self.ranks):
+            if place == self.place:
+                continue
+            slot = peer_slot(self._domain.local_peers[rank], self.group)
             if slot is not None and not slot.words[CLOSED]:
                 return False
+            if slot is None and self.slots[place] is None and self.met < self.words[FLAG]:
+                return False  # it may still come, and read what this rank has shown
         self._domain.directory.remove_control_block(self.group)
         for block in (self._block, self._stage):
             if block is not None:
@@ -183,20 +259,20 @@ class ControlBlock:
 #
 # words          of 64 bits, in cache lines of their own
 # flag           at how many epochs of the group it has arrived
-# entries        two, used in turn: the rolling hash up to the collective; segment + 1 (0: it is
-#                staged) and offset of what it gives; the same of its result
 # staged         segment + 1 and offset of its staging memory, once it has some
 # closed         1 when it has closed the group
 # broken         the epoch at which it had arrived when a collective failed there; 0: none has
-# slots          two, used in turn, for small collectives
+# entries        used in turn: the rolling hash up to the collective; segment + 1 (0: it is staged)
+#                and offset of what it gives; the same of its result
+# slots          for small collectives: two used in turn, then one for each entry
 
-FLAG, ENTRIES, STAGED, CLOSED, BROKEN = 0, 8, 24, 32, 40  # words
+FLAG, STAGED, CLOSED, BROKEN, ENTRIES = 0, 8, 16, 24, 32  # words
 ENTRY = 8  # words of an entry
-GIVEN = (ENTRIES + 1, ENTRIES + ENTRY + 1)  # of either entry
-RESULT = (ENTRIES + 3, ENTRIES + ENTRY + 3)
+GIVEN = tuple(ENTRIES + turn * ENTRY + 1 for turn in range(AHEAD))  # of each entry
+RESULT = tuple(ENTRIES + turn * ENTRY + 3 for turn in range(AHEAD))
 SLOTS = 4096  # byte at which they begin
 SLOT = 64 << 10  # bytes of a slot
-SIZE = SLOTS + 2 * SLOT
+SIZE = SLOTS + (2 + AHEAD) * SLOT
 
 
 class Descriptors(NamedTuple):
@@ -227,13 +303,13 @@ class PeerSlot:
         self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
         self._slots = offset + SLOTS
 
-    def slot(self, turn: int, count: int, dtype: torch.dtype) -> Tensor:
+    def slot(self, number: int, count: int, dtype: torch.dtype) -> Tensor:
         """Its memory for a small tensor."""
-        return tensor_at(self.slot_address(turn), count, dtype, keeping=self._segment)
+        return tensor_at(self.slot_address(number), count, dtype, keeping=self._segment)
 
-    def slot_address(self, turn: int) -> int:
+    def slot_address(self, number: int) -> int:
         """Where that is, in this process."""
-        return self._segment.start + self._slots + turn * SLOT
+        return self._segment.start + self._slots + number * SLOT
 
     @property
     def stage_address(self) -> int:
@@ -250,11 +326,49 @@ class PeerSlot:
 
 
 # ------------------------------------------------------------------------------
-# An epoch as a step.
+# Steps: waiting for flags, and an epoch.
+
+Places: TypeAlias = "tuple[int, ...] | None"
+"""Members of a group, by their places in a control block; None: all but this rank."""
 
 
-class ShmEpoch(Step):
-    """A step: arrive at an epoch of a control block, and wait for the others.
+class FlagWait(Step):
+    """A step: wait until some members have raised their flags."""
+
+    __slots__ = ("control", "places", "value")
+
+    def __init__(self, control: ControlBlock, value: int, places: Places = None) -> None:
+        self.control = control
+        self.value = value
+        self.places = places
+
+    @override
+    def begin(self, call: Call) -> None:
+        """Nothing: it only waits."""
+
+    @override
+    def ready(self, *, spin: bool = False) -> bool:
+        control, value = self.control, self.value
+        if not (control.spin(value, self.places) if spin else not self.waits_for()):
+            return False
+        if self.places is None and value > control.met:
+            control.met = value
+        return True
+
+    @override
+    def waits_for(self) -> list[int]:
+        control, value, absent = self.control, self.value, []
+        others = range(control.size) if self.places is None else self.places
+        for place in others:
+            if place != control.place:
+                slot = control.slots[place] or control.find_peer(place)
+                if slot is None or slot.words[FLAG] < value:
+                    absent.append(control.ranks[place])
+        return absent
+
+
+class ShmEpoch(FlagWait):
+    """A step: arrive at an epoch of a control block, and wait for those on whom this rank depends.
 
     first    whether a collective begins with it
     last     whether it ends one in which members' own tensors were read: a member that has given
@@ -262,7 +376,7 @@ class ShmEpoch(Step):
     shown    with `first`: where this rank's input and result lie, if others can read them there
     """
 
-    __slots__ = ("_first", "_last", "_rolling_hash", "_shown", "control", "value")
+    __slots__ = ("_first", "_last", "_rolling_hash", "_shown")
 
     def __init__(
         self,
@@ -271,9 +385,9 @@ class ShmEpoch(Step):
         first: bool = False,
         last: bool = False,
         shown: Descriptors | None = None,
+        places: Places = None,
     ) -> None:
-        self.control = control
-        self.value = 0
+        super().__init__(control, 0, places)
         self._first = first
         self._last = last
         self._shown = shown
@@ -293,7 +407,7 @@ class ShmEpoch(Step):
         words = control.words
         if self._first:
             self._rolling_hash = call.rolling_hash
-            control.turn = 1 - control.turn
+            control.begin(words[FLAG] + 1)
             words[ENTRIES + control.turn * ENTRY] = call.rolling_hash
             given = GIVEN[control.turn]
             if shown is None:
@@ -312,25 +426,17 @@ class ShmEpoch(Step):
 
     @override
     def ready(self, *, spin: bool = False) -> bool:
-        """Whether all have arrived; if asked to spin, with the same rolling hash, too."""
-        if not spin:
-            return not self.waits_for()
-        if not self.control.spin(self.value):
+        """Whether they have arrived; if asked to spin, with the same rolling hash, too."""
+        if not super().ready(spin=spin):
             return False
-        if self._last and self.control.broken(self.value):
+        if spin and self._last and self.control.broken(self.value):
             return False
-        return not self._first or self.diverged() is None
+        return not (spin and self._first) or self.diverged() is None
 
     @override
     def waits_for(self) -> list[int]:
-        control, value = self.control, self.value
-        absent = []
-        for place, rank in enumerate(control.ranks):
-            if place != control.place:
-                slot = control.slots[place] or control.find_peer(place)
-                if slot is None or slot.words[FLAG] < value:
-                    absent.append(rank)
-        return sorted({*absent, *control.broken(value)}) if self._last else absent
+        absent = super().waits_for()
+        return sorted({*absent, *self.control.broken(self.value)}) if self._last else absent
 
     @override
     def diverged(self) -> int | None:
