@@ -26,7 +26,7 @@ from phalanx.collectives.plan import Key, make_plan
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.core.call import Members
 from phalanx.core.work import Call as CoreCall
-from phalanx.transport.shm.control import AHEAD, FLAG, QUARTERS, ControlBlock, FlagWait
+from phalanx.transport.shm.control import AHEAD, FLAG, PARTS, ControlBlock, FlagWait
 from phalanx.transport.shm.domain import HostDomain
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -229,7 +229,7 @@ def perform(everyone: list[Member], calls: list[Call], choose: Choose, seed: int
             part.check_and_overwrite(f"rank {rank} of {size}, #{number}: {calls[number]}")
             now[rank] = None
         flags = [member.control.words[FLAG] for member in everyone if member.control is not None]
-        ahead = AHEAD + QUARTERS if any(call.collective in ROOTED for call in calls) else 1
+        ahead = AHEAD + PARTS if any(call.collective in ROOTED for call in calls) else 1
         assert max(flags) - min(flags) <= ahead, "somebody is too far ahead"
     assert now == [None] * size, "nobody can go on"
     assert begun == [len(calls)] * size

@@ -15,7 +15,7 @@ from shm_direct_model import ROOTED, Call, members, perform
 from phalanx import ReduceOp
 from phalanx.collectives import shm_direct
 from phalanx.collectives.shm_direct import SHM_DIRECT
-from phalanx.transport.shm.control import AHEAD, FLAG, QUARTERS
+from phalanx.transport.shm.control import AHEAD, FLAG, PARTS
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -137,9 +137,9 @@ def test_one_that_is_always_last_or_always_first(size: int, laggard: int) -> Non
     [
         ("broadcast", 1, AHEAD - 1),
         ("scatter", 1, AHEAD - 1),
-        ("broadcast", PIECE // 4, QUARTERS),
-        ("broadcast", 7 * PIECE // 4, QUARTERS),
-        ("scatter", 7 * PIECE // 4, QUARTERS),
+        ("broadcast", PIECE // 4, PARTS),
+        ("broadcast", 7 * PIECE // 4, PARTS),
+        ("scatter", 7 * PIECE // 4, PARTS),
     ],
 )
 def test_a_root_runs_ahead_as_far_as_there_is_memory_for_what_it_gives(

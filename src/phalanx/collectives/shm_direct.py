@@ -18,7 +18,7 @@ Every rank reduces its own slice of all contributions, in rank order, and writes
 its own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
 
 Who only gives does not wait for those who take (`Form.runs_ahead`), unless its own tensor is read:
-it has small slots for some collectives, and four quarters of staging memory, in turn.
+it has small slots for some collectives, and parts of the staging memory, in turn.
 
 `tests/collectives/shm_direct_model.py` steps the ranks by hand, in every order.
 """
@@ -38,7 +38,9 @@ from phalanx.collectives.plan import Plan
 from phalanx.core.reduce_op import RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
+    AHEAD,
     GIVEN,
+    PARTS,
     RESULT,
     SLOT,
     STAGE,
@@ -99,7 +101,7 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 # ------------------------------------------------------------------------------
 
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
-PIECE = STAGE // 4  # bytes staged at a time
+PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
 LINE = 64
 KEPT = 256  # views of memory that are remembered
@@ -140,13 +142,14 @@ class ShmDirect:
         self._gets = is_root or not form.to_root
         self._takes = self._gets or form.passed_on
         self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
-        room = PIECE // self.size if form.sliced else PIECE
-        self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
+        self._own_slots = [control.mine.slot_address(number) for number in range(2 + AHEAD)]
         self._runs_ahead = form.runs_ahead(small=self.is_small)
         self._depends_on: Places = None
         if self._runs_ahead:
             giving = self._gives if form.from_root else not is_root
             self._depends_on = () if giving else (key.root,) if form.from_root else None
+        room = PIECE // self.size if form.sliced else PIECE
+        self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -174,10 +177,14 @@ class ShmDirect:
 
     def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
         control = self.control
-        yield from control.room()
-        number = control.small_slot(ahead=self._runs_ahead)
+        if control.met < control.needed:
+            yield from control.room()
+        if self._runs_ahead:
+            number = 2 + (control.turn + 1) % AHEAD
+        else:
+            control.side = number = 1 - control.side
         if source is not None:
-            copy(control.mine.slot_address(number), source.data_ptr(), self._given)
+            copy(self._own_slots[number], source.data_ptr(), self._given)
         yield ShmEpoch(control, first=True, places=self._depends_on)
         if out is None or not self._gets:
             return
@@ -210,7 +217,8 @@ class ShmDirect:
                 result = control.find(out, self._given)
             if given is not None and result is not None:
                 where = Descriptors(given, result)
-        yield from control.room()
+        if control.met < control.needed:
+            yield from control.room()
         if where is None:
             self._settle(source_tensor, own)
             own = ()
@@ -312,12 +320,12 @@ class ShmDirect:
         collects = self.form.passed_on and self._gets
         count = -(-self._longest // piece)
         for number in range(count):
-            part = control.quarter if self._runs_ahead else control.phase
+            part = control.part if self._runs_ahead else control.phase
             if number and collects:
                 self._take_results(out, number - 1, 1 - part)
             self._take_piece(source, out, number, part)
             if self._runs_ahead:
-                control.quarter_over(given=self._gives)
+                control.part_over(given=self._gives)
             else:
                 control.phase = 1 - part
             if number + 1 < count:
@@ -336,8 +344,8 @@ class ShmDirect:
         control.make_stage()
         if not self._gives:
             return
-        yield from control.quarter_free() if self._runs_ahead else control.stage_free()
-        part = control.quarter if self._runs_ahead else control.phase
+        yield from control.part_free() if self._runs_ahead else control.stage_free()
+        part = control.part if self._runs_ahead else control.phase
         stage = control.mine.stage_address + part * PIECE
         first = number * piece
         if self.form.sliced:

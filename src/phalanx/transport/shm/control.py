@@ -37,7 +37,7 @@ from phalanx.transport.shm.segments import Block, Segment, tensor_at
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 AHEAD = 16  # entries; with less, a root that waits for room is woken up for a few calls only
-QUARTERS = 4  # of the staging memory
+PARTS = 4  # of the staging memory: as many pieces of 2 MiB a root may be ahead
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
@@ -49,11 +49,13 @@ class ControlBlock:
     place    this rank's
     mine     this rank's own peer slot; `words` are its words
     slots    what each of them shows, this rank included; None: it has not made the group yet
-    turn     which entry the last collective has used, and which small slot if its root runs ahead
-    side     0 or 1: which small slot the last collective has used in which all depend on all
+    turn     the entry of the last collective; where its root ran ahead, 2 less than its small slot
+    side     0 or 1: the small slot of the last collective in which all depended on all
     phase    0 or 1: which half of the staging memory is next in such a collective
-    quarter  0 to 3: the part of the staging memory that a root which runs ahead uses next
+    part     the part of the staging memory that a root which runs ahead uses next
+    starts   of the last collectives, by their entries: the flags at their first epochs
     met      all others are known to have raised their flags as high
+    needed   they have to, before the next collective may use its entry (`room`)
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -61,10 +63,10 @@ class ControlBlock:
         self.ranks = ranks
         self.place = ranks.index(rank)
         self.size = len(ranks)
-        self.turn = self.side = self.phase = self.quarter = self.met = 0
-        self._starts = [0] * AHEAD  # of the last collectives: the flags at their first epochs
-        # What the others' flags are when they have read a quarter, and all this rank has given so.
-        self._read = [0] * QUARTERS
+        self.turn = self.side = self.phase = self.part = self.met = self.needed = 0
+        self.starts = [0] * AHEAD
+        # What the others' flags are when they have read a part, and all this rank has given so.
+        self._read = [0] * PARTS
         self._staged = 0
         self._domain = domain
         self._block = domain.arena.take(SIZE)
@@ -99,21 +101,16 @@ class ControlBlock:
 
     def barrier(self) -> Iterator[Step]:
         """The steps of a barrier."""
-        yield from self.room()
+        if self.met < self.needed:
+            yield from self.room()
         yield ShmEpoch(self, first=True)
 
     # Running ahead ------------------------------------------------------------------------
 
     def room(self) -> Iterator[Step]:
         """The step, if it takes one, after which the next collective may use its entry."""
-        starts, turn = self._starts, self.turn
-        if self.met < starts[(turn + 2) % AHEAD] and not self.have_met(starts[(turn + 2) % AHEAD]):
-            yield FlagWait(self, starts[(turn + 2 + AHEAD // 2) % AHEAD])
-
-    def begin(self, value: int) -> None:
-        """A collective begins with the epoch of this value."""
-        self.turn = (self.turn + 1) % AHEAD
-        self._starts[self.turn] = value
+        if not self.have_met(self.needed):
+            yield FlagWait(self, self.starts[(self.turn + 2 + AHEAD // 2) % AHEAD])
 
     def have_met(self, value: int) -> bool:
         """Whether all others are as far, without waiting."""
@@ -122,36 +119,29 @@ class ControlBlock:
             self.met = max(self.met, min(words[FLAG] for words in flags))
         return self.met >= value
 
-    def small_slot(self, *, ahead: bool) -> int:
-        """The small slot that the next collective uses; `ahead` if its givers do not wait."""
-        if ahead:
-            return 2 + (self.turn + 1) % AHEAD
-        self.side = 1 - self.side
-        return self.side
-
     def stage_free(self) -> Iterator[Step]:
         """The step, if it takes one, after which all have read what this rank staged as a root."""
         if self.met < self._staged and not self.have_met(self._staged):
             yield FlagWait(self, self._staged)
 
-    def quarter_free(self) -> Iterator[Step]:
-        """The step, if it takes one, after which this rank, as a root, may stage in `quarter`."""
-        value = self._read[self.quarter]
+    def part_free(self) -> Iterator[Step]:
+        """The step, if it takes one, after which this rank, as a root, may stage in `part`."""
+        value = self._read[self.part]
         if self.met < value and not self.have_met(value):
             yield FlagWait(self, value)
 
-    def quarter_over(self, *, given: bool) -> None:
+    def part_over(self, *, given: bool) -> None:
         """The root, which this rank is if it has `given`, has staged there for the last epoch.
 
         All others have read it when they come to their next one.
         """
         if given:
-            self._read[self.quarter] = self._staged = self.words[FLAG] + 1
-        self.quarter = (self.quarter + 1) % QUARTERS
+            self._read[self.part] = self._staged = self.words[FLAG] + 1
+        self.part = (self.part + 1) % PARTS
 
     def stage_over(self) -> None:
         """A collective is over in which all have staged, and read each other's memory."""
-        self._read = [self.words[FLAG] + 1] * QUARTERS
+        self._read = [self.words[FLAG] + 1] * PARTS
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -407,13 +397,16 @@ class ShmEpoch(FlagWait):
         words = control.words
         if self._first:
             self._rolling_hash = call.rolling_hash
-            control.begin(words[FLAG] + 1)
-            words[ENTRIES + control.turn * ENTRY] = call.rolling_hash
-            given = GIVEN[control.turn]
+            starts = control.starts
+            control.turn = turn = (control.turn + 1) % AHEAD
+            starts[turn] = words[FLAG] + 1
+            control.needed = starts[(turn + 2) % AHEAD]
+            words[ENTRIES + turn * ENTRY] = call.rolling_hash
+            given = GIVEN[turn]
             if shown is None:
                 words[given] = 0
             else:
-                result = RESULT[control.turn]
+                result = RESULT[turn]
                 words[given], words[given + 1] = shown.given[0] + 1, shown.given[1]
                 words[result], words[result + 1] = shown.result[0] + 1, shown.result[1]
         if WEAK_ORDER:
@@ -427,11 +420,16 @@ class ShmEpoch(FlagWait):
     @override
     def ready(self, *, spin: bool = False) -> bool:
         """Whether they have arrived; if asked to spin, with the same rolling hash, too."""
-        if not super().ready(spin=spin):
+        control, value = self.control, self.value
+        if not spin:
+            return super().ready()
+        if not control.spin(value, self.places):
             return False
-        if spin and self._last and self.control.broken(self.value):
+        if self.places is None:
+            control.met = value
+        if self._last and control.broken(value):
             return False
-        return not (spin and self._first) or self.diverged() is None
+        return not self._first or self.diverged() is None
 
     @override
     def waits_for(self) -> list[int]:
