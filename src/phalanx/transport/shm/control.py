@@ -326,6 +326,7 @@ class FlagWait(Step):
     """A step: wait until some members have raised their flags."""
 
     __slots__ = ("control", "places", "value")
+    blocks = True
 
     def __init__(self, control: ControlBlock, value: int, places: Places = None) -> None:
         self.control = control
@@ -344,6 +345,11 @@ class FlagWait(Step):
         if self.places is None and value > control.met:
             control.met = value
         return True
+
+    @override
+    def block(self, seconds: float) -> bool:
+        """Spin a short while, with the lock held: most waits are shorter than it takes to park."""
+        return self.control.spin(self.value, self.places)
 
     @override
     def waits_for(self) -> list[int]:
