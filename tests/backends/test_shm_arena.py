@@ -189,11 +189,12 @@ def refuse(number: int, segment: Segment) -> None:
 
 def test_a_segment_that_cannot_be_published_leaves_nothing_behind(an_arena: Maker) -> None:
     arena = an_arena(refuse)
+    gc.collect()  # what other tests have left, or it would end meanwhile
     before = files_of_memory()
     for _ in range(3):
         with pytest.raises(MemoryError, match="full"):
             arena.empty((1,), torch.uint8)
-    assert files_of_memory() == before
+    assert files_of_memory() <= before
     assert len(arena.segments) == 1
     assert arena.take(100).segment == 0
 

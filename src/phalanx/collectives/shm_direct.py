@@ -31,11 +31,12 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
-from phalanx.core.reduce_op import RankOrderReduction, ReduceOp, reduction_for
+from phalanx.core.reduce_op import BLOCK, RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
     AHEAD,
@@ -104,7 +105,7 @@ SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
 LINE = 64
-KEPT = 256  # views of memory that are remembered
+KEPT = 1024  # views of memory that are remembered
 
 OwnParts: TypeAlias = "tuple[tuple[int, Tensor], ...]"
 """Parts of this rank's slice that are elsewhere: the element at which each begins, its values."""
@@ -150,6 +151,7 @@ class ShmDirect:
             self._depends_on = () if giving else (key.root,) if form.from_root else None
         room = PIECE // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
+        self._at_once = STEP  # bytes
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -208,6 +210,9 @@ class ShmDirect:
         self, source_tensor: Tensor | None, out_tensor: Tensor | None, own: OwnParts
     ) -> Iterator[Program]:
         control = self.control
+        # Threads of torch that have no core of their own would wait for each other at every step.
+        crowded = torch.get_num_threads() > control.share_of_cores
+        self._at_once = BLOCK * self.dtype.itemsize if crowded else STEP
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0
         where = None  # all that this rank shows, if it lies in shared memory
@@ -385,8 +390,10 @@ class ShmDirect:
 
     def _reduce(self, addresses: list[int], out: int, length: int) -> None:
         assert self._reduction is not None
-        views = [self._view(address, length) for address in addresses]
-        self._reduction.reduce(views, self._view(out, length))
+        for first in range(0, length, self._at_once):
+            count = min(self._at_once, length - first)
+            views = [self._view(address + first, count) for address in addresses]
+            self._reduction.reduce(views, self._view(out + first, count))
 
     def _view(self, address: int, length: int) -> Tensor:
         """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""
