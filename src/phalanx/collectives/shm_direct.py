@@ -211,7 +211,7 @@ class ShmDirect:
     ) -> Iterator[Program]:
         control = self.control
         # Threads of torch that have no core of their own would wait for each other at every step.
-        crowded = torch.get_num_threads() > control.share_of_cores
+        crowded = torch.get_num_threads() > max(1, control.share_of_cores)
         self._at_once = BLOCK * self.dtype.itemsize if crowded else STEP
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0

@@ -55,7 +55,7 @@ class ControlBlock:
     phase    0 or 1: which half of the staging memory is next in such a collective
     part     the part of the staging memory that a root which runs ahead uses next
     starts   of the last collectives, by their entries: the flags at their first epochs
-    share_of_cores  how many of this host's cores there are for each of its ranks
+    share_of_cores  how many of this host's cores there are for each of its ranks, 0 if too few
     met      all others are known to have raised their flags as high
     needed   they have to, before the next collective may use its entry (`room`)
     """
@@ -81,7 +81,7 @@ class ControlBlock:
         self.slots[self.place] = self.mine
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
-        self.share_of_cores = max(1, (os.cpu_count() or 1) // (1 + len(domain.local_peers)))
+        self.share_of_cores = (os.cpu_count() or 1) // (1 + len(domain.local_peers))
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
@@ -351,8 +351,11 @@ class FlagWait(Step):
 
     @override
     def block(self, seconds: float) -> bool:
-        """Spin a short while, with the lock held: most waits are shorter than it takes to park."""
-        return self.control.spin(self.value, self.places)
+        """Spin a short while, with the lock held: most waits are shorter than it takes to park.
+
+        Not where another rank needs the core.
+        """
+        return self.control.share_of_cores > 0 and self.control.spin(self.value, self.places)
 
     @override
     def waits_for(self) -> list[int]:
