@@ -120,6 +120,8 @@ class ControlBlock:
         flags = self._flags.get(None) or self._find(None)
         if flags is not None:
             self.met = max(self.met, min(words[FLAG] for words in flags))
+        if WEAK_ORDER:
+            self.fence()  # what they have read may be written from now on
         return self.met >= value
 
     def stage_free(self) -> Iterator[Step]:
