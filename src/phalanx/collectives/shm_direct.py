@@ -17,8 +17,8 @@ turn, so what is overwritten now was read before the last epoch (`transport/shm/
 Every rank reduces its own slice of all contributions, in rank order, and writes in no memory but
 its own: n/p bytes are read from each of p members, and p-1 results of n/p taken.
 
-Who only gives does not wait for those who take (`Form.runs_ahead`), unless its own tensor is read:
-it has small slots for some collectives, and parts of the staging memory, in turn.
+Who only gives does not wait for those who take, unless its own tensor is read: it has small slots
+for some collectives, and parts of the staging memory, in turn.
 
 `tests/collectives/shm_direct_model.py` steps the ranks by hand, in every order.
 """
@@ -75,10 +75,6 @@ class Form(NamedTuple):
     passed_on: bool = False
     from_root: bool = False
     to_root: bool = False
-
-    def runs_ahead(self, *, small: bool) -> bool:
-        """Whether those who only give go on before what they gave is taken."""
-        return self.from_root or (small and self.to_root)
 
 
 # fmt: off
@@ -144,11 +140,13 @@ class ShmDirect:
         self._takes = self._gets or form.passed_on
         self.is_small = self._given <= min(SMALL, 2 * SLOT // self.size)
         self._own_slots = [control.mine.slot_address(number) for number in range(2 + AHEAD)]
-        self._runs_ahead = form.runs_ahead(small=self.is_small)
+        # Those who only give go on before it is taken; they depend on nobody.
+        self._runs_ahead = form.from_root or (form.to_root and self.is_small)
         self._depends_on: Places = None
-        if self._runs_ahead:
-            giving = self._gives if form.from_root else not is_root
-            self._depends_on = () if giving else (key.root,) if form.from_root else None
+        if self._runs_ahead and is_root == form.from_root:
+            self._depends_on = ()
+        elif form.from_root:
+            self._depends_on = (key.root,)
         room = PIECE // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._at_once = STEP  # bytes
@@ -349,7 +347,7 @@ class ShmDirect:
         control.make_stage()
         if not self._gives:
             return
-        yield from control.part_free() if self._runs_ahead else control.stage_free()
+        yield from control.stage_free(ahead=self._runs_ahead)
         part = control.part if self._runs_ahead else control.phase
         stage = control.mine.stage_address + part * PIECE
         first = number * piece

@@ -21,9 +21,8 @@ line of its own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from os import sched_yield
+from os import cpu_count, sched_yield
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
@@ -81,7 +80,7 @@ class ControlBlock:
         self.slots[self.place] = self.mine
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
-        self.share_of_cores = (os.cpu_count() or 1) // (1 + len(domain.local_peers))
+        self.share_of_cores = (cpu_count() or 1) // (1 + len(domain.local_peers))
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
@@ -124,14 +123,12 @@ class ControlBlock:
             self.fence()  # what they have read may be written from now on
         return self.met >= value
 
-    def stage_free(self) -> Iterator[Step]:
-        """The step, if it takes one, after which all have read what this rank staged as a root."""
-        if self.met < self._staged and not self.have_met(self._staged):
-            yield FlagWait(self, self._staged)
+    def stage_free(self, *, ahead: bool) -> Iterator[Step]:
+        """The step, if it takes one, after which this rank may stage in `part`, if it runs ahead.
 
-    def part_free(self) -> Iterator[Step]:
-        """The step, if it takes one, after which this rank, as a root, may stage in `part`."""
-        value = self._read[self.part]
+        Else anywhere: all have read what it has staged as a root.
+        """
+        value = self._read[self.part] if ahead else self._staged
         if self.met < value and not self.have_met(value):
             yield FlagWait(self, value)
 
