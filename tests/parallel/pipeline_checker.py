@@ -13,7 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import ceil
 
-from phalanx.pipeline.schedules import SCHEDULES, Action, ActionKind, Schedule
+from phalanx.pipeline.schedules import SCHEDULES, Action, ActionKind, B, Schedule, ScheduleRow
+
+LOOPED = SCHEDULES["1f1b"]
 
 
 def group(p: int, m: int) -> int:
@@ -26,7 +28,14 @@ ALIVE = {
     "gpipe": lambda i, p, m, v: m,
     "1f1b": lambda i, p, m, v: min(m, p - i),
     "interleaved_1f1b": lambda i, p, m, v: min(v * m, (v - 1) * group(p, m) + 2 * (p - i - 1) + 1),
+    "zb_h1": lambda i, p, m, v: min(m, p),
+    "zb_v": lambda i, p, m, v: min(2 * m, m + 1 + i, 2 * p),
 }
+
+
+def stage_of(row: ScheduleRow, i: int, c: int, p: int) -> int:
+    """The stage that is chunk c of rank i."""
+    return next(s for s in range(c * p, (c + 1) * p) if row.rank_of(s, p) == i)
 
 
 class BrokenScheduleError(AssertionError):
@@ -39,23 +48,34 @@ class Report:
 
     forward: Counter[tuple[int, int]] = field(default_factory=Counter)
     backward: Counter[tuple[int, int]] = field(default_factory=Counter)
+    weights: Counter[tuple[int, int]] = field(default_factory=Counter)
     most_alive: list[int] = field(default_factory=list)
 
 
-def check(schedules: list[Schedule], num_chunks: int, chance: random.Random) -> Report:
-    """Run schedules, one for each rank, to their end. Raises BrokenScheduleError."""
+def check(
+    schedules: list[Schedule], num_chunks: int, chance: random.Random, row: ScheduleRow = LOOPED
+) -> Report:
+    """Run schedules, one for each rank, to their end. Raises BrokenScheduleError.
+
+    row    where its stages are, and whether activations live until W
+    """
     p, last = len(schedules), len(schedules) * num_chunks - 1
     report = Report(most_alive=[0] * p)
+    ends_life = ActionKind.W if row.passes == 3 else ActionKind.B
     alive: list[set[tuple[int, int]]] = [set() for _ in range(p)]
     next_action: list[Action | None] = [next(schedule, None) for schedule in schedules]
 
     def needs(rank: int, action: Action) -> bool:
         kind, j, c = action
-        stage = c * p + rank
+        stage = stage_of(row, rank, c, p)
         if kind is ActionKind.F:
             return stage == 0 or (stage - 1, j) in report.forward
         if (stage, j) not in report.forward:
             raise BrokenScheduleError(f"rank {rank}: {action} before its forward pass")
+        if kind is ActionKind.W:
+            if (stage, j) not in report.backward:
+                raise BrokenScheduleError(f"rank {rank}: {action} before {B(j, c)}")
+            return True
         return stage == last or (stage + 1, j) in report.backward
 
     while any(next_action):
@@ -66,9 +86,13 @@ def check(schedules: list[Schedule], num_chunks: int, chance: random.Random) -> 
         rank = chance.choice(able)
         action = next_action[rank]
         assert action is not None
-        done, stage = (report.forward, report.backward)[action.kind], action.chunk * p + rank
-        done[stage, action.micro_batch] += 1
-        (alive[rank].add, alive[rank].discard)[action.kind]((stage, action.micro_batch))
+        done = (report.forward, report.backward, report.weights)[action.kind]
+        passed = stage_of(row, rank, action.chunk, p), action.micro_batch
+        done[passed] += 1
+        if action.kind is ActionKind.F:
+            alive[rank].add(passed)
+        elif action.kind is ends_life:
+            alive[rank].discard(passed)
         report.most_alive[rank] = max(report.most_alive[rank], len(alive[rank]))
         next_action[rank] = next(schedules[rank], None)
     return report
@@ -80,15 +104,23 @@ Slot = tuple[int, int, Action]  # begins, ends, what
 
 
 def timeline(
-    schedule: str, p: int, m: int, v: int = 1, *, forward: int = 1, backward: int = 1
+    schedule: str,
+    p: int,
+    m: int,
+    v: int = 1,
+    *,
+    forward: int = 1,
+    backward: int = 1,
+    weights: int = 1,
 ) -> list[list[Slot]]:
     """For each rank its actions and when they begin and end, if messages took no time.
 
-    forward, backward   how long a pass through one chunk takes
+    forward, backward, weights   how long F, B and W of one chunk take
 
     Raises RuntimeError if the schedule cannot go on, naming the action that each rank waits in.
     """
-    todo = [list(SCHEDULES[schedule].generator(i, p, m, v))[::-1] for i in range(p)]
+    row = SCHEDULES[schedule]
+    todo = [list(row.generator(i, p, m, v))[::-1] for i in range(p)]
     slots: list[list[Slot]] = [[] for _ in range(p)]
     ends: dict[
         tuple[ActionKind, int, int], int
@@ -99,16 +131,18 @@ def timeline(
         i = waiting.pop()
         while todo[i]:
             kind, j, c = action = todo[i][-1]
-            s = c * p + i
+            s = stage_of(row, i, c, p)
             if kind is ActionKind.F:
                 ready = ends.get((ActionKind.F, s - 1, j)) if s else 0
+            elif kind is ActionKind.W:
+                ready = ends.get((ActionKind.B, s, j))
             else:
                 ready = ends.get((ActionKind.B, s + 1, j) if s < last else (ActionKind.F, s, j))
             if ready is None:
                 break
             todo[i].pop()
             begins = max(ready, slots[i][-1][1] if slots[i] else 0)
-            ends[kind, s, j] = begins + (forward if kind is ActionKind.F else backward)
+            ends[kind, s, j] = begins + (forward, backward, weights)[kind]
             slots[i].append((begins, ends[kind, s, j], action))
             waiting += {(i + 1) % p, (i - 1) % p} - {*waiting, i}
     if any(todo):

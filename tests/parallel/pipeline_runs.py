@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from phalanx import Backend, Pipeline, PipelineParallelConfig
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
 SIZE = 6
 Values = dict[str, Tensor]
 Optimizer = Callable[[Any], torch.optim.Optimizer]

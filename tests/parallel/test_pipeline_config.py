@@ -13,8 +13,15 @@ CONFIGS = st.one_of(
         PipelineParallelConfig,
         st.integers(1, 99),
         st.integers(1, 99),
-        st.sampled_from(["gpipe", "1f1b"]),
+        st.sampled_from(["gpipe", "1f1b", "zb_h1"]),
         st.sampled_from([None, 1]),
+    ),
+    st.builds(
+        PipelineParallelConfig,
+        st.integers(1, 99),
+        st.integers(1, 99),
+        st.just("zb_v"),
+        st.sampled_from([None, 2]),
     ),
     st.builds(
         PipelineParallelConfig,
@@ -37,12 +44,15 @@ def test_1f1b_is_what_nothing_said_means() -> None:
     assert (config.schedule, config.chunks) == ("1f1b", 1)
     assert config.to_json() == '{"num_stages":4,"num_micro_batches":8}'
     assert PipelineParallelConfig(4, 8, "interleaved_1f1b").chunks == 2
+    assert PipelineParallelConfig(4, 8, "zb_v").chunks == 2
 
 
 def test_the_bubble_in_theory_is_known_before_anything_runs() -> None:
     assert PipelineParallelConfig(4, 8).bubble == pytest.approx(3 / 11)
     assert PipelineParallelConfig(4, 8, "gpipe").bubble == pytest.approx(3 / 11)
     assert PipelineParallelConfig(4, 8, "interleaved_1f1b", 3).bubble == pytest.approx(3 / 27)
+    assert PipelineParallelConfig(4, 8, "zb_h1").bubble == pytest.approx(3 / 27)
+    assert PipelineParallelConfig(4, 8, "zb_v").bubble == pytest.approx(3 / 51)
     assert PipelineParallelConfig(1, 1).bubble == 0
 
 
@@ -58,9 +68,14 @@ def test_a_configuration_does_not_change() -> None:
         ((4, -1), ValueError, "num_micro_batches has to be 1 or more, not -1"),
         ((4.0, 8), TypeError, "num_stages has to be a whole number, not 4.0"),
         ((4, True), TypeError, "num_micro_batches has to be a whole number, not True"),
-        ((4, 8, "2f2b"), ValueError, "no schedule '2f2b'; there are gpipe, 1f1b, interleaved_1f1b"),
+        (
+            (4, 8, "2f2b"),
+            ValueError,
+            "no schedule '2f2b'; there are gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v",
+        ),
         ((4, 8, None), ValueError, "no schedule None"),
         ((4, 8, "1f1b", 2), ValueError, "1f1b has 1 chunk on each rank, not 2; interleaved_1f1b"),
+        ((4, 8, "zb_v", 3), ValueError, "zb_v has 2 chunks on each rank, not 3; interleaved_1f1b"),
         ((4, 8, "interleaved_1f1b", 1), ValueError, "needs 2 chunks or more"),
         ((4, 8, "interleaved_1f1b", 0), ValueError, "num_chunks has to be 1 or more, not 0"),
         ((2**20, 2**20), ValueError, "may be 536,870,912 at most"),

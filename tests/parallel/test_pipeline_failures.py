@@ -205,6 +205,19 @@ def test_an_error_on_one_rank_is_raised_there_and_the_others_learn_of_it(
             )
 
 
+def test_an_error_in_the_gradients_of_weights_names_that_part_of_the_step() -> None:
+    def run(backend: Backend) -> BaseException | None:
+        layers = deep()
+        layers[10].weight.register_hook(lambda gradient: Fails.backward(None, gradient))
+        pipeline = piped(backend, layers, 4, "zb_h1")
+        return outcome_of(lambda: pipeline.train_step(*batch(8), F.mse_loss))
+
+    first, second = simulate(run, 2)
+    assert isinstance(second, ArithmeticError)
+    assert isinstance(first, PeerLostError)
+    assert "W0 of stage 1 (layers 6 to 11) failed: ArithmeticError" in str(first)
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

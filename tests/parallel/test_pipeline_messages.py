@@ -220,9 +220,10 @@ def test_the_schedule_decides_how_many_activations_live(
         for _ in range(2):
             pipeline.train_step(*batch(micro_batches), F.mse_loss)
         assert not any(layer.living for layer in layers)
-        if schedule != "interleaved_1f1b":
-            mine = [layer for layer in layers if layer.most]
-            assert {max(layer.most) for layer in mine} == {pipeline.peak_activations}
+        if pipeline.config.chunks == 1:
+            lived = {max(layer.most) for layer in layers if layer.most}
+            assert max(lived) == pipeline.peak_activations
+            assert len(lived) == 1 or schedule == "zb_h1", "B frees what W does not need"
         return pipeline.peak_activations, pipeline.config.chunks
 
     for i, (most, v) in enumerate(simulate(run, stages)):

@@ -143,19 +143,13 @@ def test_a_parameter_that_two_ranks_would_share_is_refused_and_one_of_one_rank_i
         assert "0.weight on rank 0 and 10.weight on rank 1 are one parameter" in str(error)
         assert "put both layers on one rank" in str(error)
 
-    def run(backend: Backend, schedule: str) -> Any:
-        return train_piped(piped(backend, tied(0, 4), 4, schedule), sgd, [batch(8)] * 2)
+    def run(backend: Backend, schedule: str, second: int) -> Any:
+        return train_piped(piped(backend, tied(0, second), 4, schedule), sgd, [batch(8)] * 2)
 
-    plain = train_plainly(tied(0, 4), sgd, [batch(8)] * 2)
-    per_rank = simulate(lambda backend: run(backend, "1f1b"), 2)
-    assert_same_training(per_rank, plain)
-
-    def chunks(backend: Backend) -> Any:
-        pipeline = piped(backend, tied(0, 6), 4, "interleaved_1f1b")
-        return train_piped(pipeline, sgd, [batch(8)] * 2)
-
-    plain = train_plainly(tied(0, 6), sgd, [batch(8)] * 2)
-    assert_same_training(simulate(chunks, 2), plain)
+    for schedule, second in (("1f1b", 4), ("zb_h1", 4), ("interleaved_1f1b", 6), ("zb_v", 10)):
+        plain = train_plainly(tied(0, second), sgd, [batch(8)] * 2)
+        per_rank = simulate(lambda b, s=schedule, n=second: run(b, s, n), 2)
+        assert_same_training(per_rank, plain)
 
 
 def test_a_layer_without_parameters_may_come_twice() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from phalanx import Backend, Pipeline, PipelineParallelConfig, simulate
 from phalanx.pipeline import PipelineStage
+from phalanx.pipeline.schedules import SCHEDULES
 
 
 class Fork(nn.Module):
@@ -61,10 +62,11 @@ def tasks(draw: Any) -> Any:
         return nn.Sequential(*layers, nn.Linear(widths[-1], 2))
 
     count = len(build())
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]))
-    most = count // 2 if schedule == "interleaved_1f1b" else count
-    stages = draw(st.integers(1, min(4, most)))
-    chunks = draw(st.integers(2, count // stages)) if schedule == "interleaved_1f1b" else 1
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
+    row = SCHEDULES[schedule]
+    stages = draw(st.integers(1, min(4, count // row.chunks)))
+    most = count // stages if row.more_chunks else row.chunks
+    chunks = draw(st.integers(row.chunks, most))
     micro_batches = draw(st.integers(1, 7))
     rows = [draw(st.integers(micro_batches, 12)) for _ in range(3)]
     cuts = sorted(

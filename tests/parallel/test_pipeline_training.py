@@ -60,6 +60,24 @@ def test_any_number_of_micro_batches_gives_the_same(micro_batches: int, schedule
     assert_same_training(simulate(run, 3), train_plainly(deep(), adam, [batch(11)] * 2))
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_backward_passes_in_two_parts_give_the_bits_of_1f1b(schedule: str) -> None:
+    """On any ranks: which stage a layer is on makes no difference to its gradient, either."""
+
+    def run(backend: Backend, name: str) -> dict[str, Tensor]:
+        pipeline = piped(backend, deep(), 5, name)
+        for seed in range(2):
+            pipeline.train_step(*batch(11, seed), F.mse_loss)
+        return {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
+
+    def together(name: str) -> dict[str, Tensor]:
+        return {k: g for found in simulate(lambda b: run(b, name), 3) for k, g in found.items()}
+
+    expected, found = together("1f1b"), together(schedule)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_gradients_are_added_to_what_is_there_and_nobody_else_s_layers_are_touched() -> None:
     plain = deep()
     for seed in (0, 1):

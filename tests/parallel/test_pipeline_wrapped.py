@@ -77,7 +77,13 @@ def plainly(steps: int, max_norm: float) -> tuple[nn.Module, list[float]]:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("DDP", "interleaved_1f1b"), ("FSDP", "1f1b"), ("by hand", "1f1b")],
+    [
+        ("DDP", "interleaved_1f1b"),
+        ("DDP", "zb_v"),
+        ("FSDP", "1f1b"),
+        ("FSDP", "zb_h1"),
+        ("by hand", "zb_h1"),
+    ],
 )
 def test_data_and_stages_train_clip_save_and_go_on_as_the_plain_model(
     name: str, schedule: str, tmp_path: Path

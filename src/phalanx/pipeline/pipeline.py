@@ -45,14 +45,14 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Pipeline(Wrapper):
-    """Layers one after the other, cut into stages, one on each rank of `backend`.
+    """Layers one after the other, cut into stages, one or more on each rank of `backend`.
 
     layers    all of them, on every rank: an nn.Sequential, or a list of modules. Only this rank's
               are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
     config    how the layers are cut, and the schedule
     stages    which layers are which stage, by default equally many each (see `balance_stages`).
-              Stage s is on rank s % p
+              Stage s is on rank s % p; with `zb_v`, stage p + n is on rank p - 1 - n
 
         pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
         optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -129,7 +129,8 @@ class Pipeline(Wrapper):
     def peak_activations(self) -> int:
         """The most micro-batches whose activations this rank held at one time in the last step.
 
-        Counted for each chunk. With 1F1B it is the number of stages from this one on.
+        Counted for each chunk. With 1F1B it is the number of stages from this one on. Where a
+        backward pass is done in two parts, all activations are held until both are done.
         """
         return self._peak
 
@@ -153,14 +154,14 @@ class Pipeline(Wrapper):
 
         inputs    the batch: a tensor, or tuples, lists and dicts of tensors, samples along dim 0.
                   Used on rank 0; others may give None
-        targets   the same; used on the last rank
+        targets   the same; used on the rank of the last stage: the last, with `zb_v` rank 0
         loss      loss(outputs, targets) -> the mean over the samples of a micro-batch; called on
-                  the last rank. Micro-batches, of sizes that differ by one at most, count by their
-                  samples
+                  the rank of the last stage. Micro-batches, of sizes that differ by one at most,
+                  count by their samples
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
         Gradients are added to `.grad` of this rank's parameters: zero them, and step the optimizer,
-        yourself. Blocks until this rank's part is done; the last rank is done before the first.
+        yourself. Blocks until this rank's part is done; some ranks are done before others.
         Sends run while the rank computes: for each micro-batch the output of a stage once to the
         next, and its gradient once back; 40 bytes to begin the step together and 16 for the loss.
 
@@ -206,7 +207,7 @@ class Pipeline(Wrapper):
             )
         mine = torch.tensor([self._measured], dtype=torch.float64)
         busy, span = all_gather(mine, self.backend).unbind(1)
-        # The ranks begin a step together, and rank 0 ends it: the longest span is the step's.
+        # The ranks begin a step together: the longest span is the step's.
         measured = 1 - busy.sum() / (self.backend.world_size * span.max())
         return PipelineBubble(float(measured), self.config.bubble)
 
@@ -224,7 +225,7 @@ class Pipeline(Wrapper):
     ) -> tuple[PipelineStep, Tensor]:
         """Carry out a step; the mean loss."""
         config, backend, plan = self.config, self.backend, self._plan
-        rank, p = backend.rank, backend.world_size
+        row, ranks, rank = SCHEDULES[config.schedule], [s.rank for s in plan.stages], backend.rank
         train = call == "train_step"
         counts, problem = (NO_BATCH, NO_BATCH), None
         try:
@@ -244,14 +245,15 @@ class Pipeline(Wrapper):
         step = PipelineStep(
             plan,
             self.module,
-            StageP2P(backend, self._layouts, metadata, sizes, len(plan.stages), seconds),
-            inputs=_micro_batches(inputs, ranges, "inputs") if rank == 0 else [],
-            targets=_micro_batches(targets, ranges, "targets") if rank == p - 1 else [],
+            StageP2P(backend, self._layouts, metadata, sizes, ranks, seconds),
+            inputs=_micro_batches(inputs, ranges, "inputs") if rank == ranks[0] else [],
+            targets=_micro_batches(targets, ranges, "targets") if rank == ranks[-1] else [],
             weights=[size / samples for size in sizes],
             loss_function=loss,
             train=train,
+            splits=row.passes == 3,
         )
-        actions = SCHEDULES[config.schedule].generator(rank, p, m, config.chunks)
+        actions = row.generator(rank, backend.world_size, m, config.chunks)
         try:
             return step, step.run([a for a in actions if train or a.kind is ActionKind.F])
         except RankStopped:
@@ -264,7 +266,7 @@ class Pipeline(Wrapper):
         self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
     ) -> tuple[int, int]:
         """The samples of the inputs and of the targets, if they are there and can be used."""
-        rank, last = self.backend.rank, self.backend.world_size - 1
+        rank, last = self.backend.rank, self._plan.stages[-1].rank
         given = (("inputs", inputs, 0), ("targets", targets, last))
         for name, tree, user in given:
             if tree is None and rank == user:

@@ -33,9 +33,10 @@ class PipelineParallelConfig(
     num_stages         p, how many ranks share the layers: the world size of the pipeline's backend
     num_micro_batches  m, how many parts a batch is cut into. The bubble's share shrinks with it;
                        4 * num_stages is a good start
-    schedule           `gpipe`, `1f1b` or `interleaved_1f1b`; `schedules.py` compares them
+    schedule           `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1` or `zb_v`; `schedules.py`
+                       compares them
     num_chunks         v, how many runs of layers each rank has: for `interleaved_1f1b` 2 or more,
-                       by default 2; for the others 1
+                       by default 2; for `zb_v` 2; for the others 1
 
     Raises ValueError, or TypeError for a number that is none.
     """
@@ -55,13 +56,14 @@ class PipelineParallelConfig(
         if self.schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
             raise ValueError(f"there is no schedule {self.schedule!r}; there are {known}")
-        interleaved = SCHEDULES[self.schedule].interleaved
-        if interleaved and self.num_chunks == 1:
-            raise ValueError("interleaved_1f1b needs 2 chunks or more; with 1 it is 1f1b")
-        if not interleaved and self.num_chunks not in (None, 1):
+        row = SCHEDULES[self.schedule]
+        if row.more_chunks and self.num_chunks == 1:
+            raise ValueError(f"{self.schedule} needs 2 chunks or more; with 1 it is 1f1b")
+        if not row.more_chunks and self.num_chunks not in (None, row.chunks):
+            number = f"{row.chunks} chunk{'s' if row.chunks > 1 else ''}"
             raise ValueError(
-                f"{self.schedule} has 1 chunk on each rank, not {self.num_chunks}; "
-                "interleaved_1f1b has more"
+                f"{self.schedule} has {number} on each rank, not {self.num_chunks}; "
+                "interleaved_1f1b may have any number from 2 on"
             )
         if self.chunks * self.num_stages * self.num_micro_batches > MOST_PASSES:
             raise ValueError(f"stages x chunks x micro-batches may be {MOST_PASSES:,} at most")
@@ -69,13 +71,13 @@ class PipelineParallelConfig(
     @property
     def chunks(self) -> int:
         """How many runs of layers each rank has: `num_chunks`, or the schedule's default."""
-        return self.num_chunks or (2 if SCHEDULES[self.schedule].interleaved else 1)
+        return self.num_chunks or SCHEDULES[self.schedule].chunks
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which ranks wait, in theory: (p-1) / (v m + p-1).
+        """The share of the time in which ranks wait, in theory: (p-1) / (v m + p-1) with 1F1B.
 
-        For m >= p, with stages that take equally long and messages that take no time.
+        For stages that take equally long and messages that take no time.
         """
         row = SCHEDULES[self.schedule]
         return row.bubble(self.num_stages, self.num_micro_batches, self.chunks)
@@ -268,7 +270,8 @@ def make_plan(
         f"num_chunks={config.chunks}",
         f"stages {[tuple(stage[:2]) for stage in stages]}",
     ]
-    on_ranks = tuple(stage._replace(rank=number % p) for number, stage in enumerate(stages))
+    rank_of = SCHEDULES[config.schedule].rank_of
+    on_ranks = tuple(stage._replace(rank=rank_of(n, p)) for n, stage in enumerate(stages))
     plan = PipelinePlan(tuple(layers), on_ranks, lines)
     _check_parameters(plan, layers, rank)
     return plan

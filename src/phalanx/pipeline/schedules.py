@@ -1,31 +1,38 @@
-"""Pipeline schedules: GPipe, 1F1B and interleaved 1F1B, as generators of actions.
+"""Pipeline schedules: GPipe, 1F1B, interleaved 1F1B and zero bubble, as generators of actions.
 
-All three give the same gradients. They differ in how many activations are alive at a time, and in
-how long ranks wait. In the pictures a line is a rank, a column a unit of time, and a dot is time in
+All give the same gradients. They differ in how many activations are alive at a time, and in how
+long ranks wait. In the pictures a line is a rank, a column a unit of time, and a dot is time in
 which the rank waits: the bubble. A forward pass is drawn as long as a backward pass; the bubble's
-share is the same if it is not.
+share is the same if it is not. The zero bubble schedules cut a backward pass into two: B, the
+gradient of the stage's input, for which another rank waits, and W, the gradients of its weights,
+which fill the time in which the rank would wait. Each is drawn as long as a forward pass.
 
                           bubble's share            activations alive on rank i, of 1/v stage each
     gpipe                 (p-1) / (m+p-1)           m
     1f1b                  (p-1) / (m+p-1)           min(m, p-i)
     interleaved_1f1b      (p-1) / (v m + p-1)       min(v m, (v-1) g + 2(p-i-1) + 1)
+    zb_h1                 (p-1) / (3 m + p-1)       min(m, p), until W
+    zb_v                  (p-1) / (6 m + p-1)       min(2 m, m + 1 + i, 2 p), until W
 
 Letters: p ranks, m micro-batches, v chunks on each rank; rank i, micro-batch j, chunk c; g is about
-p: m divided by m // p, rounded up. The interleaved schedule pays for its shorter bubble with v
-times as many messages. For fewer micro-batches than ranks it gains little or nothing: its bubble is
-then longer by (v-1)(p-m) forward and as many backward passes of a chunk.
+p: m divided by m // p, rounded up. The schedules with several chunks pay for a shorter bubble with
+v times as many messages. The shares hold for m >= p, for zb_v from m = 2 p - 1 on; for fewer
+micro-batches those of `interleaved_1f1b`, `zb_h1` and `zb_v` are larger (`ScheduleRow.bubble`).
 
-The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p. So with p = 2 and v = 2
+The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p, or, where a schedule is
+V-shaped, of the ranks in turn from the first to the last and back. So with p = 2 and v = 2
 
-    stage      0       1       2       3
-    rank       0       1       0       1
-    chunk      0       0       1       1
+    stage                  0       1       2       3
+    chunk                  0       0       1       1
+    rank                   0       1       0       1
+    rank, V-shaped         0       1       1       0
 
 A schedule is one rank's part. It touches no tensor, socket, thread or clock, and may count on these
 rules, which every executor keeps:
 
 1. F of micro-batch j on stage s needs the result of F of j on stage s - 1; B of j on stage s needs
-   that of B of j on stage s + 1, and on the last stage that of F of j itself.
+   that of B of j on stage s + 1, and on the last stage that of F of j itself. W of j on a stage
+   needs B of j there.
 2. A rank takes its actions one after the other, and waits before one whose input is not there.
 3. Sending does not block.
 
@@ -34,11 +41,13 @@ rules, which every executor keeps:
     D. Narayanan et al.: Memory-efficient pipeline-parallel DNN training. ICML 2021.
     D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using
     Megatron-LM. SC 2021; section 2.2.
+    P. Qi et al.: Zero bubble pipeline parallelism. ICLR 2024.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from types import MappingProxyType
@@ -48,10 +57,11 @@ from msgspec import Struct
 
 
 class ActionKind(enum.IntEnum):
-    """Forward or backward."""
+    """Forward; backward; where that is cut in two, B for the stage's input and W for weights."""
 
     F = 0
     B = 1
+    W = 2
 
 
 class Action(NamedTuple):
@@ -74,8 +84,13 @@ def F(j: int, c: int = 0) -> Action:  # noqa: N802 - the papers' letters
 
 
 def B(j: int, c: int = 0) -> Action:  # noqa: N802
-    """The backward pass of micro-batch j through chunk c."""
+    """The backward pass of micro-batch j through chunk c; where there is W, without that."""
     return Action(ActionKind.B, j, c)
+
+
+def W(j: int, c: int = 0) -> Action:  # noqa: N802
+    """The rest of the backward pass of micro-batch j through chunk c: its weights' gradients."""
+    return Action(ActionKind.W, j, c)
 
 
 def gpipe(i: int, p: int, m: int, v: int = 1) -> Schedule:
@@ -142,27 +157,102 @@ def even_sizes(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
+def zb_h1(i: int, p: int, m: int, v: int = 1) -> Schedule:
+    """1F1B in which W waits for i more micro-batches, where it fills gaps (Qi et al. 2024, ZB-H1).
+
+    No rank holds the activations of more than p micro-batches, which is what rank 0 holds in 1F1B.
+    With 3 stages and 4 micro-batches:
+
+        rank 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+        rank 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        rank 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
+    more = max(m - p, 0)
+    order = "F " * (p - i) + "B F " * i + "B W F " * more + "B W " * (p - i) + "W " * i
+    yield from _numbered(order, m)
+
+
+def zb_v(i: int, p: int, m: int, v: int = 2) -> Schedule:
+    """Two chunks in a V: the layers go from the first rank to the last, and back (ibid., ZB-V).
+
+    So a micro-batch's forward pass ends on rank 0, where its backward pass begins at once. Half as
+    long a bubble as that of ZB-H1, for as many activations, as 2 p halves of stages are p.
+    With 2 stages, 3 micro-batches and 2 chunks:
+
+        rank 0   F0 F1 F2   F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0 W0   F2.1 B2.1 W2.1 B1   W1 B2 W2   .
+        rank 1   .  F0 F0.1 F1   F1.1 B0.1 W0.1 F2   B0   W0 F2.1 B1.1 W1.1 B1   B2.1 B2 W1 W2.1 W2
+    """
+    every = max(m, 2 * p - 1)  # shorter runs are this one without the last micro-batches
+    order = (
+        "F0 " * (2 * (p - i) - 1)
+        + "F1 F0 " * i
+        + "F1 B1 W1 " * (p - i)
+        + "F0 B0 W0 F1 B1 W1 " * (every - 2 * p + i + 1)
+        + "B0 W0 F1 B1 W1 " * (p - i - 1)
+        + "B0 B1 " * i
+        + "B0 W0 " * (p - i)
+        + "W1 " * i
+        + "W0 " * i
+    )
+    yield from _numbered(order, m)
+
+
+def _numbered(order: str, m: int) -> Schedule:
+    """Actions such as `F B F1`, each of which takes the next micro-batch of its kind, up to m."""
+    begun: Counter[str] = Counter()
+    for name in order.split():
+        if begun[name] < m:
+            yield Action(ActionKind[name[0]], begun[name], int(name[1:] or 0))
+        begun[name] += 1
+
+
 class ScheduleRow(NamedTuple):
     """A schedule.
 
     generator     rank i of p, m micro-batches, v chunks -> its actions
-    interleaved   whether a rank has several chunks
+    waits         p, m, v -> how many passes of a chunk a rank waits for, if all take equally long
+    passes        of each micro-batch through a chunk: F, B, and W where backward is cut in two
+    chunks        on each rank, by default
+    more_chunks   whether a rank may have more than that
+    v_shaped      whether the odd chunks go from the last rank to the first
     """
 
     generator: Callable[[int, int, int, int], Schedule]
-    interleaved: bool
+    waits: Callable[[int, int, int], int]
+    passes: int = 2
+    chunks: int = 1
+    more_chunks: bool = False
+    v_shaped: bool = False
 
     def bubble(self, p: int, m: int, v: int = 1) -> float:
         """The share of the time in which ranks wait, if all passes took equally long."""
-        waits = p - 1 + (v - 1) * max(0, p - m)
-        return waits / (v * m + waits)
+        waits = self.waits(p, m, v)
+        return waits / (self.passes * v * m + waits)
+
+    def rank_of(self, stage: int, p: int) -> int:
+        """The rank that a stage is on."""
+        c, i = divmod(stage, p)
+        return p - 1 - i if self.v_shaped and c % 2 else i
 
 
 SCHEDULES: Mapping[str, ScheduleRow] = MappingProxyType(
     {
-        "gpipe": ScheduleRow(gpipe, interleaved=False),
-        "1f1b": ScheduleRow(one_f_one_b, interleaved=False),
-        "interleaved_1f1b": ScheduleRow(interleaved_1f1b, interleaved=True),
+        "gpipe": ScheduleRow(gpipe, lambda p, m, v: 2 * (p - 1)),
+        "1f1b": ScheduleRow(one_f_one_b, lambda p, m, v: 2 * (p - 1)),
+        "interleaved_1f1b": ScheduleRow(
+            interleaved_1f1b,
+            lambda p, m, v: 2 * (p - 1 + (v - 1) * max(0, p - m)),
+            chunks=2,
+            more_chunks=True,
+        ),
+        "zb_h1": ScheduleRow(zb_h1, lambda p, m, v: p - 1 + max(0, p - m), passes=3),
+        "zb_v": ScheduleRow(
+            zb_v,
+            lambda p, m, v: max(p - 1, 4 * p - 2 - 2 * m),
+            passes=3,
+            chunks=2,
+            v_shaped=True,
+        ),
     }
 )
 """By the name that a configuration gives them."""
@@ -172,7 +262,7 @@ class PipelineBubble(Struct, frozen=True):
     """The share of the ranks' time in which they did not compute.
 
     measured   of the last train_step
-    theory     of its schedule, (p-1) / (v m + p-1): stages take equally long, messages no time
+    theory     of its schedule: stages take equally long, B as long as W, messages no time
     """
 
     measured: float

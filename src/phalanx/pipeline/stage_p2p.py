@@ -169,7 +169,7 @@ class StageP2P:
     layouts      those that have been sent, the same at both ends of an edge; kept between steps
     metadata     the hash of all that shapes may depend on; the same on every rank
     sizes        the number of samples of each micro-batch
-    num_stages   of all ranks together, p * v
+    ranks        of the stages, in their order
     timeout      seconds that this rank waits for a message at most
     """
 
@@ -177,7 +177,7 @@ class StageP2P:
     layouts: Layouts
     metadata: int
     sizes: Sequence[int]
-    num_stages: int
+    ranks: Sequence[int]
     timeout: float
     _received: dict[StageMessage, Received] = field(default_factory=dict)
     _sends: list[PendingCollective[None]] = field(default_factory=list)
@@ -186,12 +186,11 @@ class StageP2P:
         for edge in self.layouts.values():
             if len(edge) > MOST_LAYOUTS:  # between steps both ends have as many, and forget them
                 edge.clear()
-        self._all_local = self.backend.world_size == 1  # all stages are here: nothing is sent
 
     def post_recv(self, message: StageMessage) -> None:
         """Begin to receive a message if its layout is known; does not block."""
         known, key = self._known(message)
-        if key in known and message not in self._received and not self._all_local:
+        if key in known and message not in self._received and not self._is_local(message):
             tensors = known[key].empty()
             pending = [self._irecv(message, tensor) for tensor in tensors]
             self._received[message] = known[key], tensors, pending
@@ -219,7 +218,7 @@ class StageP2P:
         known, key = self._known(message)
         if key not in known:
             known[key] = found
-            if not self._all_local:
+            if not self._is_local(message):
                 content = found.encode()
                 self._isend(message, _LENGTH.pack(len(content)))
                 self._isend(message, content)
@@ -241,7 +240,7 @@ class StageP2P:
                 rank=self.backend.rank,
                 op="Pipeline",
             )
-        if self._all_local:
+        if self._is_local(message):
             self._received[message] = layout, [leaf.detach() for leaf in leaves], []
             return layout, leaves
         sends, self._sends = self._sends, []
@@ -264,8 +263,7 @@ class StageP2P:
     def recv_loss(self) -> Tensor:
         """The loss that the last stage's rank has sent; blocks until it has arrived."""
         row = torch.empty(2, dtype=torch.float64)
-        last = self.backend.world_size - 1
-        self.backend.recv(row, last, tag=LOSS_TAG, timeout=self.timeout)
+        self.backend.recv(row, self.ranks[-1], tag=LOSS_TAG, timeout=self.timeout)
         value, dtype = row.tolist()
         return torch.tensor(value, dtype=_LOSS_DTYPES[int(dtype)])
 
@@ -281,7 +279,7 @@ class StageP2P:
         return self.layouts.setdefault(message[:2], {}), key
 
     def _isend(self, message: StageMessage, content: Any) -> None:
-        receiver, tag = message.stage % self.backend.world_size, self._tag(message)
+        receiver, tag = self.ranks[message.stage], self._tag(message)
         self._sends.append(isend(content, receiver, self.backend, tag=tag, timeout=A_DAY))
 
     def _irecv(self, message: StageMessage, into: Any) -> PendingCollective[int]:
@@ -289,11 +287,14 @@ class StageP2P:
         return irecv(into, sender, self.backend, tag=tag, timeout=A_DAY)
 
     def _sender(self, message: StageMessage) -> int:
-        stage = message.stage + (-1 if message.kind is ActionKind.F else 1)
-        return stage % self.backend.world_size
+        return self.ranks[message.stage + (-1 if message.kind is ActionKind.F else 1)]
+
+    def _is_local(self, message: StageMessage) -> bool:
+        """Whether both stages are on this rank: then nothing is sent."""
+        return self._sender(message) == self.ranks[message.stage]
 
     def _tag(self, message: StageMessage) -> int:
-        edge = message.kind * self.num_stages + message.stage
+        edge = message.kind * len(self.ranks) + message.stage
         return FIRST_TAG + edge * len(self.sizes) + message.micro_batch
 
     def _recv_layout(self, message: StageMessage) -> MessageLayout:

@@ -10,6 +10,8 @@ each side:
 The tensor that a SendBoundary gives holds no data: once y has been sent, its memory is free, unless
 a layer has kept it for its backward pass. What a RecvBoundary gives is no leaf, so that a layer may
 change it in place, as it might in the plain model.
+
+Where a schedule has W, a backward pass is done in two parts (backward_split.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import MisuseError
+from phalanx.pipeline.backward_split import WeightPart, backward_input
 from phalanx.pipeline.plan import PipelinePlan
 from phalanx.pipeline.schedules import Action, ActionKind
 from phalanx.pipeline.stage_p2p import MessageLayout, StageMessage, StageP2P, Tree, unflatten
@@ -37,6 +40,7 @@ class StageBoundary:
     places      of these tensors in the message
     connected   whether each was computed with autograd this time
     gradients   one for each that is connected; None where autograd found none
+    start       the leaf behind those that were received, by which autograd differentiates
     """
 
     def __init__(self, layout: MessageLayout | None = None, sent: Sequence[Tensor] = ()) -> None:
@@ -44,6 +48,7 @@ class StageBoundary:
         self.places = [place for place, spec in enumerate(specs) if spec.needs_grad]
         self.connected = [sent[place].requires_grad for place in self.places] if sent else []
         self.gradients: Sequence[Tensor | None] = [None] * len(self.places)
+        self.start: Tensor | None = None
 
 
 class _RecvBoundary(torch.autograd.Function):
@@ -94,6 +99,7 @@ class PipelineStep:
     targets   the same, on the rank of the last stage; else empty
     weights   the share of the batch's samples that each micro-batch has
     train     whether there are backward passes
+    splits    whether these are done in two parts
     loss      the mean over the batch, on the last stage's rank, after its last forward pass
     busy      seconds in layers and loss, forward and backward
     span      seconds of the whole step
@@ -109,6 +115,7 @@ class PipelineStep:
     weights: list[float]
     loss_function: Callable[[Tree, Tree], Tensor]
     train: bool
+    splits: bool
     loss: Tensor | None = None
     busy: float = 0.0
     span: float = 0.0
@@ -116,22 +123,24 @@ class PipelineStep:
     doing: str = ""
     _losses: list[float] = field(default_factory=list)
     _alive: dict[tuple[int, int], _Activations] = field(default_factory=dict)
+    _later: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """Carry them out; the loss of the step. Blocks until all messages have been sent."""
         began = perf_counter()
-        p, i = self.p2p.backend.world_size, self.p2p.backend.rank
-        needed = [StageMessage(kind, c * p + i, j) for kind, j, c in actions]
+        rank = self.p2p.backend.rank
+        own = [number for number, stage in enumerate(self.plan.stages) if stage.rank == rank]
+        passes = [StageMessage(kind, own[c], j) for kind, j, c in actions]
+        needed = [message for message in passes if message.kind is not ActionKind.W]
+        carry_out = (self._forward, self._backward, self._backward_weights)
+        begun = 0
         with torch.set_grad_enabled(self.train):
-            for number, (action, message) in enumerate(zip(actions, needed, strict=True)):
+            for action, message in zip(actions, passes, strict=True):
                 self.doing = f"{action} of {self.plan.describe_stage(message.stage)}"
-                for soon in needed[number : number + 1 + AHEAD]:
+                for soon in needed[begun : begun + 1 + AHEAD]:
                     self._post_recv(soon)
-                if action.kind is ActionKind.F:
-                    self._forward(message)
-                else:  # where train_step is under autocast, gradients have the dtypes of forward
-                    with torch.autocast("cpu", enabled=False):
-                        self._backward(message)
+                begun += action.kind is not ActionKind.W
+                carry_out[action.kind](message)
             self.doing = "the end of the step"
             self.p2p.wait_sends()
             loss = self.p2p.recv_loss() if self.loss is None else self.loss
@@ -169,16 +178,16 @@ class PipelineStep:
             root = _SendBoundary.apply(sent, *needing)  # type: ignore[no-untyped-call]
         if self.train:
             self._alive[stage, j] = root, received, sent
-            self.most_alive = max(self.most_alive, len(self._alive))
+            self.most_alive = max(self.most_alive, len(self._alive) + len(self._later))
 
     def _recv_inputs(self, message: StageMessage) -> tuple[Tree, StageBoundary]:
         """A stage's input, connected to its boundary where a gradient is sent back."""
         layout, leaves = self.p2p.recv(message)
         boundary = StageBoundary(layout)
         if self.train and boundary.places:
-            start = torch.empty(0, requires_grad=True)  # or there is nothing to differentiate by
+            boundary.start = torch.empty(0, requires_grad=True)
             needing = [leaves[place] for place in boundary.places]
-            connected = _RecvBoundary.apply(start, boundary, needing)  # type: ignore[no-untyped-call]
+            connected = _RecvBoundary.apply(boundary.start, boundary, needing)  # type: ignore[no-untyped-call]
             for place, tensor in zip(boundary.places, connected, strict=True):
                 leaves[place] = tensor
         return unflatten(layout.structure, leaves), boundary
@@ -213,10 +222,28 @@ class PipelineStep:
             sent.gradients = [gradient for gradient, connected in returned if connected]
         if is_last or any(gradient is not None for gradient in sent.gradients):
             began = perf_counter()
-            weight = self.weights[j] if is_last else 1.0
-            torch.autograd.backward(root, torch.full_like(root, weight))
+            gradient = torch.full_like(root, self.weights[j] if is_last else 1.0)
+            with _as_in_forward():
+                if self.splits:
+                    parts = backward_input(root, gradient, received.start)
+                    if parts:
+                        self._later[stage, j] = parts
+                else:
+                    torch.autograd.backward(root, gradient)
             self.busy += perf_counter() - began
         if received.places:
             name = f"the gradients of {self.plan.describe_stage(stage)}"
             message = StageMessage(ActionKind.B, stage - 1, j)
             self.p2p.isend(message, list(received.gradients), name)
+
+    def _backward_weights(self, message: StageMessage) -> None:
+        began = perf_counter()
+        with _as_in_forward():
+            for part in self._later.pop(message[1:], ()):
+                part.run()
+        self.busy += perf_counter() - began
+
+
+def _as_in_forward() -> torch.autocast:
+    """Gradients have the dtypes of forward, also where train_step is under autocast."""
+    return torch.autocast("cpu", enabled=False)
