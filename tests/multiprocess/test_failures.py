@@ -28,10 +28,11 @@ def describe(error: DistributedError) -> tuple[str, int | None]:
 
 
 def die_before_an_all_reduce(backend: Backend, victim: int, algorithm: str) -> Any:
-    backend.barrier()
-    if backend.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    """The victim leaves the barrier first: the others may still be in it, or in the all_reduce."""
     try:
+        backend.barrier()
+        if backend.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
         all_reduce(torch.ones(1000), backend, algorithm=algorithm)
     except DistributedError as error:
         return describe(error)
@@ -89,16 +90,16 @@ def die_while_training(backend: Backend) -> Any:
                 for parameter in model.parameters():
                     parameter.sub_(parameter.grad, alpha=0.1)
     except PeerLostError as error:
-        return step, error.peer
+        return step in (4, 5), error.peer  # step 4 is over first on rank 1
     return "no error"
 
 
 def test_training_ends_with_the_name_of_the_rank_that_was_killed() -> None:
     outcomes = run_ranks(die_while_training, 3)
     assert outcomes == [
-        ("returned", (5, 1)),
+        ("returned", (True, 1)),
         ("died", -signal.SIGKILL),
-        ("returned", (5, 1)),
+        ("returned", (True, 1)),
     ]
 
 

@@ -43,10 +43,10 @@ KILLED = "rank 1 was lost: "
 
 
 def die_in_a_collective(backend: Backend) -> None:
-    all_reduce(torch.ones(10), backend)
-    if backend.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match=KILLED) as info:
+        all_reduce(torch.ones(10), backend, timeout=20)
+        if backend.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         all_reduce(torch.ones(10), backend, timeout=20)
     assert info.value.peer == 1
 
