@@ -19,15 +19,19 @@
 #   make bad-days  the launcher killed, interrupted and restarted
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
+#   make wide      64, 256 and 1,024 ranks: how soon they form, and hear that one of them died
 #   make two-hosts algorithms side by side between two hosts; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
+#   make device    tensors on a GPU beside those of the CPU, and NCCL beside torch.distributed; says
+#                  what was skipped where there is none
 #
 # Compression, measured on the language model (docs/compression.md):
 #
 #   make loss-against-bytes  the loss that each way to send less comes to, and what it sends
 #   make slow-link           steps over a link of 100 Mbit/s; needs root
+#   make pipeline-bubble     how long the ranks of a pipeline wait, in every schedule
 #
 # Before a change lands, and to see what it changes:
 #
@@ -56,8 +60,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood two-hosts kill-saves mutants agreement \
-	loss-against-bytes slow-link gate main-path clean
+.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood wide two-hosts kill-saves mutants agreement \
+	device loss-against-bytes slow-link pipeline-bubble gate main-path clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -96,6 +100,9 @@ fuzz: $(READY)
 flood: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/acceptor_flood.py $(ARGS)
 
+wide: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/wide.py $(ARGS)
+
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
 
@@ -108,11 +115,18 @@ mutants: $(READY)
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
 
+device: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/device.py $(ARGS)
+
 loss-against-bytes: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loss_against_bytes.py $(ARGS)
 
 slow-link: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/slow_link.py $(ARGS)
+
+pipeline-bubble: $(READY)
+	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=4000000000 \
+		$(BIN)/phalanx run -n 2 benchmarks/pipeline_bubble.py $(ARGS)
 
 gate: $(READY)
 	$(BIN)/python benchmarks/gate.py --base $(BASE) $(ARGS)

@@ -9,6 +9,8 @@ until the last rank has returned, and are closed then; that of a rank that fails
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
 import sys
 import threading
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
+import pytest
 import torch
 
 import phalanx
@@ -33,6 +36,7 @@ from phalanx import (
 )
 from phalanx.core.engine import ASK_EVERY
 from phalanx.transport.backends import MeshBackend
+from phalanx.transport.shm.cross_memory import ProcessMemory
 
 T = TypeVar("T")
 RankFunction = Callable[[Backend], T]
@@ -205,12 +209,44 @@ class Tcp(Threads):
         return [maker(rank) for rank in range(size)]
 
 
+class WideBackend(TcpBackend):
+    """Connected as in a wide mesh, however few ranks there are: of 4 and more, in a ring."""
+
+    each_with_each = 1
+
+
+class WideSharedMemoryBackend(SharedMemoryBackend):
+    """The same with memory in common."""
+
+    each_with_each = 1
+
+
+class Wide(Tcp):
+    """`TcpBackend` as it is among many ranks: with a connection to a few, until it needs others."""
+
+    name = "wide"
+    kind = WideBackend
+
+
 class SharedMemory(Tcp):
     """`SharedMemoryBackend`: ranks of this host that have memory in common."""
 
     name = "shm"
     lacks: Mapping[str, str] = MappingProxyType({})
     kind = SharedMemoryBackend
+
+
+def can_read() -> bool:
+    """Whether the kernel has `process_vm_readv`, and lets a process read its own memory."""
+    one, other = ctypes.c_uint64(7), ctypes.c_uint64()
+    try:
+        ProcessMemory(os.getpid()).read(ctypes.addressof(other), ctypes.addressof(one), 8)
+    except OSError:
+        return False
+    return other.value == 7
+
+
+needs_reading = pytest.mark.skipif(not can_read(), reason="the kernel has no process_vm_readv here")
 
 
 class Hybrid(Tcp):

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from checkered import split
-from clusters import CLUSTERS, Cluster
+from clusters import CLUSTERS, Cluster, Wide
 from forms import LONG, examples
 from together import Together
 
@@ -23,6 +23,7 @@ hypothesis.settings.load_profile("phalanx")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeouts: of the clusters, only those in which time passes")
+    config.addinivalue_line("markers", "wide: also as many ranks are connected, each with a few")
     config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
     config.addinivalue_line("markers", "together: on all clusters at a time: it mostly waits")
     config.addinivalue_line("markers", "checkered: half of the combinations of its parameters")
@@ -34,9 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     time_passes = metafunc.definition.get_closest_marker("timeouts") is not None
     required = {what for m in metafunc.definition.iter_markers("requires") for what in m.args}
+    wide = [Wide()] if metafunc.definition.get_closest_marker("wide") is not None else []
     chosen = [
         cluster
-        for cluster in CLUSTERS
+        for cluster in [*CLUSTERS, *wide]
         if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
     ]
     by_name = metafunc.config.getoption("keyword")  # -k: then each cluster is a test, with its name

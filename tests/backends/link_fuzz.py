@@ -48,6 +48,7 @@ FORMS = {
     Kind.ADDRESS: control.Address,
     Kind.TABLE: control.Table,
     Kind.MEMORY: control.Attached,
+    Kind.NEWS: control.News,
 }
 
 

@@ -16,6 +16,8 @@ from phalanx import (
     irecv,
 )
 
+pytestmark = pytest.mark.wide
+
 GO = 1  # tag
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from clusters import CLUSTERS, PATIENCE, Cluster, Simulated, Tcp
+from clusters import CLUSTERS, PATIENCE, Cluster, Simulated, Tcp, Wide
 from together import Together
 
 import phalanx
@@ -16,8 +16,9 @@ from phalanx import Backend, CollectiveTimeoutError, irecv
 SOON = 1.6  # seconds; the questions are asked 0.4 before, for a machine that is busy
 ONES = torch.ones(4)
 
-# One of each kind in which chains differ: in memory, over sockets, numbered anew in a group.
-WAYS = [each for each in CLUSTERS if each.name in ("simulated", "tcp", "sub")]
+# One of each kind in which chains differ: in memory, over sockets, over sockets that are opened to
+# ask, numbered anew in a group.
+WAYS = [*(each for each in CLUSTERS if each.name in ("simulated", "tcp", "sub")), Wide()]
 ways = pytest.mark.parametrize("ranks", [Together(WAYS)], ids=["together"])
 
 

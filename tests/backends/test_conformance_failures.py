@@ -18,6 +18,8 @@ import phalanx
 from phalanx import Backend, PeerLostError
 from phalanx.collectives.schedules import COLLECTIVES
 
+pytestmark = pytest.mark.wide
+
 PROMPT = 15.0  # seconds after which a rank that should have been told gives up with another error
 
 LEAVE: dict[str, Callable[[Backend], None]] = {

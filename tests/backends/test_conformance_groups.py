@@ -109,6 +109,7 @@ def test_a_group_of_one_gives_values_back_and_needs_nobody(cluster: Cluster) -> 
     cluster.run(alone, 2)
 
 
+@pytest.mark.wide
 def test_groups_of_the_same_members_are_different_groups(cluster: Cluster) -> None:
     """The same numbers and tags in each, issued in another order on each rank."""
 
@@ -163,6 +164,7 @@ def test_closing_a_group_leaves_its_parent_and_its_siblings_open(cluster: Cluste
     cluster.run(make, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_whoever_waits_in_a_group_for_a_rank_that_ends_it_is_told(
     cluster: Cluster, end: str
@@ -184,6 +186,7 @@ def test_whoever_waits_in_a_group_for_a_rank_that_ends_it_is_told(
     cluster.run(leave, 3)
 
 
+@pytest.mark.wide
 def test_a_grid_of_rows_and_columns(cluster: Cluster) -> None:
     """The groups of a mesh: 2 x 2 ranks; sums of rows, of columns, and of sums of rows."""
 

@@ -11,6 +11,8 @@ from clusters import Cluster
 
 from phalanx import Backend, recv, send, sendrecv
 
+pytestmark = pytest.mark.wide
+
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
 DTYPES += [torch.uint16, torch.complex64, torch.complex128]

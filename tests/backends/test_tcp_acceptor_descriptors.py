@@ -19,7 +19,7 @@ from clusters import PATIENCE, TOKEN
 from test_tcp_rendezvous import Start, place, start, works  # noqa: F401
 
 import phalanx
-from phalanx.transport.tcp import rendezvous as dial_module
+from phalanx.transport.tcp import dial as dial_module
 
 PROGRAM = Path(__file__).with_name("short_of_descriptors.py")
 NEEDED = 3 + 2  # of the reactor, and one connection to each of two peers

@@ -61,7 +61,7 @@ BAD = {
     "duplicate": (RIGHT._replace(rank=2), "rank 2 is, or was, connected already"),
     "job": (RIGHT._replace(job="another"), "is of another job"),
     "generation": (RIGHT._replace(generation=1), "is of generation 1, this rank 0"),
-    "version": (RIGHT, "speaks protocol version 9, this rank 2"),
+    "version": (RIGHT, "speaks protocol version 9, this rank 3"),
     "token": (RIGHT, "do not hold the same token"),
     "target": (RIGHT, "looks for rank 1, this rank 0"),
 }

@@ -12,7 +12,7 @@ from listening import needs_proc
 from test_tcp_rendezvous import Start, start  # noqa: F401
 
 from phalanx import CollectiveTimeoutError
-from phalanx.transport.tcp.rendezvous import Dial
+from phalanx.transport.tcp.dial import Dial
 from phalanx.transport.tcp.transport import TcpTransport
 
 

@@ -1,6 +1,6 @@
 """Ranks that share memory without an engine: a test steps each of them by hand.
 
-    members(3)                        three ranks' control blocks on each other
+    members(3, reads=False)           three ranks' control blocks on each other
     Performance(member, call, ...)    one rank's part in one collective
     perform(...)                      all ranks' parts in several, in an order that the test chooses
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
@@ -37,6 +38,8 @@ IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "gather")
 class Call(NamedTuple):
     """What all ranks do together; `registered` and `in_place` have a bit for each rank.
 
+    parts   of an all_reduce in place: in how many places each rank's tensor lies; 0: in one, as any
+
     slice_   elements of what each rank gives or gets; or, of all that is not divided, a p-th of
              them, and `rest` more
     """
@@ -50,6 +53,7 @@ class Call(NamedTuple):
     registered: int = 0
     results_registered: int = 0
     in_place: int = 0
+    parts: int = 0
 
     def shape(self, size: int) -> int:
         """Elements of the tensor that is cut into chunks."""
@@ -122,14 +126,17 @@ class Member:
 
 
 @contextmanager
-def members(size: int) -> Iterator[list[Member]]:
-    """So many ranks, in one group."""
+def members(size: int, *, reads: bool = False) -> Iterator[list[Member]]:
+    """So many ranks, in one group; whether they read each other's ordinary memory."""
     all_ = [Member(rank, size) for rank in range(size)]
     for one in all_:
         for other in all_:
             if other is not one:
                 there = other.domain
                 one.domain.add_peer(other.rank, os.getpid(), there.memory, there.wakeup_end)
+    for one in all_:
+        if reads:
+            one.domain.try_reading()
     for one in all_:
         one.control = one.make_control(0, tuple(range(size)))
     try:
@@ -163,7 +170,15 @@ class Performance:
         self.is_in_place = source is self.out or (
             self.out is not None and source.data_ptr() == self.out.data_ptr() + rank * given.nbytes
         )
-        self.steps = member.flat(call).steps(self.source, self.out)
+        flat = member.flat(call)
+        self.parts: list[Tensor] = []
+        if call.parts and call.collective == "all_reduce" and flat.reads_parts(call.parts):
+            cuts = [given.numel() * part**2 // call.parts**2 for part in range(call.parts + 1)]
+            self.parts = [given[start:stop].clone() for start, stop in pairwise(cuts)]
+            self.source = None
+            self.steps = flat.of_parts(self.parts)
+        else:
+            self.steps = flat.steps(self.source, self.out)
         self.epoch: FlagWait | None = None
 
     def may_go_on(self) -> bool:
@@ -184,12 +199,14 @@ class Performance:
 
     def check_and_overwrite(self, what: str) -> None:
         """The result is right, what was given is as it was; then it is not any more."""
+        if self.parts:
+            self.out = torch.cat(self.parts)
         if self.expected is not None:
             assert self.out is not None
             assert same_bits(self.out, self.expected), what
         if self.source is not None and not self.is_in_place:
             assert same_bits(self.source, self.before), f"{what}: what was given has changed"
-        for tensor in (self.source, self.out):
+        for tensor in (self.source, self.out, *self.parts):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xA5)
 

@@ -15,7 +15,7 @@ from shm_direct_model import ROOTED, Call, members, perform
 from phalanx import ReduceOp
 from phalanx.collectives import shm_direct
 from phalanx.collectives.shm_direct import SHM_DIRECT
-from phalanx.transport.shm.control import AHEAD, FLAG, PARTS
+from phalanx.transport.shm.control import AHEAD, FLAG, PARTS, ControlBlock
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -26,6 +26,13 @@ def short_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shm_direct, "PIECE", PIECE)
         patch.setattr(shm_direct, "SMALL", SMALL)
+        patch.setattr(shm_direct, "MEET", PIECE)
+        patch.setattr(shm_direct, "READ", PIECE)
+        patch.setattr(shm_direct, "READ_LEAST", SMALL)
+        patch.setattr(shm_direct, "READ_REDUCED", PIECE)
+        patch.setattr(shm_direct, "READ_BROADCAST", PIECE)
+        crowded = Random(0)
+        patch.setattr(ControlBlock, "is_crowded", lambda control: crowded.random() < 0.5)
         yield
 
 
@@ -52,8 +59,12 @@ MEMORY = {
 
 @pytest.mark.checkered
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
+@pytest.mark.parametrize("reads", [False, True], ids=["staged", "read"])
 @pytest.mark.parametrize("size", [2, 5])
-def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, int]) -> None:
+def test_every_collective_at_every_threshold(
+    size: int, reads: bool, memory: tuple[int, int, int]
+) -> None:
+    """`reads`: ranks read each other's ordinary memory, which is staged otherwise."""
     registered, results, in_place = memory
     random = Random(size)
     calls = [
@@ -65,12 +76,13 @@ def test_every_collective_at_every_threshold(size: int, memory: tuple[int, int, 
             registered=registered,
             results_registered=results,
             in_place=in_place,
+            parts=random.choice((0, 1, 5)),
         )
         for length in slices_around_thresholds(size)
         for collective in SHM_DIRECT
     ]
     random.shuffle(calls)
-    with members(size) as everyone:
+    with members(size, reads=reads) as everyone:
         perform(everyone, calls, random.choice)
 
 
@@ -87,6 +99,7 @@ def calls_of(draw: st.DrawFn, size: int) -> Call:
         draw(st.sampled_from((ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX))),
         draw(st.integers(0, size - 1)),
         *(draw(bits), draw(bits), draw(bits)),
+        draw(st.integers(0, 9)),
     )
 
 
@@ -96,9 +109,9 @@ programs = st.integers(2, 4).flatmap(
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
-@given(programs, st.lists(st.integers(0, 3), max_size=60), st.integers(0, 2**16))
+@given(programs, st.lists(st.integers(0, 3), max_size=60), st.integers(0, 2**16), st.booleans())
 def test_whoever_is_slow_at_any_point_gets_and_gives_what_is_right(
-    program: tuple[int, list[Call]], order: list[int], seed: int
+    program: tuple[int, list[Call]], order: list[int], seed: int, reads: bool
 ) -> None:
     """Whoever has ended overwrites at once what it gave and got: nobody may read that any more."""
     size, calls = program
@@ -108,7 +121,7 @@ def test_whoever_is_slow_at_any_point_gets_and_gives_what_is_right(
         number = next(choices, None)
         return later.choice(able) if number is None else able[number % len(able)]
 
-    with members(size) as everyone:
+    with members(size, reads=reads) as everyone:
         perform(everyone, calls, choose, seed)
 
 
@@ -194,5 +207,5 @@ def test_roots_change_while_some_run_ahead(seed: int, size: int) -> None:
             favourite = random.choice(able)
         return favourite
 
-    with members(size) as everyone:
+    with members(size, reads=seed % 2 == 1) as everyone:
         perform(everyone, calls, choose, seed)

@@ -13,6 +13,8 @@ from torch import Tensor
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, DistributedError, MisuseError, PeerLostError
 from phalanx.collectives import shm_direct
+from phalanx.transport.shm.control import ControlBlock
+from phalanx.transport.shm.cross_memory import ProcessMemory
 
 COUNT = 100_000
 RIGHT, WRONG = 1.0, 7.0
@@ -37,11 +39,13 @@ def close_meanwhile(backend: Backend, call: Callable[[float], object]) -> None:
         call(20.0)
 
 
+@pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("give_up", [time_out, close_meanwhile])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
     call: Callable[[Tensor, Backend, float], Tensor | None],
     give_up: Callable[[Backend, Callable[[float], object]], None],
+    registered: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 is held up while it copies from rank 0's tensors, until rank 0 has given up waiting
@@ -54,10 +58,22 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
             given_up.wait(10)
         return plain_copy(into, source, count)
 
+    plain_read = ProcessMemory.read
+
+    def slow_read(memory: ProcessMemory, into: int, address: int, length: int) -> None:
+        if threading.current_thread().name == "rank 1" and length > 8:
+            given_up.wait(10)
+        plain_read(memory, into, address, length)
+
     monkeypatch.setattr(shm_direct, "copy", slow_copy)
+    monkeypatch.setattr(ProcessMemory, "read", slow_read)
+    monkeypatch.setattr(shm_direct, "READ_REDUCED", 0)
+    monkeypatch.setattr(shm_direct, "READ_BROADCAST", 0)
+    monkeypatch.setattr(ControlBlock, "is_crowded", lambda control: True)
 
     def run(backend: Backend) -> str:
-        mine = backend.empty(COUNT).fill_(RIGHT)
+        mine = backend.empty(COUNT) if registered else torch.empty(COUNT)
+        mine.fill_(RIGHT)
         if backend.rank == 0:
             results: list[Tensor | None] = []
             give_up(backend, lambda timeout: results.append(call(mine, backend, timeout)))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from clusters import needs_reading
 from typer.testing import CliRunner
 
 from phalanx.cli.app import app, run_checks
@@ -242,6 +243,21 @@ def test_memory_is_shared_with_a_second_process_as_ranks_share_it(
     finding = found(*place)
     assert finding.status == "info"
     assert "ranks of one host talk over TCP" in finding.what
+
+
+@needs_reading
+def test_a_process_that_may_not_read_anothers_memory_is_said_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "Memory between processes", "cross-memory attach"
+    with monkeypatch.context() as hidden:
+        hidden.setattr(os, "getpid", lambda: 1 << 22)  # more than any process has
+        finding = found(*place)
+        assert finding.status == "info"
+        assert "No such process" in finding.what
+        assert "PHALANX_CMA=allow" in finding.hint
+    monkeypatch.setenv("PHALANX_CMA", "off")
+    assert "PHALANX_CMA=off" in found(*place).what
 
 
 def test_ranks_need_no_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:

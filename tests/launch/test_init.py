@@ -76,6 +76,34 @@ def test_a_token_of_the_job_does_not_pass_through_the_store(
     assert [info.token for info in gather(world)] == [None, None]  # backends read it themselves
 
 
+@pytest.mark.parametrize("without", [None, 1, 2])
+def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(
+    world: World, without: int | None
+) -> None:
+    worlds = [replace(world, rank=rank, world_size=3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        infos = list(
+            threads.map(lambda w: rendezvous(w, timeout=10.0, own_gpu=w.rank != without), worlds)
+        )
+    assert infos[0].listener is not None
+    infos[0].listener.close()
+    assert {info.nccl for info in infos} == {without is None}
+    assert len({(info.address, info.token) for info in infos}) == 1
+
+
+def test_without_a_gpu_on_rank_0_nobody_asks_the_others(world: World) -> None:
+    first, second = replace(world, rank=0), replace(world, rank=1)
+    came = rendezvous(first, timeout=10.0)  # returns though the other is not there
+    assert came.listener is not None
+    came.listener.close()
+    assert not rendezvous(second, timeout=10.0, own_gpu=True).nccl
+
+
+def test_ranks_that_do_not_say_whether_they_have_a_gpu_are_counted(world: World) -> None:
+    with pytest.raises(CollectiveTimeoutError, match="for 1 of 2 ranks to say whether they have"):
+        rendezvous(world, timeout=0.05, own_gpu=True)
+
+
 def test_ranks_that_meet_again_meet_elsewhere(world: World) -> None:
     assert gather(world)[1].token != gather(world)[1].token
 

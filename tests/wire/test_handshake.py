@@ -134,8 +134,8 @@ def test_another_version_of_the_protocol_is_told_apart(monkeypatch: pytest.Monke
     caller = dialer()
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
     hello = caller.start()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
-    with pytest.raises(Refused, match="speaks protocol version 1, this rank 2"):
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 3)
+    with pytest.raises(Refused, match="speaks protocol version 1, this rank 3"):
         acceptor().receive(hello)
 
 

@@ -89,8 +89,8 @@ def test_a_middle_cannot_talk_a_rank_into_another_version(monkeypatch: pytest.Mo
     caller = dialer()
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
     hello = caller.start()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
-    forged = put(HELLO_FIELDS["version"], b"\2\0")(hello)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 3)
+    forged = put(HELLO_FIELDS["version"], b"\3\0")(hello)
     with pytest.raises(Refused, match="same token"):
         caller.receive(acceptor().receive(forged))
 

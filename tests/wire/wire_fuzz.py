@@ -22,6 +22,7 @@ import secrets
 import struct
 import sys
 import time
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -315,6 +316,8 @@ def value(rng: random.Random, kind: Any) -> Any:
     if typing.get_origin(kind) is list:
         (inner,) = typing.get_args(kind)
         return [value(rng, inner) for _ in range(rng.choice((0, 1, 3)))]
+    if isinstance(kind, types.UnionType):
+        return value(rng, rng.choice(typing.get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind(**{name: value(rng, hint) for name, hint in HINTS[kind].items()})
     table: dict[Any, Callable[[], Any]] = {

@@ -255,7 +255,8 @@ def _what_is_cut(
         if not isinstance(tensor, Tensor) or backend.rank == root or tensor.device.type != "meta":
             check_tensor(tensor, backend, "scatter")
             return tuple(tensor.shape), tensor.dtype, tensor.device
-        return tuple(tensor.shape), tensor.dtype, torch.device("cpu")
+        device = into.device if isinstance(into, Tensor) else torch.device("cpu")
+        return tuple(tensor.shape), tensor.dtype, device
     if backend.rank == root:
         raise SizeMismatchError(
             f"rank {root}: scatter: the root gives the tensor that is cut, and gave None",
@@ -325,6 +326,8 @@ def all_to_all_uneven(
     algorithm = "direct" if algorithm == "auto" else algorithm  # others' sizes are not known
     work, result = out_for(shape, tensor.dtype, backend, into, UNEVEN, device=tensor.device)
     source = given(tensor, work)
+    if not source.is_cpu:
+        source, work, result = _on_host(source, work, result, backend)
     outgoing, incoming = ranges_of(sends), ranges_of(recvs)
     copy_bits(work[slice(*incoming[rank])], source[slice(*outgoing[rank])])
     binder = Binder(rank, exchanged(rank, outgoing, incoming), prod(row) * tensor.itemsize)
@@ -348,6 +351,20 @@ def all_to_all_uneven(
 
 
 async_all_to_all_uneven = asynchronous(all_to_all_uneven)
+
+
+def _on_host(
+    source: Tensor, out: Tensor, result: Callable[[], Tensor], backend: Backend
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """The same for tensors on a device, whole in page-locked memory: ranks' sizes differ."""
+    copies = backend.engine.copies_of(source.device, UNEVEN)
+    work = copies.room_for(out)
+
+    def deliver() -> Tensor:
+        copy_bits(out, work)
+        return result()
+
+    return copies.to_host(source), work, deliver
 
 
 def _checked_rows(

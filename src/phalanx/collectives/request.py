@@ -158,15 +158,24 @@ def check_distinct(tensor: Tensor) -> None:
 
 
 def check_into(
-    into: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, op: str
+    into: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    backend: Backend,
+    op: str,
+    *,
+    device: torch.device,
 ) -> None:
-    """Raise `SizeMismatchError` unless `into` can hold the result."""
+    """Raise `SizeMismatchError` unless `into` can hold the result, on that device."""
     check_tensor(into, backend, op)
     check_distinct(into)
-    if tuple(into.shape) != shape or into.dtype != dtype:
+    if into.shape != shape or into.dtype != dtype or into.device != device:
+        where, there = "", ""
+        if into.device != device:
+            where, there = f" on {into.device}", f" on {device}"
         raise SizeMismatchError(
-            f"rank {backend.rank}: {op}: into= is {into.dtype} {list(into.shape)}, the result is "
-            f"{dtype} {list(shape)}",
+            f"rank {backend.rank}: {op}: into= is {into.dtype} {list(into.shape)}{where}, the "
+            f"result is {dtype} {list(shape)}{there}",
             rank=backend.rank,
             op=op,
         )
@@ -207,7 +216,7 @@ def out_for(
     if into is None:
         memory = backend.empty(*shape, dtype=dtype, device=device)
         return memory, lambda: memory
-    check_into(into, shape, dtype, backend, op)
+    check_into(into, shape, dtype, backend, op, device=device)
     if is_plain(into):
         memory = into.detach()
     else:

@@ -9,8 +9,8 @@ or for `reproducible=True`, gets messages, or shared memory where that is the al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -23,9 +23,10 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.plan import Arithmetic, Key, Plan, make_plan
-from phalanx.collectives.request import Request
+from phalanx.collectives.request import Request, nothing
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm_direct import SHM_DIRECT, OwnParts, ShmDirect
+from phalanx.collectives.staging import Bound, StagedCollective
 from phalanx.collectives.tuning import remember
 from phalanx.core.backend import Backend
 from phalanx.core.posted import Combine
@@ -50,7 +51,7 @@ Options: TypeAlias = "tuple[str, bool, str, float | None]"
 """Of every collective: algorithm, reproducible, label, timeout."""
 
 Arguments: TypeAlias = (
-    "tuple[str, Iterable[Program], tuple[memoryview, ...], Combine | None, str, int, float | None]"
+    "tuple[str, Iterable[Program], Sequence[memoryview], Combine | None, str, int, float | None]"
 )
 """Of `Backend.run`: name, program, buffers, combine, signature, fingerprint, timeout."""
 
@@ -72,6 +73,8 @@ class TensorRequest(Request[T]):
     own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
                  their place is: the element of the slice at which each begins, and its values,
                  contiguous. Where memory is shared nobody else reads them, which saves copies
+    parts        of an all-reduce in place, instead of `source` and `out`: the tensors of which it
+                 consists, contiguous; where `ShmDirect.reads_parts`
     name         for messages and errors, if it is not the collective's
     """
 
@@ -87,6 +90,7 @@ class TensorRequest(Request[T]):
     root: int = 0
     consume: bool = False
     own: OwnParts = ()
+    parts: Sequence[Tensor] = ()
     name: str = ""
 
     @override
@@ -110,16 +114,18 @@ class TensorRequest(Request[T]):
             background=background,
         )
 
+    def resolved(self) -> Resolved:
+        """How it is done: what was right once is right again."""
+        backend, (algorithm, reproducible, _, _) = self.backend, self.options
+        kind = self.collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible
+        resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
+        return resolved or remember(backend, kind, _resolve(self))
+
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
         """What the backend is asked to do, and what gives the result afterwards."""
         backend, collective = self.backend, self.collective
         algorithm, reproducible, label, timeout = self.options
-        # What was right once is right again.
-        kind = (collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible)
-        resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
-        if resolved is None:
-            resolved = remember(backend, kind, _resolve(self))
-        plan, shm = resolved
+        plan, shm = self.resolved()
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
         if backend.native is not None and algorithm == "auto" and not reproducible:
@@ -127,8 +133,10 @@ class TensorRequest(Request[T]):
         if steps is None:
             first = self.source if self.source is not None else self.out
             if plan.program and first is not None and not first.is_cpu:
-                raise self._device_error(plan, first)
-            if shm is not None:
+                return self._staged(plan, first.device)
+            if shm is not None and self.parts:
+                steps = shm.of_parts(self.parts)
+            elif shm is not None:
                 steps = shm.steps(self.source, self.out, self.own)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
@@ -183,16 +191,43 @@ class TensorRequest(Request[T]):
         copy_bits(self.out, own.view(self.out.shape))
         return self.result()
 
-    def _device_error(self, plan: Plan, tensor: Tensor) -> UnsupportedOperationError:
-        backend = self.backend
-        why = "this backend moves CPU memory"
-        if backend.native is not None:
-            why = "its library has no such collective, and messages move CPU memory"
-        return UnsupportedOperationError(
-            f"rank {backend.rank}: {self.collective} ({plan.signature}) of a tensor on "
-            f"{tensor.device}: {why}; move it with .cpu()",
+    def _staged(self, plan: Plan, device: torch.device) -> tuple[Arguments, Callable[[], T]]:
+        """`_bind` for tensors on a device, which go through host memory piece by piece."""
+        backend, (_, _, label, timeout) = self.backend, self.options
+        if self.own:
+            self._settle()
+        options, this = (plan.key.algorithm, False, "", None), cast("TensorRequest[None]", self)
+
+        def bind(source: Tensor | None, out: Tensor | None, shape: tuple[int, ...]) -> Bound:
+            piece = replace(
+                this, source=source, out=out, shape=shape, result=nothing, options=options
+            )
+            piece.consume = True  # it is a copy
+            (_, steps, buffers, combine, *_), finish = piece._bind()
+            return steps, buffers, combine, finish
+
+        staged = StagedCollective(
+            backend.engine.copies_of(device, self.collective),
+            self.collective,
+            self.source,
+            self.out,
             rank=backend.rank,
-            op=self.collective,
+            size=backend.world_size,
+            shape=self.shape,
+            dtype=self.dtype,
+            bind=bind,
+        )
+
+        def result() -> T:
+            staged.order()
+            return self.result()
+
+        name, what = self.name or self.collective, f"{plan.signature}, on a device"
+        what += f", {label}" if label else ""
+        fingerprint = xxh3_64_intdigest(f"{self.collective} {what}".encode())
+        return (
+            (name, staged.steps(), staged.buffers, staged.combine, what, fingerprint, timeout),
+            result,
         )
 
 

@@ -3,8 +3,8 @@
 Three ways. All members choose the same one, from sizes and from what all have shown:
 
     small      inputs are copied to slots, every rank reads all slots              1 epoch
-    direct     inputs lie in shared memory, and are read in place                  2, and 1 a piece
-                                                                                   to pass on
+    direct     inputs are read in place: they lie in shared memory, or in that     2, and 1 a piece
+               of a process that the kernel lets others read (`cross_memory.py`)   to pass on
     pieces     inputs are staged, piece by piece, while the piece before is read   1 a piece
 
 An all-reduce in pieces, as one rank does it. Staging memory and results have two halves, used in
@@ -26,7 +26,9 @@ for some collectives, and parts of the staging memory, in turn.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -41,6 +43,7 @@ from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
     AHEAD,
     GIVEN,
+    ORDINARY,
     PARTS,
     RESULT,
     SLOT,
@@ -48,8 +51,10 @@ from phalanx.transport.shm.control import (
     ControlBlock,
     Descriptors,
     Places,
+    Region,
     ShmEpoch,
 )
+from phalanx.transport.shm.domain import LocalPeer, UnreadableError
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
@@ -100,6 +105,14 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
+MEET = 4 << 20  # bytes that a member reduces before the others take them: they meet less often
+
+# Ordinary memory, in bytes: of all members together, and of each at least, that are read at a time,
+# to be reduced in the cache. Of what sizes tensors are read where they lie; staging costs less
+# below, and above where ranks share cores: what one has staged, others then read from the cache.
+READ, READ_LEAST = 256 << 10, 16 << 10
+READ_REDUCED, READ_BROADCAST = 3 << 19, 2 << 20
+READ_CROWDED = 4 << 20
 LINE = 64
 KEPT = 1024  # views of memory that are remembered
 
@@ -150,6 +163,11 @@ class ShmDirect:
         room = PIECE // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._at_once = STEP  # bytes
+        self._is_broadcast = form.from_root and not form.sliced
+        low = READ_REDUCED if form.reduced else READ_BROADCAST if self._is_broadcast else 0
+        crowded = form.reduced and control.share_of_cores == 0
+        high = READ_CROWDED if crowded else self._given
+        self._reads = control.is_readable and low <= self._given <= high
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -189,7 +207,7 @@ class ShmDirect:
         if out is None or not self._gets:
             return
         if not self.form.passed_on:
-            at = [control.slot(giver).slot_address(number) for giver in self._givers]
+            at = [(control.slot(giver).slot_address(number), None) for giver in self._givers]
             self._take_whole(at, out.data_ptr())
             return
         # Everyone who gets the result reduces all of it.
@@ -208,16 +226,14 @@ class ShmDirect:
         self, source_tensor: Tensor | None, out_tensor: Tensor | None, own: OwnParts
     ) -> Iterator[Program]:
         control = self.control
-        # Threads of torch that have no core of their own would wait for each other at every step.
-        crowded = torch.get_num_threads() > max(1, control.share_of_cores)
-        self._at_once = BLOCK * self.dtype.itemsize if crowded else STEP
+        self._set_pace()
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0
-        where = None  # all that this rank shows, if it lies in shared memory
+        where = None  # all that this rank shows, if others can read it where it is
         if self._gives and not (self.form.passed_on and self.form.to_root):
-            given = result = control.find(source, self._given)
+            given = result = self._find(source)
             if source != out and self.form.passed_on:
-                result = control.find(out, self._given)
+                result = self._find(out)
             if given is not None and result is not None:
                 where = Descriptors(given, result)
         if control.met < control.needed:
@@ -239,36 +255,98 @@ class ShmDirect:
             yield ShmEpoch(control)
         yield from self._pieces(source, out)
 
+    def _set_pace(self) -> None:
+        # Threads of torch that have no core of their own would wait for each other at every step.
+        crowded = torch.get_num_threads() > max(1, self.control.share_of_cores)
+        self._at_once = BLOCK * self.dtype.itemsize if crowded else STEP
+
+    def _find(self, address: int) -> tuple[int, int] | None:
+        """Where others can read a tensor of this rank; None: it has to be staged."""
+        control = self.control
+        found = control.find(address, self._given)
+        if found is not None or not self._reads:
+            return found
+        if self._is_broadcast and not control.is_crowded():
+            return None  # a root stages a part while the others copy the one before
+        return (ORDINARY, address) if control.can_be_read(address) else None
+
     def _direct(self, source: int, out: int, turn: int, own: OwnParts) -> Iterator[Program]:
         control = self.control
-        given = [
-            source if giver == self.me else control.slot(giver).address(GIVEN[turn])
-            for giver in self._givers
-        ]
-        if self.form.passed_on:
-            yield from self._direct_pieces(given, out, turn)
-        else:
-            self._take_whole(given, out, own)
+        given = self._regions(source, GIVEN[turn])
+        try:
+            if self.form.passed_on:
+                results = self._regions(out, RESULT[turn])
+                bounds = 0, self._given
+                yield from self._direct_pieces(bounds, _in_one(given), _in_one(results))
+            else:
+                self._take_whole(given, out, own)
+        except UnreadableError as error:
+            yield from control.unreadable(error)
         # Who gives waits until it is read. Who only takes need not wait for others who do.
         is_read = not self.form.from_root or self._gives
         yield ShmEpoch(control, last=True, places=None if is_read else ())
 
-    def _direct_pieces(self, given: list[int], out: int, turn: int) -> Iterator[Program]:
+    def _regions(self, mine: int, word: int) -> list[Region]:
+        """Where the tensors of all givers are."""
+        return [
+            (mine, None) if giver == self.me else self.control.slot(giver).region(word)
+            for giver in self._givers
+        ]
+
+    def reads_parts(self, count: int) -> bool:
+        """Whether `of_parts` can do it for so many parts. The same answer on every rank."""
+        return self._reads and not self.is_small and count <= SLOT // 8
+
+    def of_parts(self, parts: Sequence[Tensor]) -> Iterator[Program]:
+        """This rank's part of an all-reduce in place, of a tensor that lies in several places.
+
+        `parts` are contiguous, of as many elements on every rank. They stay where they are: each
+        rank shows their addresses in its small slot, and the others read there. Keeps them alive.
+        """
+        control = self.control
+        self._set_pace()
+        if control.met < control.needed:
+            yield from control.room()
+        control.side = number = 1 - control.side
+        table = ctypes.c_uint64 * len(parts)
+        mine = table.from_address(self._own_slots[number])
+        for index, part in enumerate(parts):
+            mine[index] = part.data_ptr()
+        yield ShmEpoch(control, first=True)
+        everyone = []
+        for place in range(self.size):
+            slot = control.slot(place)
+            shown = list(table.from_address(slot.slot_address(number)))
+            everyone.append(Parts(shown, slot.peer))
+        bounds = list(accumulate((part.nbytes for part in parts), initial=0))
+        try:
+            yield from self._direct_pieces(bounds, everyone, everyone)
+        except UnreadableError as error:
+            yield from control.unreadable(error)
+        yield ShmEpoch(control, last=True)
+
+    def _direct_pieces(
+        self, bounds: Sequence[int], given: list[Parts], results: list[Parts]
+    ) -> Iterator[Program]:
         """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
 
-        In pieces, so that these are taken while they are still in a cache. A piece that this rank
-        writes has been read by the one that has reduced it, before they met.
+        A piece that this rank writes has been read by the one that has reduced it, before they met.
+        `bounds` are the bytes at which parts begin and end.
         """
-        control, (start, stop) = self.control, self._mine
-        results = [control.slot(place).address(RESULT[turn]) for place in range(self.size)]
-        for first in range(0, self._longest, STEP):
+        control, (start, stop), out = self.control, self._mine, results[self.me].addresses
+        for first in range(0, self._longest, MEET):
             begin = start + first
-            if begin < stop:
-                at = [address + begin for address in given]
-                self._reduce(at, out + begin, min(STEP, stop - begin))
+            for part, inside, length in _spans(bounds, begin, min(MEET, stop - begin)):
+                at = [(addresses[part] + inside, peer) for addresses, peer in given]
+                self._reduce(at, out[part] + inside, length)
             yield ShmEpoch(control)
-            for place, begin, length in self._others(first, STEP):
-                copy(out + begin, results[place] + begin, length)
+            for place, begin, piece in self._others(first, MEET):
+                addresses, peer = results[place]
+                for part, inside, length in _spans(bounds, begin, piece):
+                    if peer is not None:
+                        peer.read(out[part] + inside, addresses[part] + inside, length)
+                    else:
+                        copy(out[part] + inside, addresses[part] + inside, length)
 
     def _others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
         """Of each other slice, from its byte `first` on: (member, where that is, length)."""
@@ -277,30 +355,32 @@ class ShmDirect:
             if place != self.me and length > 0:
                 yield place, start + first, length
 
-    def _take_whole(self, given: list[int], out: int, own: OwnParts = ()) -> None:
+    def _take_whole(self, given: Sequence[Region], out: int, own: OwnParts = ()) -> None:
         """Take what is for this rank of what the givers have, which lies at these addresses."""
         if not self._gets:
             return
         start, stop = self._mine
-        at = [address + start for address in given]
+        at = [(address + start, peer) for address, peer in given]
         if self._reduction is not None:
             self._reduce_slice(at, out, stop - start, own)
         else:
             self._copy(at, out, stop - start)
 
-    def _copy(self, at: list[int], out: int, length: int) -> None:
-        """Take so many bytes of each giver, from these addresses."""
-        for giver, address in zip(self._givers, at, strict=True):
+    def _copy(self, at: Sequence[Region], out: int, length: int) -> None:
+        """Take so many bytes of each giver, which lie there."""
+        for giver, (address, peer) in zip(self._givers, at, strict=True):
             into = out + self._slices[giver][0] if self.form.joined else out
-            if into != address:
+            if peer is not None:
+                peer.read(into, address, length)
+            elif into != address:
                 copy(into, address, length)
 
-    def _reduce_slice(self, at: list[int], out: int, length: int, own: OwnParts) -> None:
+    def _reduce_slice(self, at: Sequence[Region], out: int, length: int, own: OwnParts) -> None:
         """Reduce a slice, this rank's own part from where it is. In steps, for the cache."""
-        for first, last, address in self._stretches(at[self.me], length, own):
+        for first, last, address in self._stretches(at[self.me][0], length, own):
             for begin in range(first, last, STEP):
-                here = [other + begin for other in at]
-                here[self.me] = address + begin - first
+                here = [(other + begin, peer) for other, peer in at]
+                here[self.me] = address + begin - first, None
                 self._reduce(here, out + begin, min(STEP, last - begin))
 
     def _stretches(self, mine: int, length: int, own: OwnParts) -> Iterator[tuple[int, int, int]]:
@@ -365,10 +445,10 @@ class ShmDirect:
         if length <= 0 or not self._takes:
             return
         inside = part * PIECE + (me * piece if self.form.sliced else 0)
-        at = [
-            source + start + first if giver == me else control.slot(giver).stage_address + inside
-            for giver in self._givers
-        ]
+        at: list[Region] = []
+        for giver in self._givers:
+            here = source + start + first
+            at.append((here if giver == me else control.slot(giver).stage_address + inside, None))
         if self.form.passed_on:
             result = control.mine.stage_address + _results(part)
             self._reduce(at, result, length)
@@ -386,11 +466,23 @@ class ShmDirect:
 
     # ----------------------------------------------------------------------------------------
 
-    def _reduce(self, addresses: list[int], out: int, length: int) -> None:
+    def _reduce(self, at: Sequence[Region], out: int, length: int) -> None:
+        """Reduce what lies there. Of ordinary memory, a block at a time is read into scratch."""
         assert self._reduction is not None
-        for first in range(0, length, self._at_once):
-            count = min(self._at_once, length - first)
-            views = [self._view(address + first, count) for address in addresses]
+        step, scratch = self._at_once, 0
+        read = sum(peer is not None for _, peer in at)
+        if read:
+            step = min(step, max(READ_LEAST, READ // read // LINE * LINE))
+            scratch = self.control.scratch(len(at) * step)
+        for first in range(0, length, step):
+            count = min(step, length - first)
+            views = []
+            for number, (address, peer) in enumerate(at):
+                here = address + first
+                if peer is not None:
+                    here = scratch + number * step
+                    peer.read(here, address + first, count)
+                views.append(self._view(here, count))
             self._reduction.reduce(views, self._view(out + first, count))
 
     def _view(self, address: int, length: int) -> Tensor:
@@ -403,6 +495,29 @@ class ShmDirect:
             view = tensor_at(address, count, self.dtype, keeping=None)
             self._views[address, length] = view
         return view
+
+
+class Parts(NamedTuple):
+    """Where a member's tensor lies, part after part, and in whose process (`Region`)."""
+
+    addresses: Sequence[int]
+    peer: LocalPeer | None
+
+
+def _in_one(regions: list[Region]) -> list[Parts]:
+    return [Parts((address,), peer) for address, peer in regions]
+
+
+def _spans(bounds: Sequence[int], begin: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """Where so many bytes from `begin` on lie: (part, first byte in it, length)."""
+    end = begin + length
+    part = bisect_right(bounds, begin) - 1
+    while begin < end:
+        stop = min(end, bounds[part + 1])
+        if stop > begin:
+            yield part, begin - bounds[part], stop - begin
+        begin = stop
+        part += 1
 
 
 def _results(phase: int) -> int:

@@ -44,7 +44,7 @@ from phalanx.errors import (
     SelfSendError,
 )
 from phalanx.wire.frame import Channel, Kind
-from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, writable_bytes
+from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, tensor_bytes, writable_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -172,8 +172,8 @@ class Backend:
     ) -> None:
         """`send` to `dst` and `recv` from `src` at the same time."""
         dst, src = self.check_peer(dst), self.check_peer(src)
-        outgoing = readable_bytes(data)
-        view, stand_in = writable_bytes(into)
+        outgoing = self._readable(data, "sendrecv")
+        view, stand_in = self._writable(into, "sendrecv")
         round_ = Round(
             (SendBytes(dst, 0, len(outgoing)),), (ReceiveBytes(src, 0, len(view), buffer=1),)
         )
@@ -195,7 +195,7 @@ class Backend:
         With `background` it moves on while nobody waits for it.
         """
         dst = self.check_peer(dst)
-        view = readable_bytes(data)
+        view = self._readable(data, "send")
         round_ = Round(sends=(SendBytes(dst, 0, len(view)),))
         return self._message("send", dst, tag, round_, (view,), timeout, background=background)
 
@@ -220,7 +220,7 @@ class Backend:
                 f"rank {self.rank}: there is no other rank in this group to receive from",
                 rank=self.rank,
             )
-        view, stand_in = writable_bytes(into)
+        view, stand_in = self._writable(into, "recv")
         peer = ANY if src is None else src
         round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
 
@@ -233,6 +233,23 @@ class Backend:
             "recv", peer, tag, round_, (view,), timeout, background=background, result=sender
         )
         return work
+
+    def _readable(self, data: Tensor | Buffer, op: str) -> memoryview:
+        """The bytes to send; of a tensor on a device, a copy, for which this thread waits."""
+        if self._is_on_device(data):
+            data = self.engine.copies_of(data.device, op).to_host(data)
+        return readable_bytes(data)
+
+    def _writable(self, into: Tensor | Buffer, op: str) -> tuple[memoryview, Tensor | None]:
+        """Where to receive, and what is to be copied from there to `into` in the end."""
+        if self._is_on_device(into):
+            stand_in = self.engine.copies_of(into.device, op).room_for(into)
+            return tensor_bytes(stand_in), stand_in
+        return writable_bytes(into)
+
+    def _is_on_device(self, data: Tensor | Buffer) -> bool:
+        """Whether it is a tensor on a device from which this backend takes tensors."""
+        return isinstance(data, Tensor) and not data.is_cpu and data.device.type in self.devices
 
     def _message(
         self,
@@ -279,7 +296,7 @@ class Backend:
         self,
         name: str,
         program: Iterable[Program],
-        buffers: tuple[memoryview, ...] = (),
+        buffers: Sequence[memoryview] = (),
         *,
         combine: Combine | None = None,
         result: Callable[[], T] | None = None,
@@ -314,7 +331,7 @@ class Backend:
         self,
         name: str,
         program: Iterable[Program],
-        buffers: tuple[memoryview, ...] = (),
+        buffers: Sequence[memoryview] = (),
         combine: Combine | None = None,
         signature: str = "",
         fingerprint: int = 0,

@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+import torch
 from typing_extensions import override
 
+from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
 from phalanx.core.failure import Failure
 from phalanx.core.matching import Matching
 from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
@@ -31,7 +33,7 @@ from phalanx.core.recorder import History, Trace
 from phalanx.core.steps import ANY, NOTHING, Native, Round, Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.watchdog import Watchdog
-from phalanx.errors import PeerLostError
+from phalanx.errors import PeerLostError, UnsupportedOperationError
 from phalanx.wire.control import Answer, Ask, FailureNotice
 from phalanx.wire.frame import Channel, Kind
 
@@ -50,6 +52,7 @@ class Engine(Poster):
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
     native     for each group, what another library carries out whole
+    copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
     strict     whether ranks compare call sites, too, and before a library's collectives begin
     """
@@ -85,6 +88,7 @@ class Engine(Poster):
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
         self.native: Callable[[GroupBase], Native | None] = _no_library
+        self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
         self._advancing = False
 
@@ -235,6 +239,24 @@ class Engine(Poster):
         group.checker.got_unexpected_message(channel.number, peer)
         return True
 
+    def copies_of(self, device: torch.device, op: str) -> HostCopies:
+        """The copies to and from a device, for a call of `op`. Lock held or not.
+
+        Raises `UnsupportedOperationError` if its tensors cannot come by way of host memory.
+        """
+        with self.lock:
+            if device not in self.copies:
+                if device.type not in device_kinds():
+                    raise UnsupportedOperationError(
+                        f"rank {self.rank}: {op} of a tensor on {device}: the library has no such "
+                        "operation, and torch no streams with which the tensor could go by way of "
+                        "the CPU; move it with .cpu()",
+                        rank=self.rank,
+                        op=op,
+                    )
+                self.copies[device] = AcceleratorCopies(device)
+            return self.copies[device]
+
     # Groups and peers -----------------------------------------------------------------------
 
     def add_group(self, group: GroupBase) -> None:
@@ -266,9 +288,7 @@ class Engine(Poster):
 
         The culprit of a failure is told, too, if it lives.
         """
-        for rank in group.ranks:
-            if rank != self.rank:
-                self.transport.control(rank, group.id, message)
+        self.transport.tell_members(group, message)
 
     def on_control(self, peer: int, group_id: int, message: Control) -> None:
         """A control message came from a peer. Lock held."""

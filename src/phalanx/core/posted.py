@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from typing_extensions import override
@@ -85,7 +85,7 @@ class Wait(ABC):
 class WorkBase(Wait):
     """A call that is being carried out: its step, and the memory of its rounds.
 
-    buffers    as bytes
+    buffers    as bytes; looked up when a round is posted
     combine    reduces bytes that arrive into a buffer
     step       which it is in, if it is in one
     ask_at     when it asks the other ranks whether they are in the same collective
@@ -115,7 +115,7 @@ class WorkBase(Wait):
 
     call: Call
     channel: Channel
-    buffers: tuple[memoryview, ...]
+    buffers: Sequence[memoryview]
     combine: Combine | None
     step: Step | PostedRound | None
     ask_at: float

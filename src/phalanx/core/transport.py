@@ -1,7 +1,7 @@
 """`Transport`: moves messages and control messages, waits, and gives out memory.
 
     send, cancel, settle, room     messages between two ranks
-    control                        small messages about groups and waits, between the frames
+    control, tell_members          small messages about groups and waits, between the frames
     wait, poll, wake, background   moving bytes: by a thread that waits, or in the background
     shared, common, alloc          memory, where ranks share it
 
@@ -54,6 +54,12 @@ class Transport(ABC):
     @abstractmethod
     def control(self, peer: int, group: int, message: Control) -> None:
         """Send a control message about a group. Does nothing if the peer is gone."""
+
+    def tell_members(self, group: GroupBase, message: Control) -> None:
+        """Tell the other members of a group that it failed, or that this rank has closed it."""
+        for rank in group.ranks:
+            if rank != group.here:
+                self.control(rank, group.id, message)
 
     # Waiting --------------------------------------------------------------------------------
 

@@ -200,7 +200,9 @@ class WaitForGraph:
     def _whom(self, chain: list[int]) -> str:
         # The chain goes on from its first rank, so that one comes last, before "which".
         ranks = sorted(self._first, key=lambda rank: rank in chain[:1])
-        names = ", ".join(self._wait.group.name_of_global(rank) for rank in ranks) or "nobody"
+        if not ranks:
+            return "copies to or from its own device"
+        names = ", ".join(self._wait.group.name_of_global(rank) for rank in ranks)
         return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
     def _explain(self, chain: list[int], ends: bool) -> Iterator[str]:

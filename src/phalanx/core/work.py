@@ -11,7 +11,7 @@ never becomes a work (`Backend.run`): only its `Call` is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +37,7 @@ class Work(WorkBase, Generic[T]):
     not be waited for, but its error is then seen only by the next call.
 
     program    an iterator of steps
-    buffers    the memory of its rounds, as bytes
+    buffers    the memory of its rounds, as bytes; looked up when a round is posted
     combine    reduces bytes that arrive into a buffer
     result     called once, by `wait`, for the value that it returns
     """
@@ -52,7 +52,7 @@ class Work(WorkBase, Generic[T]):
         call: Call,
         channel: Channel,
         program: Iterable[Program],
-        buffers: tuple[memoryview, ...] = (),
+        buffers: Sequence[memoryview] = (),
         *,
         combine: Combine | None = None,
         result: Callable[[], T] | None = None,

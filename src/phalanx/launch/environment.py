@@ -35,7 +35,8 @@ STORE_VARIABLE = "PHALANX_STORE"
 class World:
     """What a launcher says about this process and the others of its job.
 
-    The rendezvous adds where rank 0 listens, and what shows that a rank belongs to the job.
+    The rendezvous adds where rank 0 listens, what shows that a rank belongs to the job, and whether
+    "auto" is NCCL.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class World:
     token: str | None = field(default=None, repr=False)  # None: the environment's, if there is one
     # Rank 0's, already listening at `address`; None: the backend listens there itself.
     listener: socket.socket | None = None
+    nccl: bool = False  # the ranks know that each of them has a GPU of its own, and NCCL
 
     @property
     def one_host(self) -> bool:

@@ -8,6 +8,9 @@ How the ranks of a job learn where rank 0 listens:
     publishes address and token;          where the others know to find it; under
     the others wait for them              mpirun, without a port, MPI broadcasts them
 
+"auto" is NCCL where each rank has a GPU of its own: if rank 0 has one, its word in the store says
+so, and then all ranks compare. Without a GPU on rank 0 that costs nothing.
+
 Keys of the store carry the job and its restart, so that nobody finds a rank of a dead generation,
 and how many rendezvous this rank has been at, so that a script may leave a world and enter another.
 """
@@ -33,6 +36,8 @@ from phalanx.transport.tcp.admission import listen_at, resolve
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from phalanx.core.backend import Backend
     from phalanx.transport.backends import MeshBackend
 
@@ -45,15 +50,18 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     bounds the wait for the other ranks here, and is the default of every later call.
 
     `backend` is "tcp"; "shm", shared memory, for ranks on one host; "hybrid", shared memory inside
-    a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto",
-    which is shm on one host and hybrid on several, and falls back to TCP where memory cannot be
-    shared. Another name raises `BackendUnavailableError`, as does a store of the launcher that
-    cannot be reached. An environment that makes no sense raises what `read_environment` says.
+    a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto".
+    That is nccl where the launcher holds a store (`phalanx run`, `torchrun`) and each rank has a
+    GPU of its own, number LOCAL_RANK, which becomes its current one; else shm on one host and
+    hybrid on several, and it falls back to TCP where memory cannot be shared. Another name raises
+    `BackendUnavailableError`, as does a store of the launcher that cannot be reached. An
+    environment that makes no sense raises what `read_environment` says.
     """
     check_name(backend)
     world = read_environment(os.environ) or World(rank=0, world_size=1)
     if backend != "mpi":  # whose ranks find each other by themselves
-        world = rendezvous(world, timeout=timeout)
+        own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
+        world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     return make_backend(backend, world, timeout)
 
 
@@ -61,8 +69,20 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
 # The rendezvous.
 
 
-def rendezvous(world: World, *, timeout: float) -> World:
+def why_not_nccl(local_rank: int) -> str:
+    """Return why this rank has no GPU of its own for NCCL; nothing if it has one."""
+    import torch  # noqa: PLC0415
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "this build of torch has no NCCL"
+    count = torch.cuda.device_count()
+    return "" if local_rank < count else f"there are {count} GPUs, and none for rank {local_rank}"
+
+
+def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     """Return `world` with where rank 0 listens; blocks until rank 0 has published it, if it must.
+
+    own_gpu   whether this rank would use NCCL, if all others do; goes for nothing without a store
 
     `CollectiveTimeoutError` when rank 0 says nothing in `timeout` seconds, and
     `BackendUnavailableError` when the launcher's store cannot be reached.
@@ -70,17 +90,20 @@ def rendezvous(world: World, *, timeout: float) -> World:
     if world.world_size == 1:
         return world
     listener: socket.socket | None = None
+    nccl = False
     if world.agent_store:
-        message, listener = _rendezvous_at_store(world, timeout)
+        message, listener, nccl = _rendezvous_at_store(world, timeout, own_gpu)
     elif world.master_port:
         message = str(Endpoint(world.master_addr, world.master_port))
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
-    return replace(world, address=address, token=token or None, listener=listener)
+    return replace(world, address=address, token=token or None, listener=listener, nccl=nccl)
 
 
-def _rendezvous_at_store(world: World, timeout: float) -> tuple[str, socket.socket | None]:
+def _rendezvous_at_store(
+    world: World, timeout: float, own_gpu: bool
+) -> tuple[str, socket.socket | None, bool]:
     deadline = time.monotonic() + timeout
     endpoint = Endpoint(world.master_addr, world.master_port)
     try:
@@ -97,17 +120,55 @@ def _rendezvous_at_store(world: World, timeout: float) -> tuple[str, socket.sock
     key = f"{prefix}/rendezvous/{count}"
     if world.rank == 0:
         message, listener = _listen(world, endpoint)
+        message += _HAS_GPU if own_gpu else ""
         store.set(key, message)
-        return message, listener
+    else:
+        message, listener = _hear(world, store, key, deadline, timeout), None
+    nccl = False
+    if message.endswith(_HAS_GPU):
+        try:
+            nccl = _all_have_gpus(world, store, f"{key}/gpus", deadline, timeout, own_gpu)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+    return message.removesuffix(_HAS_GPU), listener, nccl
+
+
+def _hear(world: World, store: TCPStore, key: str, deadline: float, timeout: float) -> str:
+    """Return what rank 0 has published."""
     for _ in tries(deadline):
         if store.check([key]):
-            return store.get(key).decode(), None
+            return str(store.get(key).decode())
     raise CollectiveTimeoutError(
         f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
         f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
         f"this rank, and is every host at restart {world.restart_count}?",
         rank=world.rank,
         peer=0,
+        op="init",
+        seconds=timeout,
+    )
+
+
+_HAS_GPU = " gpu"  # the end of rank 0's word, if it would use NCCL
+_WITHOUT = 1 << 32  # what a rank that would not adds to the count of those that have come
+
+
+def _all_have_gpus(
+    world: World, store: TCPStore, key: str, deadline: float, timeout: float, own_gpu: bool
+) -> bool:
+    """Return whether every rank would use NCCL; blocks until all have said so, or not."""
+    count = store.add(key, 1 if own_gpu else 1 + _WITHOUT)
+    for _ in tries(deadline):
+        if count % _WITHOUT == world.world_size:
+            return bool(count < _WITHOUT)
+        count = store.add(key, 0)
+    raise CollectiveTimeoutError(
+        f"rank {world.rank} waited {timeout:g} s for {world.world_size - count % _WITHOUT} of "
+        f"{world.world_size} ranks to say whether they have a GPU ({key} in the launcher's store): "
+        "have they called phalanx.init() as often as this rank?",
+        rank=world.rank,
         op="init",
         seconds=timeout,
     )
@@ -217,6 +278,16 @@ def _mesh(name: str, world: World, timeout: float) -> Backend:
     )
 
 
+def _auto(world: World, timeout: float) -> Backend:
+    """NCCL where the ranks have GPUs of their own, else the best mesh that can run here."""
+    if not world.nccl:
+        return _mesh("auto", world, timeout)
+    import torch  # noqa: PLC0415
+
+    torch.cuda.set_device(world.local_rank)
+    return _process_group("nccl", world, timeout)
+
+
 def _mpi(world: World, timeout: float) -> Backend:
     from phalanx.native.mpi import MpiBackend  # noqa: PLC0415
 
@@ -254,7 +325,8 @@ def _process_group(name: str, world: World, timeout: float) -> Backend:
 
 BACKENDS: Mapping[str, Callable[[World, float], Backend]] = MappingProxyType(
     {
-        **{name: partial(_mesh, name) for name in ("auto", "tcp", "shm", "hybrid")},
+        "auto": _auto,
+        **{name: partial(_mesh, name) for name in ("tcp", "shm", "hybrid")},
         "mpi": _mpi,
         **{name: partial(_process_group, name) for name in ("gloo", "nccl", "ucc")},
     }

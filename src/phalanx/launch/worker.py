@@ -158,7 +158,7 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:
     """Return what the pickled function `call` returns for a new backend."""
-    from phalanx.launch.init import make_backend  # noqa: PLC0415 -- torch comes with it
+    from phalanx.launch.init import make_backend, why_not_nccl  # noqa: PLC0415 -- imports torch
 
     try:
         function: Callable[[Any], Any] = pickle.loads(call)
@@ -170,6 +170,8 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
     if listener is not None:
         os.set_inheritable(listener, False)
         world = replace(world, listener=socket.socket(fileno=listener))
+    if backend == "auto":  # all ranks are on this host, and count the same GPUs
+        world = replace(world, nccl=not why_not_nccl(world.world_size - 1))
     made = make_backend(backend, world, timeout)
     try:
         result = function(made)

@@ -4,13 +4,14 @@
     [ head.bias | head.weight ]  [ body.bias | body.weight ]   flat memory, one dtype each
 
 Each gradient is a view into its bucket, so that it is averaged where it lies: by one all-reduce, or
-a compressor's messages.
+a compressor's messages. Where ranks can read each other's memory, no bucket has memory of its own:
+gradients are averaged where autograd has put them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,12 @@ from phalanx.collectives import (
     ReduceOp,
     async_all_gather,
     async_all_reduce_,
+    async_all_reduce_coalesced_,
     async_all_to_all,
     async_reduce_scatter,
     broadcast_,
 )
+from phalanx.collectives.reductions import reduces_in_place
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -45,8 +48,9 @@ MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is ask
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    views     for each tensor its place in `flat`, in its shape
-    pending   the parameters whose gradients have not come in this pass
+    views       for each tensor its place in `flat`, in its shape
+    parameters  the tensors; where they are parameters, their gradients come into the bucket
+    pending     those whose gradients have not come in this pass
     """
 
     def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
@@ -58,7 +62,47 @@ class Bucket:
             stop = start + tensor.numel()
             self.views[tensor] = self.flat[start:stop].view(tensor.shape)
             start = stop
-        self.pending = set(tensors)
+        self.parameters, self.pending = tensors, set(tensors)
+
+    def put(self, parameter: Tensor) -> None:
+        """A parameter's gradient is complete: make it (None are zeros) a view of the bucket."""
+        grad, view = parameter.grad, self.views[parameter]
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad.detach())  # which has a graph after backward(create_graph=True)
+        parameter.grad = view
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all gradients, in place."""
+        self.flat.mul_(factor)
+
+
+class BucketInPlace:
+    """Gradients that are averaged together where autograd has put them, in no other memory."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.pending = set(parameters)
+
+    def put(self, parameter: Tensor) -> None:
+        """A gradient is complete: see to it that it can be averaged in place. None are zeros."""
+        grad = parameter.grad
+        if grad is None:
+            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        elif grad.requires_grad:  # after backward(create_graph=True), which keeps its values
+            parameter.grad = grad.detach().clone(memory_format=torch.contiguous_format)
+        elif not grad.is_contiguous():
+            parameter.grad = grad.contiguous()
+
+    def gradients(self) -> list[Tensor]:
+        """All of them, once they are complete."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all gradients, in place."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
 
 
 def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -110,7 +154,7 @@ class PendingAverage(NamedTuple):
     """
 
     rounds: Rounds | None
-    pending: PendingCollective[Tensor]
+    pending: PendingCollective[Any]
     shape: torch.Size
     label: str
 
@@ -219,12 +263,22 @@ class GradientAveraging(RequestExecutor):
         self._feedback = feedback
         self._member = Member(backend.rank, backend.world_size)
 
-    def begin_bucket(self, bucket: Bucket, label: str) -> PendingAverage | None:
+    def in_place(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether gradients of these, of one dtype, need no bucket with memory of its own."""
+        return self.compressor is None and reduces_in_place(parameters, self._backend)
+
+    def begin_bucket(self, bucket: Bucket | BucketInPlace, label: str) -> PendingAverage | None:
         """Begin to average with the buckets of that label on the other ranks."""
+        backend, parts = self._backend, self._member.parts
+        if isinstance(bucket, BucketInPlace):
+            grads = bucket.gradients()
+            self.bytes_sent += 2 * (parts - 1) * sum(grad.nbytes for grad in grads) // parts
+            listed = async_all_reduce_coalesced_(grads, backend, ReduceOp.MEAN, label=label)
+            return PendingAverage(None, listed, torch.Size(), label)
         flat = bucket.flat
         if self.compressor is None:  # the way of most gradients: no other function in between
-            self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
-            pending = async_all_reduce_(flat, self._backend, ReduceOp.MEAN, label=label)
+            self.bytes_sent += 2 * (parts - 1) * flat.nbytes // parts
+            pending = async_all_reduce_(flat, backend, ReduceOp.MEAN, label=label)
             return PendingAverage(None, pending, flat.shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])

@@ -6,6 +6,7 @@ returns a `Finding`, and give it a row.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -22,10 +23,12 @@ from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import BackendUnavailableError, DistributedError
-from phalanx.launch.init import BACKENDS
+from phalanx.launch.init import BACKENDS, why_not_nccl
 from phalanx.launch.spawn import spawn
 from phalanx.tools import machine
 from phalanx.tools.machine import Finding, fail, info, ok
+from phalanx.transport.shm.cross_memory import VARIABLE as CMA
+from phalanx.transport.shm.cross_memory import cma_setting, let_others_read
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -92,6 +95,37 @@ def find_shared_memory() -> Finding:
         return fail(f"{error}", hint)
     rate = _SHARED_SIZE / seconds / 1e9
     return ok(f"two processes share memory; {rate:.1f} GB/s to new pages")
+
+
+_READER = """
+import ctypes, sys
+from phalanx.transport.shm.cross_memory import ProcessMemory
+found = ctypes.create_string_buffer(5)
+ProcessMemory(int(sys.argv[1])).read(ctypes.addressof(found), int(sys.argv[2]), 5)
+assert found.raw == b"hello", found.raw
+"""
+
+
+def find_cross_memory() -> Finding:
+    """Return whether a process that this one did not come from may read its memory."""
+    setting = cma_setting()
+    if setting == "off":
+        return info(f"not used ({CMA}=off): large tensors are copied into shared memory first")
+    if setting == "allow":
+        let_others_read()
+    data = ctypes.create_string_buffer(b"hello", 5)
+    command = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(data))]
+    other = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    if other.returncode == 0:
+        return ok("a process reads another's memory: large tensors are read where they lie")
+    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return info(
+        f"a process cannot read another's memory ({said}): large tensors are copied into shared "
+        "memory first",
+        f"{CMA}=allow lets other processes of this user trace the ranks, and so read their memory, "
+        "where Yama forbids it (/proc/sys/kernel/yama/ptrace_scope is 1); a container may need "
+        "the capability SYS_PTRACE",
+    )
 
 
 # ------------------------------------------------------------------------------
@@ -177,6 +211,21 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def find_auto() -> Finding:
+    """Return what "auto" is for ranks of this host, and why."""
+    why_not = why_not_nccl(0)
+    if why_not:
+        return info(f"shm on one host, hybrid on several, and not nccl: {why_not}")
+    import torch  # noqa: PLC0415
+
+    count = torch.cuda.device_count()
+    return info(
+        f"nccl for up to {count} ranks of this host, one for each GPU, if those of all other hosts "
+        "have their own, too, and a store of phalanx run or torchrun to say so; else shm on one "
+        "host, hybrid on several"
+    )
+
+
 def find_process_groups() -> Finding:
     """Return which process groups this build of torch has."""
     import torch.distributed as dist  # noqa: PLC0415
@@ -226,6 +275,7 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
         ),
         "Memory between processes": (
             ("shared memory", "memory that two processes share", find_shared_memory),
+            ("cross-memory attach", "a process that reads another's memory", find_cross_memory),
         ),
         "Backends": (
             *(
@@ -233,6 +283,7 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
                 for name in sorted(BACKENDS)
                 if name != "auto"  # which is one of the others
             ),
+            ("auto", "which of them auto is", find_auto),
             ("process groups", "what torch.distributed has", find_process_groups),
         ),
     }

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.core.call import WORLD_ID, check_timeout
+from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
 from phalanx.errors import (
@@ -27,7 +28,7 @@ from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
-from phalanx.transport.tcp.transport import TcpTransport
+from phalanx.transport.tcp.transport import EACH_WITH_EACH, TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
@@ -41,9 +42,11 @@ class MeshBackend(Backend):
 
     sharing   which ranks have memory in common: none; those of each host; all, which have to be on
               one host
+    each_with_each  ranks up to which all are connected from the start
     """
 
     sharing: ClassVar[Literal["none", "hosts", "all"]] = "none"
+    each_with_each: ClassVar[int] = EACH_WITH_EACH
 
     def __init__(
         self,
@@ -71,9 +74,11 @@ class MeshBackend(Backend):
             Identity(job, generation, rank, world_size),
             secret.encode(),
             heartbeat=seconds,
+            each_with_each=self.each_with_each,
         )
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._transport = transport
+        self.devices = device_kinds()
         self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
         mesh = transport.mesh
@@ -120,7 +125,7 @@ class MeshBackend(Backend):
             listener = listener or listen_as_master(endpoint)
         with self.engine.lock:
             attached = attach if self.sharing != "none" else None
-            rendezvous = Rendezvous(mesh, endpoint, attached, listener)
+            rendezvous = Rendezvous(mesh, endpoint, attached, listener, transport.wide)
             addresses = rendezvous.run(self.timeout, transport.drive)
             here = addresses[rank].host_id
             transport.heartbeat.begin(  # of processes of this host that can be looked at
@@ -183,6 +188,7 @@ class MeshBackend(Backend):
             if farewell:
                 transport.say_goodbye(farewell)
             transport.shut()
+            engine.copies.clear()
         self._at_exit.cancel()
 
 
@@ -231,10 +237,16 @@ class TcpBackend(MeshBackend):
     process, whenever it is in a call of this backend, those of collectives that the peer has issued
     ahead among them. Beyond that the peer waits, and so does what it sends behind.
 
+    Of more than 16 ranks, each is connected with 1 + log2(world_size) others at most when this
+    returns, and with another one when the first message to it is sent, which waits for the
+    connection. By way of those few every rank hears who has died or left. A thread of each rank
+    passes that on, and takes connections, while the rank is in no call; it listens until it closes.
+    A connection takes 64 KiB, and what the kernel keeps for a socket.
+
     Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
-    use, the address is not this host's), `AuthenticationError` (another token, job or world size;
-    a token of less than 128 bits, or in a file that others can read),
-    `CollectiveTimeoutError` (naming the ranks that did not come).
+    use, the address is not this host's, rank 0 may open fewer files than there are ranks),
+    `AuthenticationError` (another token, job or world size; a token of less than 128 bits, or in a
+    file that others can read), `CollectiveTimeoutError` (naming the ranks that did not come).
     """
 
 

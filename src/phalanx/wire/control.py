@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from phalanx.wire.frame import FrameError
 
 
-class Address(msgspec.Struct, frozen=True):
+class Address(msgspec.Struct, frozen=True, gc=False):
     """From each rank to rank 0: where it listens, and which host and process it is."""
 
     host: str
@@ -29,10 +29,62 @@ class Table(msgspec.Struct, frozen=True):
     addresses: list[Address]
 
 
+class Host(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where ranks listen that have this in common."""
+
+    address: str
+    host_id: str
+
+
+class Listener(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The rest of a rank's address; `host` counts in the list of hosts."""
+
+    host: int
+    port: int
+    process: int
+    memory: int
+    wakeup: int
+
+
+class CompactTable(msgspec.Struct, frozen=True, array_like=True):
+    """`Table` in some 15 bytes a rank, for a wide mesh: what ranks have in common stands once."""
+
+    hosts: list[Host]
+    listeners: list[Listener]
+
+    @classmethod
+    def of(cls, addresses: list[Address]) -> CompactTable:
+        """The table of these addresses, in rank order."""
+        hosts = {Host(each.host, each.host_id): None for each in addresses}
+        number = {host: at for at, host in enumerate(hosts)}
+        listeners = [
+            Listener(number[Host(a.host, a.host_id)], a.port, a.process, a.memory, a.wakeup)
+            for a in addresses
+        ]
+        return cls(list(hosts), listeners)
+
+    def addresses(self) -> list[Address]:
+        """Every rank's address, in rank order. Raises `FrameError` if a host is missing."""
+        found = []
+        for number, port, *rest in map(msgspec.structs.astuple, self.listeners):
+            if not 0 <= number < len(self.hosts):
+                raise FrameError(f"a table of {len(self.hosts)} hosts without number {number}")
+            host = self.hosts[number]
+            found.append(Address(host.address, port, host.host_id, *rest))
+        return found
+
+
 class Attached(msgspec.Struct, frozen=True):
     """From each rank to all, after the table: whether it has attached its local peers' memory."""
 
     problem: str  # "" if there is none
+
+
+class AllAttached(msgspec.Struct, frozen=True):
+    """From rank 0 to each rank of a wide mesh, which has told only rank 0: what it has heard."""
+
+    rank: int  # the first that has a problem, or 0
+    problem: str
 
 
 class FailureNotice(msgspec.Struct, frozen=True):
@@ -75,6 +127,45 @@ class Answer(msgspec.Struct, frozen=True):
     query: int = 0  # the number of the `Ask`
     group: int = 0  # of the call in which it waits,
     sequence: int = -1  # and its sequence number, if it is a collective
+
+
+# What every rank of a wide mesh has to hear (`transport/tcp/flooding.py`).
+
+
+class RankLeft(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A rank has closed, in good order."""
+
+    rank: int
+
+
+class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A rank is gone without closing."""
+
+    rank: int
+    reason: str
+
+
+class GroupLeft(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A rank has closed one group."""
+
+    rank: int
+    group: int
+
+
+class GroupFailed(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A group is broken."""
+
+    group: int
+    failure: FailureNotice
+
+
+Word: TypeAlias = "RankLeft | RankLost | GroupLeft | GroupFailed"
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """Words, in the order in which the sender heard them."""
+
+    words: list[RankLeft | RankLost | GroupLeft | GroupFailed]
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)

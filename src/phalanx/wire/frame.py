@@ -60,6 +60,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
     PIECE = 13  # a part of a message lies in memory that you have attached
+    NEWS = 14  # what every rank has to hear, passed on from rank to rank
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -28,7 +28,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 2  # raised with every change of what ranks say to each other
+PROTOCOL_VERSION = 3  # raised with every change of what ranks say to each other
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
@@ -149,15 +149,18 @@ class Handshake:
 
 
 class DialerHandshake(Handshake):
-    """The side that opened the connection, to reach `target`."""
+    """The side that opened the connection, to reach `target`.
 
-    __slots__ = ("_hello", "_proved")
+    proved   it has sent its proof: the other side may take the connection to be open
+    """
+
+    __slots__ = ("_hello", "proved")
 
     def __init__(self, identity: Identity, token: bytes, target: int) -> None:
         super().__init__(identity, token)
         self.peer = target
         self._hello = b""
-        self._proved = False
+        self.proved = False
 
     def start(self) -> bytes:
         """The first message."""
@@ -174,7 +177,7 @@ class DialerHandshake(Handshake):
         return _message(HELLO, self._hello)
 
     def _answer(self, kind: int, content: bytes) -> bytes:
-        if self._proved:
+        if self.proved:
             self._expect(kind, content, WELCOME, 0)
             self.complete = True
             return b""
@@ -186,7 +189,7 @@ class DialerHandshake(Handshake):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
         if rank != self.peer:
             raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
-        self._proved = True
+        self.proved = True
         return _message(PROOF, self._proof(b"dialer", transcript))
 
 

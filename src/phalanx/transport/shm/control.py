@@ -32,13 +32,24 @@ from typing_extensions import override
 
 from phalanx.core.call import Call, Members
 from phalanx.core.steps import Step
-from phalanx.transport.shm.domain import ASLEEP, WEAK_ORDER, HostDomain, LocalPeer
+from phalanx.errors import BackendUnavailableError
+from phalanx.transport.shm.cross_memory import VARIABLE
+from phalanx.transport.shm.domain import (
+    ASLEEP,
+    READS,
+    WEAK_ORDER,
+    HostDomain,
+    LocalPeer,
+    UnreadableError,
+)
 from phalanx.transport.shm.segments import Block, Segment, tensor_at
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 AHEAD = 16  # entries; with less, a root that waits for room is woken up for a few calls only
 PARTS = 4  # of the staging memory: as many pieces of 2 MiB a root may be ahead
 QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
+KEPT = 1024  # addresses of which it is known whether they can be read
+NEVER = 1 << 63  # no flag is raised as high
 PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
 
@@ -54,6 +65,7 @@ class ControlBlock:
     phase    0 or 1: which half of the staging memory is next in such a collective
     part     the part of the staging memory that a root which runs ahead uses next
     starts   of the last collectives, by their entries: the flags at their first epochs
+    is_readable     each of them can read the ordinary memory of the others' processes
     share_of_cores  how many of this host's cores there are for each of its ranks, 0 if too few
     met      all others are known to have raised their flags as high
     needed   they have to, before the next collective may use its entry (`room`)
@@ -72,6 +84,8 @@ class ControlBlock:
         self._domain = domain
         self._block = domain.arena.take(SIZE)
         self._stage: Block | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._can_be_read: dict[int, bool] = {}
         number, offset, _ = self._block
         self.mine = PeerSlot(rank, domain.arena.segments, number, offset)
         self.words = self.mine.words
@@ -80,7 +94,10 @@ class ControlBlock:
         self.slots[self.place] = self.mine
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
-        self.share_of_cores = (cpu_count() or 1) // (1 + len(domain.local_peers))
+        words = [domain.directory.words, *(other.words for other in self.others)]
+        self.is_readable = all(directory[READS] for directory in words)
+        self._cores = cpu_count() or 1
+        self.share_of_cores = self._cores // (1 + len(domain.local_peers))
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
@@ -148,12 +165,28 @@ class ControlBlock:
     # Memory ----------------------------------------------------------------------------------
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """The segment and offset of some memory of this rank, if others can see it."""
+        """The segment and offset of some memory of this rank, if it lies in shared memory."""
         for number, segment in enumerate(self._domain.arena.segments):
             offset = address - segment.start
             if offset >= 0 and offset + size <= segment.size:
                 return number, offset
         return None
+
+    def can_be_read(self, address: int) -> bool:
+        """Whether the kernel copies memory from there: none that a device's driver has mapped.
+
+        So page-locked memory may not be. Others could not read what this rank cannot read so.
+        """
+        known = self._can_be_read.get(address)
+        if known is None:
+            if len(self._can_be_read) >= KEPT:
+                self._can_be_read.clear()
+            known = self._can_be_read[address] = address == 0 or self._domain.can_read(address)
+        return known
+
+    def is_crowded(self) -> bool:
+        """Whether more threads than this host has cores want to compute, at this moment."""
+        return self._domain.running() > self._cores
 
     def make_stage(self) -> None:
         """Allocate this rank's staging memory, once."""
@@ -162,6 +195,27 @@ class ControlBlock:
             words = self.words
             words[STAGED + 1] = self._stage.offset
             words[STAGED] = self._stage.segment + 1
+
+    def scratch(self, size: int) -> int:
+        """The address of so many bytes of this rank's own, for what it reads."""
+        if self._scratch.nbytes < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+    def unreadable(self, error: UnreadableError) -> Iterator[Step]:
+        """Ordinary memory of a peer could not be read: wait for its end if it has gone.
+
+        So it does if it has given up. Else the kernel does not allow it any more: raises.
+        """
+        peer = error.peer
+        if error.is_gone or peer.rank in self.broken(self.words[FLAG]):
+            yield FlagWait(self, NEVER, (self.ranks.index(peer.rank),))
+        raise BackendUnavailableError(
+            f"rank {self.ranks[self.place]}: the memory of rank {peer.rank} cannot be read any "
+            f"more, as it could when they met: {error}. If its process takes that right back, or "
+            f"its tensor lies in memory of a device, set {VARIABLE}=off on all ranks",
+            rank=self.ranks[self.place],
+        )
 
     # Epoch --------------------------------------------------------------------------------
 
@@ -255,11 +309,13 @@ class ControlBlock:
 # closed         1 when it has closed the group
 # broken         the epoch at which it had arrived when a collective failed there; 0: none has
 # entries        used in turn: the rolling hash up to the collective; segment + 1 (0: it is staged)
-#                and offset of what it gives; the same of its result
+#                and offset of what it gives, or `ORDINARY` + 1 and its address in its process; the
+#                same of its result
 # slots          for small collectives: two used in turn, then one for each entry
 
 FLAG, STAGED, CLOSED, BROKEN, ENTRIES = 0, 8, 16, 24, 32  # words
 ENTRY = 8  # words of an entry
+ORDINARY = 1 << 32  # for a segment: ordinary memory, which is read by cross-memory attach
 GIVEN = tuple(ENTRIES + turn * ENTRY + 1 for turn in range(AHEAD))  # of each entry
 RESULT = tuple(ENTRIES + turn * ENTRY + 3 for turn in range(AHEAD))
 SLOTS = 4096  # byte at which they begin
@@ -268,10 +324,14 @@ SIZE = SLOTS + (2 + AHEAD) * SLOT
 
 
 class Descriptors(NamedTuple):
-    """Where memory of this rank lies that others may read: segment and offset."""
+    """Where memory of this rank lies that others may read: segment and offset, or `ORDINARY`."""
 
     given: tuple[int, int]
     result: tuple[int, int]
+
+
+Region: TypeAlias = "tuple[int, LocalPeer | None]"
+"""An address, and in whose process it is ordinary memory; None: it can be read here."""
 
 
 def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:
@@ -290,6 +350,7 @@ class PeerSlot:
         self, rank: int, segments: list[Segment] | LocalPeer, number: int, offset: int
     ) -> None:
         self.rank = rank  # of the whole job
+        self.peer = segments if isinstance(segments, LocalPeer) else None  # whose slot it is
         self._segments = segments
         self._segment = segment = segments[number]
         self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
@@ -309,11 +370,17 @@ class PeerSlot:
         return self.address(STAGED)
 
     def shown(self, turn: int) -> bool:
-        """Whether its input lies in shared memory."""
+        """Whether others read its input where it is."""
         return self.words[GIVEN[turn]] != 0
 
+    def region(self, word: int) -> Region:
+        """Where memory is that it tells of in this word and the next one."""
+        if self.words[word] <= ORDINARY:
+            return self.address(word), None
+        return self.words[word + 1], self.peer
+
     def address(self, word: int) -> int:
-        """Where memory is, in this process, that it tells of in this word and the next one."""
+        """Where shared memory is, in this process, that it tells of in this word and the next."""
         return self._segments[self.words[word] - 1].start + self.words[word + 1]
 
 

@@ -13,6 +13,7 @@ the pipe of each parked peer.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import struct
@@ -22,6 +23,7 @@ from contextlib import suppress
 
 from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
+from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, let_others_read
 from phalanx.transport.shm.segments import Arena, Segment, open_of
 from phalanx.wire.control import Address
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
@@ -39,6 +41,9 @@ class HostDomain:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self._cma = cma_setting()
+        if self._cma == "allow":
+            let_others_read()
         self.fence = make_fence()
         rings = world_size * RING_SIZE
         self.rank = rank
@@ -49,6 +54,8 @@ class HostDomain:
         self.begins_to_wait: Callable[[], None] = lambda: None
         self.closed: list[Callable[[], bool]] = []
         self.memory = self.directory.segment.fd
+        self._memory = ProcessMemory(os.getpid())
+        self._load = _load_average()
         self.wakeup, self.wakeup_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def add_peer(self, rank: int, process: int, memory: int, wakeup: int) -> None:
@@ -77,9 +84,31 @@ class HostDomain:
                     f"{error.strerror or error} (this is user {os.getuid()}; ranks of one host "
                     "have to be processes of one user, who see each other in /proc)"
                 )
+        if self._cma != "off":
+            self.try_reading()
         return ""
 
+    def try_reading(self) -> None:
+        """Try to read the ordinary memory of all local peers, and say whether this rank can."""
+        can = all(peer.is_readable() for peer in self.local_peers.values())
+        self.directory.words[READS] = int(can)
+
+    def can_read(self, address: int) -> bool:
+        """Whether this process can be read there as peers would."""
+        byte = ctypes.c_char()
+        try:
+            self._memory.read(ctypes.addressof(byte), address, 1)
+        except OSError:
+            return False
+        return True
+
     # Waiting --------------------------------------------------------------------------------
+
+    def running(self) -> int:
+        """How many threads of this host are running or want to, at this moment; 0: not known."""
+        if self._load is None:
+            return 0
+        return int(os.pread(self._load, 64, 0).split()[3].partition(b"/")[0])
 
     def resume_stalled(self) -> None:
         """Go on with the ring buffers that have room again."""
@@ -118,8 +147,17 @@ class HostDomain:
             local_peer.close()
         self.stalled.clear()
         self.arena.close()
-        os.close(self.wakeup)
-        os.close(self.wakeup_end)
+        for file in (self.wakeup, self.wakeup_end, self._load):
+            if file is not None:
+                os.close(file)
+
+
+def _load_average() -> int | None:
+    """The file that says how many threads are running, open; None where there is none."""
+    try:
+        return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 # ------------------------------------------------------------------------------
@@ -131,12 +169,14 @@ class HostDomain:
 #   word    0          1 while this rank is parked, and wants a byte in its wakeup pipe
 #           1          how often a control block was added or removed
 #           2          how many entries for control blocks have been used
+#           3, 4       where the directory is in its process's memory; a random number
+#           5          1 if this rank can read the ordinary memory of all its local peers
 #           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
 # An entry is written before the word that publishes it (see the fences below).
 
-ASLEEP, EDITION, USED = 0, 1, 2
+ASLEEP, EDITION, USED, HERE, PROOF, READS = 0, 1, 2, 3, 4, 5
 SEGMENTS, CONTROL_BLOCKS = 1024, 4096  # entries at most; a directory has room for them
 _SEGMENT_ENTRIES = range(8, 8 + 2 * SEGMENTS, 2)  # the first words of entries
 _FIRST = _SEGMENT_ENTRIES.stop
@@ -154,6 +194,8 @@ class Directory:
     def __init__(self, rings: int = 0) -> None:
         self.segment = Segment.create(SIZE + rings + ROOM)
         self.words = self.segment.words
+        self.words[HERE] = self.segment.start
+        self.words[PROOF] = int.from_bytes(os.urandom(8), "little")
         self._entries: dict[int, int] = {}  # group -> its entry's first word
         self._fence = make_fence()
 
@@ -192,6 +234,15 @@ class Directory:
         self.words[EDITION] += 1
 
 
+class UnreadableError(Exception):
+    """The ordinary memory of a local peer cannot be read: why not, and whose."""
+
+    def __init__(self, peer: LocalPeer, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.peer = peer
+        self.is_gone = isinstance(error, ProcessLookupError)
+
+
 class LocalPeer(dict[int, Segment]):
     """Another rank of this host: its segments by number, attached when they are looked up.
 
@@ -205,6 +256,7 @@ class LocalPeer(dict[int, Segment]):
         self.is_here = process == os.getpid()  # a thread of this process
         self[0] = Segment.attach(process, memory)
         self.words = self[0].words
+        self._memory = ProcessMemory(process)
         self._process = process
         self._wakeup = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
         self._control_blocks: dict[int, tuple[int, int]] = {}
@@ -218,6 +270,22 @@ class LocalPeer(dict[int, Segment]):
             raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
         self[number] = segment
         return segment
+
+    def is_readable(self) -> bool:
+        """Whether the ordinary memory of its process can be read here."""
+        found = ctypes.c_uint64()
+        try:
+            self._memory.read(ctypes.addressof(found), self.words[HERE] + 8 * PROOF, 8)
+        except OSError:
+            return False
+        return found.value == self.words[PROOF]
+
+    def read(self, into: int, address: int, length: int) -> None:
+        """Read its ordinary memory; blocks meanwhile. Raises `UnreadableError`."""
+        try:
+            self._memory.read(into, address, length)
+        except OSError as error:
+            raise UnreadableError(self, error) from error
 
     def control(self, group: int) -> tuple[int, int] | None:
         """Segment and offset of its control block for a group, if it has one by now."""

@@ -161,9 +161,11 @@ class Acceptor:
     def _admit(self, peer: int) -> str | None:
         """Why a peer is rejected although it is authenticated, or None."""
         mesh = self.mesh
+        if mesh.wide is not None and not mesh.wide.accepts(peer):
+            raise Refused(HUNG_UP, final=False)  # without a word in the log
         if peer in mesh.connections or peer in mesh.engine.left or peer in mesh.engine.lost:
             return f"rank {peer} is, or was, connected already: is a second copy of it running?"
-        if peer < mesh.rank:
+        if peer < mesh.rank and mesh.wide is None:
             return f"rank {mesh.rank} calls rank {peer}, not the other way round"
         return None
 

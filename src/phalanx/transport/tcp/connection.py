@@ -1,8 +1,12 @@
 """The mesh, this rank's connections to all others; and a connection: frames in, frames out.
 
-All connections are opened in the rendezvous, before the first message. So all ranks notice a death
-at once, a failure notice reaches a rank whatever it is doing, and a message can be sent to a rank
-that is busy elsewhere.
+Of up to 16 ranks, all connections are opened in the rendezvous, before the first message. So all
+ranks notice a death at once, a failure notice reaches a rank whatever it is doing, and a message
+can be sent to a rank that is busy elsewhere.
+
+More ranks make a *wide* mesh: each is connected with some neighbours from the start, by way of
+which it hears of deaths and failures, and with others from the first message on, for which it
+listens until it closes (`flooding.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import logging
 import socket
 import sys
 import termios
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
+from typing import Protocol
 
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
@@ -58,6 +64,8 @@ class Mesh:
     addresses   where each rank listens, once that is known: before, the rendezvous decides what the
                 end of a connection (`gone`, by rank) and word of a failure (`told`) mean
     rendezvous  takes its control frames (peer, kind, payload), while the ranks meet
+    shares      whether local peers have ring buffers
+    wide        what a wide mesh has beside; else None
 
     All methods are called with the engine's lock held.
     """
@@ -75,6 +83,8 @@ class Mesh:
         self.rendezvous: Callable[[int, Kind, bytes], None] | None = None
         self.host = ""
         self.domain: HostDomain | None = None
+        self.shares = False
+        self.wide: WideBase | None = None
 
     @property
     def all_known(self) -> bool:
@@ -84,35 +94,68 @@ class Mesh:
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer is authenticated: messages can flow. `surplus` came behind the handshake."""
         self.connections[peer] = connection = Connection(self, peer, sock)
+        if self.shares:
+            connection.out = connection.ring
+        if self.wide is not None:
+            self.wide.opened(connection)
         connection.take(surplus)
 
     def link_broke(self, connection: Connection, reason: str) -> None:
         """The connection to a peer has ended, or failed."""
         peer = connection.peer
         if self.connections.get(peer) is not connection:
+            connection.close()
             return
         del self.connections[peer]
         connection.close()
         if connection.left:
             self.engine.peer_left(peer)
         elif self.all_known:
-            self.engine.peer_lost(peer, f"rank {peer} was lost: {reason}")
+            self.rank_lost(peer, reason)
         else:
             self.gone[peer] = reason
             if self.rank == 0:  # it may return
                 self.addresses.pop(peer, None)
                 log.warning("rank 0: rank %d came and was lost: %s", peer, reason)
 
+    def rank_lost(self, peer: int, reason: str) -> None:
+        """This rank has found that a peer is gone without closing."""
+        reason = f"rank {peer} was lost: {reason}"
+        if self.wide is not None:
+            self.wide.rank_lost(peer, reason)
+        self.engine.peer_lost(peer, reason)
+
+    def is_own_word(self, notice: FailureNotice) -> bool:
+        """Whether word of a failure is this rank's own, which others pass on; if not, note it.
+
+        Raises `FrameError` if it makes no sense.
+        """
+        # A library may not know whose fault it was: then the culprit is -1.
+        if not (-1 <= notice.culprit < self.world_size > notice.reporter >= 0):
+            raise FrameError(
+                f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
+                f"there are {self.world_size} ranks"
+            )
+        if notice.culprit < 0 and notice.reporter == self.rank:
+            return True
+        if not self.all_known:
+            self.told = self.told or Failure.from_notice(notice)
+        return False
+
     def close_in_child(self) -> None:
         """After a fork: this copy of the sockets would hide this rank's death from its peers."""
         for connection in self.connections.values():
             connection.sock.close()
+        for sock in self.wide.sockets() if self.wide is not None else ():
+            sock.close()
 
     def close(self) -> None:
         """Close every connection."""
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+        if self.wide is not None:
+            self.wide.close()
 
     def all_sent(self) -> bool:
         """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
@@ -125,6 +168,72 @@ class Mesh:
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting
+
+
+class Outlet(Protocol):
+    """Takes what is to be sent to one peer: its connection, or one that is being made."""
+
+    def send(self, send: PostedSend) -> None:
+        """Send a message."""
+
+    def send_control(
+        self, kind: Kind, payload: bytes = b"", *, group: int = 0, number: int = 0
+    ) -> None:
+        """Send a control frame."""
+
+    def cancel(self, send: PostedSend) -> None:
+        """Give up a message."""
+
+
+class WideBase(ABC):
+    """What a wide mesh has beside its connections; `flooding.py` implements it.
+
+    calls   peers that are being called, and what waits for the connection
+
+    All methods are called with the engine's lock held.
+    """
+
+    calls: Mapping[int, Outlet]
+
+    @abstractmethod
+    def call(self, peer: int) -> Outlet | None:
+        """Call a peer to which there is no connection; None if it is gone."""
+
+    @abstractmethod
+    def drop_call(self, peer: int) -> None:
+        """Call a peer no more; what waits for the connection is dropped."""
+
+    @abstractmethod
+    def refused(self, peer: int) -> None:
+        """Nobody listens any more where a peer did: it has left, or it is lost."""
+
+    @abstractmethod
+    def accepts(self, peer: int) -> bool:
+        """Whether a peer's call may be accepted now; if not, it calls again."""
+
+    @abstractmethod
+    def opened(self, connection: Connection) -> None:
+        """A connection is open."""
+
+    @abstractmethod
+    def rank_left(self, rank: int) -> None:
+        """A peer has said on its connection that it closes: pass it on."""
+
+    @abstractmethod
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """A peer is gone without closing: pass it on."""
+
+    @abstractmethod
+    def came(self, payload: bytes) -> None:
+        """News came from a peer. Raises `FrameError` if they make no sense."""
+
+    @abstractmethod
+    def sockets(self) -> Iterator[socket.socket]:
+        """Its sockets that are not those of the mesh's connections."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close these sockets; no peer is called any more, nor listened to."""
 
 
 class Connection:
@@ -413,7 +522,7 @@ class Connection:
             self._piece_came(header, payload)
         elif kind in MESSAGES:
             message = decode(payload, MESSAGES[kind])
-            if isinstance(message, FailureNotice) and self._is_own_word(message):
+            if isinstance(message, FailureNotice) and mesh.is_own_word(message):
                 return
             engine.on_control(peer, group, message)
         elif kind is Kind.LEAVE_GROUP:
@@ -421,25 +530,14 @@ class Connection:
         elif kind is Kind.LEAVE:
             self.left = True
             engine.peer_left(peer)
+            if mesh.wide is not None:
+                mesh.wide.rank_left(peer)
+        elif kind is Kind.NEWS and mesh.wide is not None:
+            mesh.wide.came(payload)
         elif kind is not Kind.HEARTBEAT:  # whose arrival is its meaning
             if mesh.rendezvous is None:
                 raise FrameError(f"a {kind.name} frame after the rendezvous")
             mesh.rendezvous(peer, kind, payload)
-
-    def _is_own_word(self, notice: FailureNotice) -> bool:
-        """Whether word of a failure is this rank's own, which others pass on; if not, note it."""
-        mesh = self.mesh
-        # A library may not know whose fault it was: then the culprit is -1.
-        if not (-1 <= notice.culprit < mesh.world_size > notice.reporter >= 0):
-            raise FrameError(
-                f"word of a failure of rank {notice.culprit}, from rank {notice.reporter}: "
-                f"there are {mesh.world_size} ranks"
-            )
-        if notice.culprit < 0 and notice.reporter == mesh.rank:
-            return True
-        if not mesh.all_known:
-            mesh.told = mesh.told or Failure.from_notice(notice)
-        return False
 
     # Ring buffers ---------------------------------------------------------------------------
 

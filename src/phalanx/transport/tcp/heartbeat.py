@@ -7,6 +7,10 @@ or cut off from the network. A dead one is another matter: its connection ends.
                     no thread, and a rank that holds the interpreter for minutes raises no alarm
     elsewhere       a thread says HEARTBEAT to the peer, and any byte from there is a sign of life
 
+A rank of a wide mesh has that thread in any case: it passes on what others are to hear, and takes
+their calls, while this rank computes. If all ranks are on this host, it sleeps until something
+comes.
+
 A rank that waits checks this a few times a second. A peer without a sign of life for too long is
 given up: its groups are broken. Its connection stays, so that it is told if it comes back. Only
 time in which this rank itself was running counts.
@@ -21,6 +25,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import monotonic
 
@@ -29,6 +34,7 @@ from phalanx.wire.frame import Kind
 
 VARIABLE = "PHALANX_HEARTBEAT"
 HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default
+LONGEST_RELAY = 0.1  # seconds until a rank of a wide mesh that computes passes on what it is told
 
 
 def check_heartbeat(seconds: float | None) -> float:
@@ -58,17 +64,24 @@ class Heartbeat:
         self._processes: Mapping[int, int] = {}  # of the peers on this host
         self._silent: defaultdict[int, float] = defaultdict(float)  # seconds without a sign of life
         self._last_look = self._next_look = math.inf
+        self._every = seconds / 30 if mesh.wide is None else min(seconds / 30, LONGEST_RELAY)
+        # Hundreds of ranks that wait on one host shall leave it time for something else.
+        self._look_every = seconds / 30 if mesh.wide is None else seconds / 12
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._end: tuple[int, int] | None = None  # a pipe that wakes the thread, if it so sleeps
 
     def begin(self, processes: Mapping[int, int]) -> None:
         """Begin: all are connected; `processes` are those of the peers on this host."""
-        if self._seconds == math.inf:
+        wide = self._mesh.wide is not None
+        if self._seconds == math.inf and not wide:
             return
         self._processes = processes
         self._last_look = monotonic()
-        self._next_look = self._last_look + self._seconds / 30
-        if any(peer not in processes for peer in self._mesh.connections):
+        self._next_look = self._last_look + self._look_every
+        if wide or any(peer not in processes for peer in self._mesh.connections):
+            if len(processes) == self._mesh.world_size - 1:
+                self._end = os.pipe()
             name = f"phalanx rank {self._mesh.rank} heartbeat"
             self._thread = threading.Thread(target=self._keep_beating, name=name, daemon=True)
             self._thread.start()
@@ -76,8 +89,13 @@ class Heartbeat:
     def end(self) -> None:
         """Stop the thread. Lock not held."""
         self._over.set()
+        end, self._end = self._end, None
+        if end is not None:
+            os.write(end[1], b"!")  # to close it would not do: a forked child may hold it open
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        for file in end or ():
+            os.close(file)
 
     def attend(self) -> float:
         """Check the peers, if it is time to; seconds until the next time. Lock held."""
@@ -85,18 +103,21 @@ class Heartbeat:
         if now >= self._next_look:
             # A rank that was stopped itself, or had no processor, must not blame the others for it.
             seconds = min(now - self._last_look, self._seconds / 6)
+            are_stopped = cache(is_stopped)  # ranks may be threads of few processes
             for connection in list(self._mesh.connections.values()):
-                self._look_at(connection, seconds)
+                self._look_at(connection, seconds, are_stopped)
             self._last_look = now
-            self._next_look = now + self._seconds / 30
+            self._next_look = now + self._look_every
         return self._next_look - now
 
-    def _look_at(self, connection: Connection, seconds: float) -> None:
+    def _look_at(
+        self, connection: Connection, seconds: float, are_stopped: Callable[[int], bool]
+    ) -> None:
         """Give a peer up that has been silent for too long, of which these seconds are new."""
         peer = connection.peer
         process = self._processes.get(peer)
         alive = connection.heard or connection.given_up or connection.left or connection.paused
-        if alive or (process is not None and not is_stopped(process)):
+        if alive or (process is not None and not are_stopped(process)):
             connection.heard = False
             self._silent[peer] = 0.0
             return
@@ -111,12 +132,17 @@ class Heartbeat:
                 "holds the interpreter, or the network between the two is down"
             )
         connection.given_up = True  # it counts as lost, and is told so if it comes back
-        who = f"rank {self._mesh.rank} gave rank {peer} up"
-        self._mesh.engine.peer_lost(peer, f"rank {peer} was lost: {who}, since {reason}")
+        self._mesh.rank_lost(peer, f"rank {self._mesh.rank} gave rank {peer} up, since {reason}")
 
     def _keep_beating(self) -> None:
-        engine = self._mesh.engine
-        while not self._over.wait(self._seconds / 30):
+        engine, end = self._mesh.engine, self._end
+        while not self._over.wait(self._every):
+            if end is not None:
+                with engine.lock:
+                    if engine.closed:
+                        return
+                    sleep = self._mesh.reactor.sleeper(end[0])
+                sleep()
             with engine.lock:
                 if engine.closed:
                     return

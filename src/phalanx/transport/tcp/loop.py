@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import select
 import selectors
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -21,6 +23,7 @@ class Reactor:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._watched: set[socket.socket | int] = set()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._waker, self._woken = socket.socketpair()
@@ -33,15 +36,19 @@ class Reactor:
         if not events:
             self.forget(sock)
             return
-        try:
+        # Not by trial: the selector's error describes the socket, which takes longer than the rest.
+        if sock in self._watched:
             self._selector.modify(sock, events, callback)
-        except KeyError:
+        else:
+            self._watched.add(sock)
             self._selector.register(sock, events, callback)
 
     def forget(self, sock: socket.socket | int) -> None:
         """Do not watch this socket any more."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
+        if sock in self._watched:
+            self._watched.remove(sock)
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(sock)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
         """Call back once, that many seconds from now. Not while another thread is in `turn`."""
@@ -69,6 +76,17 @@ class Reactor:
                 now.data(bool(mask & READ), bool(mask & WRITE))
         while self._timers and self._timers[0][0] <= monotonic():
             heapq.heappop(self._timers)[2]()
+
+    def sleeper(self, other: int) -> Callable[[], object]:
+        """What blocks until there is something to do in `turn`, or this other file can be read.
+
+        It is called without the lock. New timers count from the next `wake` on.
+        """
+        seconds = max(self._timers[0][0] - monotonic(), 0.0) if self._timers else LONGEST_SLEEP
+        poll = select.poll()
+        for file in (self._selector.fileno(), other):
+            poll.register(file, select.POLLIN)
+        return partial(poll.poll, seconds * 1000)
 
     def wake(self) -> None:
         """Make a `turn` in another thread return."""

@@ -1,4 +1,4 @@
-"""The rendezvous: ranks that know only rank 0's address connect, all with all.
+"""The rendezvous: ranks that know only rank 0's address connect, each with each.
 
     rank k  -- calls, proves itself -->  rank 0
     rank k  -- ADDRESS: I listen there -->          (on the interface by which it reached rank 0)
@@ -8,19 +8,24 @@
 
 Done when every connection is open, and everyone has said the last. Nobody else may come then, and
 nobody comes back: the acceptor is closed, and this rank listens nowhere until it ends.
+
+Of a wide mesh, rank k calls only those of its neighbours whose number is lower, and says MEMORY to
+rank 0 alone, which sums it up for all. The last word of rank 0, TABLE or MEMORY, ends its
+connections with ranks that are not its neighbours. Everyone goes on listening, rank 0 at another
+port than that at which it was called. So rank 0 has to do with each rank for less than a
+millisecond, a handshake and two messages, and nobody with all others.
 """
 
 from __future__ import annotations
 
-import errno
 import ipaddress
-import math
-import os
+import resource
 import socket
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
+
+import msgspec
 
 from phalanx.core.failure import Failure
 from phalanx.errors import (
@@ -30,13 +35,16 @@ from phalanx.errors import (
     DistributedError,
     PeerLostError,
 )
-from phalanx.transport.tcp.admission import OUT_OF, Acceptor, listen_at, receive, resolve, send
+from phalanx.transport.tcp.admission import Acceptor, listen_at, resolve
 from phalanx.transport.tcp.connection import Mesh
+from phalanx.transport.tcp.dial import Dial
+from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import host_id, process_id
-from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.wire.control import (
     Address,
+    AllAttached,
     Attached,
+    CompactTable,
     Endpoint,
     FailureNotice,
     Table,
@@ -45,8 +53,8 @@ from phalanx.wire.control import (
     is_loopback,
 )
 from phalanx.wire.frame import FrameError, Kind
-from phalanx.wire.handshake import DialerHandshake, Refused
 
+OWN_FILES = 64  # that rank 0 may need beside its connections
 GRACE = 1.0  # seconds that a rank waits longer than rank 0, which knows who is missing
 
 Drive = Callable[[Callable[[], bool], float], None]
@@ -54,10 +62,11 @@ Attach = Callable[[list[Address]], str]  # all addresses -> what went wrong, or 
 
 
 class Rendezvous:
-    """One rank's part: `run` connects it to all others.
+    """One rank's part: `run` connects it to all others, or to its neighbours.
 
     attach     attaches the memory of local peers, where memory is shared
     listener   of rank 0
+    wide       of a wide mesh
     problems   by rank: why it could not attach its local peers' memory, or ""
     """
 
@@ -67,8 +76,10 @@ class Rendezvous:
         endpoint: Endpoint,
         attach: Attach | None = None,
         listener: socket.socket | None = None,
+        wide: Flooding | None = None,
     ) -> None:
         self.mesh = mesh
+        self.wide = wide
         self.endpoint = endpoint
         self.problems: dict[int, str] = {}
         self._attach = attach
@@ -77,12 +88,11 @@ class Rendezvous:
         self._dials: dict[int, Dial] = {}
 
     def run(self, timeout: float, drive: Drive) -> list[Address]:
-        """Block until all ranks are connected; return the address of each. Lock held.
+        """Block until this rank is connected; return the address of each rank. Lock held.
 
         `drive(over, deadline)` moves bytes until `over()`.
         """
         mesh, addresses, deadline = self.mesh, self.mesh.addresses, monotonic() + timeout
-        ranks = range(mesh.world_size)
         mesh.rendezvous = self._control_came
 
         def until(met: Callable[[], bool]) -> None:
@@ -98,24 +108,29 @@ class Rendezvous:
         try:
             if mesh.rank == 0:
                 assert self._listener is not None
-                addresses[0] = self._listen(self._listener)
+                addresses[0] = self._listen_as_rank_0(self._listener)
                 until(lambda: mesh.all_known)
-                self._tell_all(Kind.TABLE, Table([addresses[rank] for rank in ranks]))
+                self._tell_addresses()
             else:
                 self._call(0, self.endpoint)
                 until(lambda: 0 in mesh.connections)
                 here = self._listen(self._listener_beside(mesh.connections[0].sock))
                 mesh.connections[0].send_control(Kind.ADDRESS, encode(here))
                 until(lambda: mesh.all_known)
-                for peer in range(1, mesh.rank):
-                    self._call(peer, Endpoint(addresses[peer].host, addresses[peer].port))
+                for peer in self._peers():
+                    if 0 < peer < mesh.rank:
+                        self._call(peer, Endpoint(addresses[peer].host, addresses[peer].port))
             until(lambda: not self._unconnected())
-            everyone = [addresses[rank] for rank in ranks]
+            everyone = [addresses[rank] for rank in range(mesh.world_size)]
             if self._attach is not None:
-                self.problems[mesh.rank] = problem = self._attach(everyone)
-                self._tell_all(Kind.MEMORY, Attached(problem))
+                self.problems[mesh.rank] = self._attach(everyone)
+                self._tell_problem()
                 # One that has said it may be gone already: the others are to be heard all the same.
-                until(lambda: all(peer in self.problems for peer in mesh.connections))
+                until(lambda: all(peer in self.problems for peer in self._reporters()))
+            if self.wide is not None:
+                if mesh.rank or self._attach is not None:
+                    self._part(self.wide)
+                until(self.wide.all_parted)
         except DistributedError as error:
             if mesh.rank == 0:
                 culprit = 0 if error.peer is None else error.peer
@@ -125,9 +140,53 @@ class Rendezvous:
             mesh.rendezvous = None
             for dial in self._dials.values():
                 dial.drop()
-            if self._acceptor is not None:
+            if self._acceptor is not None and not (
+                self.wide is not None and self._acceptor is self.wide.acceptor
+            ):
                 self._acceptor.close()
         return everyone
+
+    def _peers(self) -> Sequence[int]:
+        """The ranks with which this one has to be connected."""
+        if self.wide is None:
+            return range(self.mesh.world_size)
+        return self.wide.neighbours if self.mesh.all_known else [0]
+
+    def _reporters(self) -> Iterable[int]:
+        """The ranks from which word has to come whether memory was attached."""
+        connections = self.mesh.connections
+        return connections if self.wide is None or self.mesh.rank == 0 else {0} & connections.keys()
+
+    def _tell_addresses(self) -> None:
+        """As rank 0, tell everyone where each rank listens."""
+        addresses = [self.mesh.addresses[rank] for rank in range(self.mesh.world_size)]
+        if self.wide is None:
+            self._tell_all(Kind.TABLE, Table(addresses))
+            return
+        self._tell_all(Kind.TABLE, CompactTable.of(addresses))
+        if self._attach is None:
+            self._part(self.wide)
+
+    def _tell_problem(self) -> None:
+        """Tell all whether this rank has attached memory; of a wide mesh, tell only rank 0."""
+        if self.mesh.rank == 0 and self.wide is not None:
+            return
+        attached = encode(Attached(self.problems[self.mesh.rank]))
+        for peer in self._reporters():
+            self.mesh.connections[peer].send_control(Kind.MEMORY, attached)
+
+    def _part(self, wide: Flooding) -> None:
+        """Rank 0 says its last to all: it and most others have met only for that."""
+        mesh = self.mesh
+        if mesh.rank:
+            if 0 in mesh.connections and 0 not in wide.neighbours:
+                mesh.connections.pop(0).close()
+            return
+        if self._attach is not None:
+            blamed = min((rank for rank, why in self.problems.items() if why), default=0)
+            self._tell_all(Kind.MEMORY, AllAttached(blamed, self.problems[blamed]))
+        for peer in mesh.connections.keys() - set(wide.neighbours):
+            wide.part(peer)
 
     def _is_over(self, met: Callable[[], bool]) -> bool:
         """Whether that is so. Raises if the ranks cannot meet any more."""
@@ -146,7 +205,7 @@ class Rendezvous:
                 reason = f"{dial.name} {by}: {refusal.reason}"
                 raise self._error(AuthenticationError, peer, reason)
             del self._dials[peer]  # it was there: the first call raises that it is gone
-            mesh.engine.peer_lost(peer, f"rank {peer} was lost: {refusal.reason}")
+            mesh.rank_lost(peer, refusal.reason)
         return met()
 
     def _error(
@@ -160,7 +219,7 @@ class Rendezvous:
         """Peers whose connection is not open, and that are not known to be gone."""
         mesh = self.mesh
         known = {mesh.rank, *mesh.connections, *mesh.engine.left, *mesh.engine.lost}
-        return set(range(mesh.world_size)) - known
+        return set(self._peers()) - known
 
     def _listener_beside(self, sock: socket.socket) -> socket.socket:
         """A listener only on the interface that rank 0 reaches."""
@@ -171,11 +230,32 @@ class Rendezvous:
             reason = f"this rank cannot listen at {name[0]}: {error.strerror or error}"
             raise self._error(BackendUnavailableError, None, reason) from error
 
+    def _listen_as_rank_0(self, listener: socket.socket) -> Address:
+        """Accept peers where all of them call first; where they call later, for the table."""
+        mesh, wide = self.mesh, self.wide
+        if wide is None:
+            return self._listen(listener)
+        first = self._acceptor = Acceptor(mesh, listener)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY and files < mesh.world_size + OWN_FILES:
+            raise self._error(
+                BackendUnavailableError,
+                None,
+                f"this process may have {files} open files, and rank 0 needs one for each of "
+                f"{mesh.world_size} ranks until they have met, and {OWN_FILES} for itself: raise "
+                "the limit (ulimit -n)",
+            )
+        here = self._listen(self._listener_beside(listener))
+        self._acceptor = first
+        return here
+
     def _listen(self, listener: socket.socket) -> Address:
         """Accept peers at this socket; where that is, for the others."""
         mesh, name = self.mesh, listener.getsockname()
         domain = mesh.domain
         self._acceptor = Acceptor(mesh, listener)
+        if self.wide is not None:
+            self.wide.acceptor = self._acceptor
         return Address(
             str(name[0]),
             int(name[1]),
@@ -185,28 +265,43 @@ class Rendezvous:
             domain.wakeup_end if domain is not None else -1,
         )
 
-    def _tell_all(self, kind: Kind, message: Table | Attached | FailureNotice) -> None:
+    def _tell_all(
+        self, kind: Kind, message: Table | CompactTable | Attached | AllAttached | FailureNotice
+    ) -> None:
+        payload = encode(message)
         for connection in list(self.mesh.connections.values()):
-            connection.send_control(kind, encode(message))
+            connection.send_control(kind, payload)
 
     def _control_came(self, peer: int, kind: Kind, payload: bytes) -> None:
         """A control frame came. Raises `FrameError` if it makes no sense."""
         mesh = self.mesh
         if kind is Kind.ADDRESS and mesh.rank == 0 and peer not in mesh.addresses:
             address = decode(payload, Address)
-            _check_number(peer, address)
+            _check_numbers({peer: address})
             mesh.addresses[peer] = address
         elif kind is Kind.TABLE and peer == 0 and not mesh.addresses:
-            table = decode(payload, Table).addresses
+            table = self._table(payload)
             if len(table) != mesh.world_size:
                 raise FrameError(f"a table of {len(table)} ranks")
-            for rank, address in enumerate(table[1:], 1):
-                _check_number(rank, address)
+            _check_numbers(dict(enumerate(table[1:], 1)))
             mesh.addresses.update(enumerate(table))
         elif kind is Kind.MEMORY and peer not in self.problems:
-            self.problems[peer] = decode(payload, Attached).problem
+            if self.wide is not None and mesh.rank:
+                whole = decode(payload, AllAttached)
+                self.problems |= {peer: "", whole.rank: whole.problem}
+            else:
+                self.problems[peer] = decode(payload, Attached).problem
         else:
             raise FrameError(f"a {kind.name} frame from rank {peer}")
+
+    def _table(self, payload: bytes) -> list[Address]:
+        """Every rank's address, as rank 0 says. Raises `FrameError`."""
+        if self.wide is None:
+            return decode(payload, Table).addresses
+        addresses = decode(payload, CompactTable).addresses()
+        # Rank 0 may not know by which of its own addresses it is reached.
+        host = str(self.mesh.connections[0].sock.getpeername()[0])
+        return [msgspec.structs.replace(each, host=host) for each in addresses[:1]] + addresses[1:]
 
     def _call(self, peer: int, endpoint: Endpoint) -> None:
         """Connect to a peer: rank 0 may not have started yet, and may be called by a name."""
@@ -241,7 +336,7 @@ class Rendezvous:
         elif unknown:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
         elif not unconnected:
-            silent = [rank for rank in ranks if rank not in self.problems]
+            silent = [rank for rank in self._reporters() if rank not in self.problems]
             what = f"{_ranks(silent)} did not say whether the memory of all can be attached"
             peer = silent[0]
         else:
@@ -257,159 +352,19 @@ class Rendezvous:
         )
 
 
-def _check_number(rank: int, address: Address) -> None:
+def _check_numbers(addresses: Mapping[int, Address]) -> None:
     """What a rank says about itself is called as it stands: a number, never a name."""
-    try:
-        ipaddress.ip_address(address.host.partition("%")[0])
-    except ValueError:
-        raise FrameError(f"rank {rank} listens at a host that is no number") from None
-    if not 0 < address.port < 65536:
-        raise FrameError(f"rank {rank} listens at port {address.port}")
+    numbers: set[str] = set()
+    for rank, address in addresses.items():
+        if address.host not in numbers:
+            try:
+                ipaddress.ip_address(address.host.partition("%")[0])
+            except ValueError:
+                raise FrameError(f"rank {rank} listens at a host that is no number") from None
+            numbers.add(address.host)
+        if not 0 < address.port < 65536:
+            raise FrameError(f"rank {rank} listens at port {address.port}")
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-# ------------------------------------------------------------------------------
-# Dialing a peer: again and again, until it accepts this rank.
-
-FIRST_RETRY, LAST_RETRY = 0.02, 0.25  # seconds between attempts to reach a peer
-FIRST_WAIT, LAST_WAIT = 0.5, 8.0  # seconds for a connection: the kernel tries again too seldom
-
-# Neither means that nobody listens: this host lacks a resource, or the peer hung up at once.
-_MAY_PASS = OUT_OF | {
-    errno.EAGAIN,
-    errno.EADDRNOTAVAIL,
-    errno.ECONNRESET,
-    errno.EPIPE,
-    errno.ETIMEDOUT,
-}
-
-
-class Dial:
-    """A call to `peer`. `patient`: it may not have started yet, so a refused connection means
-    nothing.
-
-        the peer does not answer the call      call again: it has not started (patient), or its
-                                               queue is full of other callers
-        it refuses the connection              patient: call again. Else it was there, and is gone
-        it hangs up during the handshake       call again: it had to make room, or this rank was
-                                               slow
-        it turns this rank away, with reason   that is final
-
-    trouble    what the last attempt met
-    refusal    why there is no hope, if there is none
-    refusals   connections refused, one after the other
-
-    `drop()` ends it. All methods are called with the engine's lock held; none blocks.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        peer: int,
-        addresses: list[tuple[int, tuple[object, ...]]],  # family, socket address
-        *,
-        patient: bool,
-        name: str = "",
-    ) -> None:
-        self.mesh = mesh
-        self.peer = peer
-        self.name = name  # for errors
-        self.trouble = "no answer yet"
-        self.refusal: Refused | None = None
-        self.refusals = self.attempts = 0
-        self._addresses = addresses
-        self._patient = patient
-        self._sock: socket.socket | None = None
-        self._waits = 0
-        self._course = self._call()
-        self._go_on(None)
-
-    def drop(self) -> None:
-        """Hang up, and do not call again."""
-        self._course.close()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._sock is not None:
-            self.mesh.reactor.forget(self._sock)
-            self._sock.close()
-            self._sock = None
-
-    def _go_on(self, ready: bool | None) -> None:
-        """Go on until the call waits: for an event of its socket, or for some time."""
-        self._waits += 1
-        reactor = self.mesh.reactor
-        try:
-            events, seconds = self._course.send(ready)
-        except StopIteration:
-            return
-        if self._sock is not None:
-            reactor.watch(self._sock, lambda *_: self._go_on(True), events)
-        if seconds < math.inf:
-            reactor.call_later(seconds, partial(self._waited, self._waits))
-
-    def _waited(self, number: int) -> None:
-        if number == self._waits:  # it still does
-            self._go_on(False)
-
-    def _call(self) -> Generator[tuple[int, float], bool | None, None]:
-        """Yields what it waits for, and for how long at most; is sent whether it has come."""
-        mesh, retry, wait = self.mesh, FIRST_RETRY, FIRST_WAIT
-        while True:
-            family, address = self._addresses[self.attempts % len(self._addresses)]
-            handshake = DialerHandshake(mesh.identity, mesh.token, self.peer)
-            try:
-                self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
-                sock.setblocking(False)
-                with suppress(BlockingIOError):
-                    sock.connect(address)
-                if not (yield WRITE, wait):
-                    wait = min(2 * wait, LAST_WAIT)
-                    raise Refused("calls are not answered", final=False)
-                _check_connected(sock)
-                self.refusals = 0
-                self.trouble = "it accepts connections but does not answer; is it another program?"
-                send(sock, handshake.start())
-                while not handshake.complete:
-                    yield READ, math.inf
-                    data = receive(sock, handshake.room)
-                    if data is not None:
-                        send(sock, handshake.receive(data))
-            except OSError as error:
-                self.trouble = os.strerror(error.errno or 0)
-                self.refusals += error.errno not in _MAY_PASS
-                if not self._patient and self.refusals >= len(self._addresses):
-                    self.refusal = Refused(self.trouble, final=False)
-            except Refused as refusal:
-                self.trouble = refusal.reason
-                if self._sock is not None:
-                    with suppress(OSError):  # it may have gone already
-                        self._sock.send(handshake.farewell)
-                if refusal.final:
-                    self.refusal = refusal
-            else:
-                self._sock = None  # it is the connection's now
-                mesh.link_opened(self.peer, sock, handshake.surplus)
-                return
-            self._hang_up()
-            if self.refusal is not None:
-                return
-            self.attempts += 1
-            yield 0, retry
-            retry = min(2 * retry, LAST_RETRY)
-
-
-def _check_connected(sock: socket.socket) -> None:
-    """Raise OSError if a call has failed."""
-    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    try:
-        if not code and sock.getsockname() == sock.getpeername():
-            # Calling a free local port, the kernel may pick that very port as ours.
-            code = errno.ECONNREFUSED
-    except OSError:
-        code = errno.ECONNRESET
-    if code:
-        raise OSError(code, os.strerror(code))

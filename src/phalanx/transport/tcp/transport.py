@@ -24,7 +24,8 @@ from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.segments import Piece
-from phalanx.transport.tcp.connection import MESSAGES, Mesh
+from phalanx.transport.tcp.connection import MESSAGES, Mesh, Outlet
+from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import Heartbeat
 from phalanx.wire.control import encode
 from phalanx.wire.frame import Kind
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
 SLICE = 0.02  # seconds in a library's wait before the sockets are polled again
+EACH_WITH_EACH = 16  # ranks that are all connected from the start; more are a wide mesh
 FIRST_LOOK, EXPIRY_CHECK = 0.05, 0.25  # seconds
 LOOKS = 200  # polls of a step, one after the other, before the first sleep
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between later polls
@@ -51,11 +53,20 @@ class TcpTransport(Transport):
     """
 
     def __init__(
-        self, engine: Engine, identity: Identity, token: bytes, *, heartbeat: float
+        self,
+        engine: Engine,
+        identity: Identity,
+        token: bytes,
+        *,
+        heartbeat: float,
+        each_with_each: int = EACH_WITH_EACH,
     ) -> None:
         self.engine = engine
         engine.transport = self
         self.mesh = Mesh(engine, identity, token)
+        self.wide: Flooding | None = None
+        if engine.world_size > each_with_each:
+            self.mesh.wide = self.wide = Flooding(self.mesh, heartbeat)
         self.reactor = self.mesh.reactor
         self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
         self.domain: HostDomain | None = None
@@ -76,6 +87,7 @@ class TcpTransport(Transport):
         self.domain = domain
         self.reactor.watch(domain.wakeup, domain.on_wakeup)
         domain.begins_to_wait = self.watch
+        self.mesh.shares = True
         for connection in self.mesh.connections.values():
             connection.out = connection.ring
 
@@ -83,16 +95,20 @@ class TcpTransport(Transport):
 
     @override
     def send(self, send: PostedSend) -> None:
-        # There is no connection if the peer's loss is just being reported.
+        # There is none if the peer's loss is just being reported, or before the first message.
         connection = self._connections.get(send.peer)
         if connection is not None:
             connection.send(send)
+        elif self.wide is not None and (call := self.wide.call(send.peer)) is not None:
+            call.send(send)
 
     @override
     def cancel(self, send: PostedSend) -> None:
         connection = self._connections.get(send.peer)
         if connection is not None:
             connection.cancel(send)
+        elif self.wide is not None and send.peer in self.wide.calls:
+            self.wide.calls[send.peer].cancel(send)
 
     @override
     def settle(self, send: PostedSend) -> bool:
@@ -107,13 +123,22 @@ class TcpTransport(Transport):
 
     @override
     def control(self, peer: int, group: int, message: Control) -> None:
-        connection = self._connections.get(peer)
-        if connection is None or connection.left:
+        connection: Outlet | None = self._connections.get(peer)
+        if connection is None and self.wide is not None:
+            connection = self.wide.call(peer)
+        if connection is None or peer in self.engine.left:
             return
         if message is None:
             connection.send_control(Kind.LEAVE_GROUP, group=group)
         else:
             connection.send_control(KINDS[type(message)], encode(message), group=group)
+
+    @override
+    def tell_members(self, group: GroupBase, message: Control) -> None:
+        if self.wide is None:
+            super().tell_members(group, message)
+        else:
+            self.wide.tell_members(group, message)
 
     # Memory ---------------------------------------------------------------------------------
 
@@ -304,6 +329,8 @@ class TcpTransport(Transport):
 
     def say_goodbye(self, seconds: float) -> None:
         """Send LEAVE to every peer, and wait until all sent bytes have left. Lock held."""
+        if self.wide is not None:
+            self.wide.take_leave()
         for connection in list(self.mesh.connections.values()):
             if not connection.given_up:
                 connection.send_control(Kind.LEAVE)

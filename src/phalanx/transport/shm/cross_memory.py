@@ -1,0 +1,87 @@
+"""Cross-memory attach (CMA): reading the ordinary memory of another process of this host.
+
+The kernel copies it, `process_vm_readv(2)`: one copy, by who wants it, where staging takes two. It
+is allowed to who may trace the other process, `ptrace(2)`: processes of one user, and where Yama is
+in use (`/proc/sys/kernel/yama/ptrace_scope` is 1, as in Ubuntu), only if the other process has said
+so. Whether it works is tried when ranks meet. Where it does not, tensors are staged.
+
+    PHALANX_CMA=auto    used where the kernel allows it: the default
+    PHALANX_CMA=allow   this process also says that any process of its user may trace it
+    PHALANX_CMA=off     not used
+
+D. Goodell et al.: Cache-efficient, intranode, large-message MPI communication with MPICH2-Nemesis.
+ICPP 2009. Open MPI and UCX call it CMA, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from functools import cache
+
+from phalanx.errors import BackendUnavailableError
+
+VARIABLE = "PHALANX_CMA"
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+class _Range(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class ProcessMemory:
+    """The memory of a process of this host, to be read; of this one, too."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self._here, self._there = _Range(), _Range()
+        self._ranges = ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0
+
+    def read(self, into: int, address: int, length: int) -> None:
+        """Copy `length` bytes from `address` in that process to `into` in this one.
+
+        Blocks for as long as the copy takes. Raises OSError: `ProcessLookupError` if the process
+        is gone, `PermissionError`, or EFAULT where it has no such memory.
+        """
+        read, here, there = _process_vm_readv(), self._here, self._there
+        while length > 0:
+            here.start, there.start = into, address
+            here.length = there.length = length
+            count = read(self.process, *self._ranges)
+            if count <= 0:
+                number = ctypes.get_errno() if count < 0 else errno.EFAULT
+                raise OSError(number, os.strerror(number))
+            into, address, length = into + count, address + count, length - count
+
+
+def cma_setting(environ: Mapping[str, str] = os.environ) -> str:
+    """What `PHALANX_CMA` says. Raises `BackendUnavailableError` for what it does not have."""
+    setting = environ.get(VARIABLE, "") or "auto"
+    if setting not in ("auto", "allow", "off"):
+        raise BackendUnavailableError(f"{VARIABLE} must be auto, allow or off, not {setting!r}")
+    return setting
+
+
+def let_others_read() -> None:
+    """Say that any process of this user may trace this one, which allows reading its memory.
+
+    Nothing to do, and no error, where the kernel has no Yama.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
+
+
+@cache
+def _process_vm_readv() -> ctypes._NamedFuncPointer:
+    """The function of the C library. Raises OSError where it has none."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    function.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
+    function.restype = ctypes.c_ssize_t
+    return function

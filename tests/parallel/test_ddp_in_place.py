@@ -1,0 +1,153 @@
+"""DDP where ranks read each other's memory: gradients are averaged where autograd has put them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from clusters import Gloo, SharedMemory, needs_reading
+from torch import Tensor, nn
+
+from phalanx import DDP, Backend
+from phalanx.collectives import shm_direct
+
+pytestmark = needs_reading
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_are_read() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SMALL", "READ_REDUCED"):
+            patch.setattr(shm_direct, name, 0)
+        patch.setattr(shm_direct, "MEET", 256)
+        yield
+
+
+LAYERS = nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5), nn.Tanh(), nn.Linear(5, 1)
+CONVOLUTION = nn.Conv2d(3, 4, 3)
+
+
+def model() -> nn.Sequential:
+    return deepcopy(nn.Sequential(*LAYERS))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+
+
+def expected(passes: int = 1) -> list[Tensor]:
+    """The gradients of one process that has all samples."""
+    plain = model()
+    for _ in range(passes):
+        plain(torch.cat([batch(rank) for rank in range(RANKS)])).mean().backward()
+    return gradients(plain)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.allclose, left, right))
+
+
+def test_gradients_are_those_of_one_process_and_stay_where_autograd_put_them() -> None:
+    def run(backend: Backend) -> bool:
+        ddp = DDP(model(), backend, bucket_size=400)  # several buckets
+        before: dict[Tensor, int] = {}
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: before.update({p: p.grad.data_ptr()})
+            )
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(batch(backend.rank)).mean().backward()
+            assert all(p.grad.data_ptr() == before[p] for p in before if p.grad is not None)
+        return same(gradients(ddp), expected())
+
+    assert SharedMemory().run(run, RANKS) == [True] * RANKS
+
+
+def test_gradients_of_several_passes_add_up_before_they_are_averaged() -> None:
+    def run(backend: Backend) -> bool:
+        ddp = DDP(model(), backend)
+        with ddp.no_sync():
+            ddp(batch(backend.rank)).mean().backward()
+        ddp(batch(backend.rank)).mean().backward()
+        return same(gradients(ddp), expected(2))
+
+    assert SharedMemory().run(run, RANKS) == [True] * RANKS
+
+
+def test_one_that_has_no_gradient_gives_zeros() -> None:
+    """Rank 0 uses one half of the model, the others use both."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.never = (nn.Linear(7, 1) for _ in range(3))
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            result: Tensor = self.first(x) + self.second(x) if both else self.first(x)
+            return result
+
+    def run(backend: Backend) -> tuple[Tensor, bool]:
+        ddp = DDP(Halves(), backend, find_unused_parameters=True)
+        ddp(batch(backend.rank), backend.rank != 0).mean().backward()
+        module = ddp.module
+        assert module.second.weight.grad is not None
+        return module.second.weight.grad, module.never.weight.grad is None
+
+    mean = sum(batch(rank).mean(0) for rank in (1, 2)) / RANKS
+    for second, never_is_none in SharedMemory().run(run, RANKS):
+        assert torch.allclose(second, mean)
+        assert never_is_none
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_that_is_kept_for_a_second_derivative_keeps_its_values() -> None:
+    def run(backend: Backend) -> bool:
+        ddp = DDP(model(), backend)
+        kept: list[Tensor] = []
+        ddp.module[0].weight.register_hook(kept.append)  # type: ignore[no-untyped-call]
+        ddp(batch(backend.rank)).mean().backward(create_graph=True)
+        alone = model()
+        alone(batch(backend.rank)).mean().backward()
+        assert alone[0].weight.grad is not None
+        return torch.allclose(kept[0], alone[0].weight.grad) and same(gradients(ddp), expected())
+
+    assert SharedMemory().run(run, RANKS) == [True] * RANKS
+
+
+def test_gradients_of_other_strides_on_one_rank_are_averaged_by_their_elements() -> None:
+    """A convolution in channels_last has gradients in that order of memory."""
+
+    def run(backend: Backend) -> Tensor:
+        ddp = DDP(deepcopy(CONVOLUTION), backend)
+        images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(backend.rank))
+        if backend.rank == 1:
+            ddp.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            images = images.to(memory_format=torch.channels_last)
+        ddp(images).sum().backward()
+        assert ddp.module.weight.grad is not None
+        return ddp.module.weight.grad.contiguous()
+
+    plain = deepcopy(CONVOLUTION)
+    for rank in range(RANKS):
+        images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+        (plain(images).sum() / RANKS).backward()
+    assert plain.weight.grad is not None
+    for gradient in SharedMemory().run(run, RANKS):
+        assert torch.allclose(gradient, plain.weight.grad, atol=1e-5)
+
+
+def test_another_librarys_all_reduce_gets_flat_memory() -> None:
+    def run(backend: Backend) -> bool:
+        ddp = DDP(model(), backend)
+        ddp(batch(backend.rank)).mean().backward()
+        return same(gradients(ddp), expected())
+
+    assert Gloo().run(run, RANKS) == [True] * RANKS
