@@ -580,6 +580,8 @@ class SubBackend(Backend):
 
     parent    the backend that it is part of; may itself be a `SubBackend`
     members   sorted and without repeats, as ranks of `parent`
+    in_order  renumbered in the order in which they are given instead
+    timeout   by default the parent's
 
     Every member makes it, in the same order among groups of the same members; nothing is sent.
     It moves bytes over its parent's connections, but neither waits for the parent's works
@@ -589,9 +591,16 @@ class SubBackend(Backend):
     parent, or the caller is not among them.
     """
 
-    def __init__(self, parent: Backend, members: Iterable[int]) -> None:
+    def __init__(
+        self,
+        parent: Backend,
+        members: Iterable[int],
+        *,
+        in_order: bool = False,
+        timeout: float | None = None,
+    ) -> None:
         self.parent = parent
-        self.members = tuple(sorted(set(members)))
+        self.members = tuple(dict.fromkeys(members) if in_order else sorted(set(members)))
         if not self.members:
             raise InvalidWorldSizeError(
                 f"rank {parent.rank}: a group needs at least one member", rank=parent.rank
@@ -608,7 +617,7 @@ class SubBackend(Backend):
         engine = parent.engine
         with engine.lock:
             group = parent.group.child(ranks)
-        super().__init__(engine, group, timeout=parent.timeout)
+        super().__init__(engine, group, timeout=parent.timeout if timeout is None else timeout)
         self.devices = parent.devices
         self.links = parent.links
         self.topology = tuple(parent.topology[member] for member in self.members)

@@ -121,6 +121,11 @@ class Work(WorkBase, Generic[T]):
             self._finish = None
         return self._result  # type: ignore[return-value]
 
+    def go_on(self) -> None:
+        """Let it move on from now by itself: nobody may wait for it."""
+        if not self.over:
+            self.group.engine.transport.background(self, patience=0.0)
+
     def cancel(self, reason: str) -> None:
         """End it; its memory is the caller's again. A collective breaks its group.
 

@@ -119,7 +119,7 @@ def _rendezvous_at_store(
     count = store.add(f"{prefix}/count/{world.rank}", 1)
     key = f"{prefix}/rendezvous/{count}"
     if world.rank == 0:
-        message, listener = _listen(world, endpoint)
+        message, listener = listen(world, endpoint)
         message += _HAS_GPU if own_gpu else ""
         store.set(key, message)
     else:
@@ -192,7 +192,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     listener: socket.socket | None = None
     if world.rank == 0:
         toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
-        message, listener = _listen(world, toward)
+        message, listener = listen(world, toward)
     try:
         comm = duplicate(mpi.COMM_WORLD, timeout)
         block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
@@ -212,7 +212,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     return block.rstrip(b"\0").decode(), listener
 
 
-def _listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
+def listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
     """For rank 0: where it listens, with a token for those who were given none; the listener."""
     try:
         host = address_toward(*toward, one_host=world.one_host)

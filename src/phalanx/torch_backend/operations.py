@@ -1,0 +1,497 @@
+"""What torch's methods ask for, as our requests: one table, `OPERATIONS`.
+
+    torch's method        what it gives                     ours
+    allreduce             tensors, op                       all_reduce_
+    allgather             lists of results, tensors         all_gather into one tensor, taken apart
+
+A row makes of torch's arguments a request, which is not issued yet; so what is wrong with them is
+said before anything is sent. Lists of tensors are done as one tensor: where the list's tensors lie
+one after the other in memory, that memory itself, else a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp as TorchReduceOp  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from phalanx import collectives as ours
+from phalanx.collectives.request import Request, finish_into
+from phalanx.core.backend import Backend
+from phalanx.core.reduce_op import ReduceOp
+from phalanx.core.work import Work
+from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.wire.memory import copy_bits, is_plain, plain
+
+REDUCE_OPS: Mapping[Any, ReduceOp] = MappingProxyType(
+    {
+        TorchReduceOp(getattr(TorchReduceOp, name)): op
+        for name, op in {
+            "SUM": ReduceOp.SUM,
+            "AVG": ReduceOp.MEAN,
+            "PRODUCT": ReduceOp.PRODUCT,
+            "MIN": ReduceOp.MIN,
+            "MAX": ReduceOp.MAX,
+            "BAND": ReduceOp.BAND,
+            "BOR": ReduceOp.BOR,
+            "BXOR": ReduceOp.BXOR,
+        }.items()
+    }
+)
+
+
+class Settings(NamedTuple):
+    """What a call says beside its tensors; `timeout` is None for the group's."""
+
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    timeout: float | None = None
+
+
+class Asked(NamedTuple):
+    """A request, and the tensors in which its results are."""
+
+    request: Request[Any]
+    tensors: Sequence[Tensor]
+
+
+# ------------------------------------------------------------------------------
+# Requests that are not one collective.
+
+
+@dataclass(slots=True)
+class Plain(Request[Any]):
+    """A request that consists of two functions: to do it, and to begin it."""
+
+    blocking: Callable[[], Any]
+    begin: Callable[..., Work[Any]]
+
+    @override
+    def run(self) -> Any:
+        return self.blocking()
+
+    @override
+    def issue(self, *, background: bool = True) -> Work[Any]:
+        return self.begin(background=background)
+
+
+@dataclass(slots=True)
+class Several(Request[None]):
+    """Some collectives of one group, one after the other: when the last is done, all are."""
+
+    requests: Sequence[Any]
+
+    @override
+    def run(self) -> None:
+        for request in self.requests:
+            request.run()
+
+    @override
+    def issue(self, *, background: bool = True) -> Work[Any]:
+        *others, last = self.requests
+        works = [request.issue(background=background) for request in others]
+        finish_after(last, lambda: [work.wait() for work in works])
+        return last.issue(background=background)  # type: ignore[no-any-return]
+
+
+def finish_after(request: Any, finish: Callable[[], object]) -> None:
+    """Let a request end with `finish()`, after its result is there."""
+    result = request.result
+
+    def both() -> Any:
+        value = result()
+        finish()
+        return value
+
+    request.result = both
+
+
+# ------------------------------------------------------------------------------
+# Tensors and lists of tensors as one flat tensor.
+
+
+def refuse(problem: str, backend: Backend, op: str) -> SizeMismatchError:
+    """The error for lists that do not fit."""
+    return SizeMismatchError(f"rank {backend.rank}: {op}: {problem}", rank=backend.rank, op=op)
+
+
+def only(tensors: Any, backend: Backend, op: str) -> Any:
+    """The one element of a list of one; or what is no list."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors
+    if len(tensors) != 1:
+        raise refuse(f"it takes a list of one, not of {len(tensors)}", backend, op)
+    return tensors[0]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The values of a tensor, in one dimension: its memory, or a contiguous copy."""
+    return plain(tensor).view(-1)
+
+
+def check_list(
+    tensors: Sequence[Tensor], like: Tensor | None, backend: Backend, op: str
+) -> list[Tensor]:
+    """The list; raises unless it has a tensor for each rank, of the dtype and size of `like`."""
+    listed = list(tensors)
+    if len(listed) != backend.world_size:
+        raise refuse(
+            f"there is one tensor for each of {backend.world_size} ranks, not {len(listed)}",
+            backend,
+            op,
+        )
+    first = listed[0] if like is None else like
+    for place, tensor in enumerate(listed):
+        if tensor.dtype != first.dtype or (like is not None and tensor.numel() != first.numel()):
+            raise refuse(
+                f"the tensor for rank {place} in the list is {tensor.dtype} {list(tensor.shape)}, "
+                f"and should be as {first.dtype} {list(first.shape)}",
+                backend,
+                op,
+            )
+    return listed
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The memory of tensors that lie one after the other in one storage; None if they do not."""
+    first = tensors[0]
+    place = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != place or not is_plain(tensor) or tensor.device != first.device:
+            return None
+        place += tensor.nbytes
+    if place - first.data_ptr() == 0:
+        return None
+    storage = first.untyped_storage()
+    if place > storage.data_ptr() + storage.nbytes():
+        return None  # neighbours by chance, in two storages
+    count = sum(tensor.numel() for tensor in tensors)
+    return first.detach().as_strided((count,), (1,))
+
+
+def joined(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
+    """The values of some tensors as one flat tensor."""
+    whole = adjacent(tensors)
+    if whole is None:
+        whole = _room(tensors, backend)
+        for tensor, part in _parts(tensors, whole):
+            copy_bits(part, tensor)
+    return whole
+
+
+def _room(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
+    first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
+    return backend.empty(count, dtype=first.dtype, device=first.device)
+
+
+def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor and its part of the whole, in its shape."""
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    return [(t, part.view(t.shape)) for t, part in zip(tensors, parts, strict=True)]
+
+
+def taken_apart(
+    tensors: Sequence[Tensor], backend: Backend, request: Callable[[Tensor], Any]
+) -> Any:
+    """`request(into)` for flat memory of which some tensors get their parts in the end."""
+    whole = adjacent(tensors)
+    if whole is not None:
+        made = request(whole)
+        finish_after(made, lambda: [torch.autograd.graph.increment_version(t) for t in tensors])
+        return made
+    whole = _room(tensors, backend)
+    made = request(whole)
+    finish_after(made, lambda: [finish_into(t, part) for t, part in _parts(tensors, whole)])
+    return made
+
+
+def _ask(function: Any, *arguments: Any, **options: Any) -> Any:
+    """The request of one of our collectives."""
+    return function.request(*arguments, **options)
+
+
+# ------------------------------------------------------------------------------
+# The rows.
+
+
+def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+    tensor = only(tensors, backend, "all_reduce")
+    if tensor.is_sparse:
+        return Asked(_sparse_all_reduce(backend, s, tensor), (tensor,))
+    return Asked(_ask(ours.all_reduce_, tensor, backend, s.op, timeout=s.timeout), (tensor,))
+
+
+def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request[Any]:
+    """The sum of sparse tensors: every rank gets the elements of all."""
+    if s.op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedOperationError(
+            f"rank {backend.rank}: all_reduce of sparse tensors sums or averages, {s.op} is for "
+            "dense ones: use .to_dense()",
+            rank=backend.rank,
+            op="all_reduce",
+        )
+    own = tensor.detach().coalesce()
+    label = f"sparse {tensor.dtype} {list(tensor.shape)}, {s.op.value}"
+    parts = (own.indices().contiguous(), own.values().contiguous())
+    request = _ask(ours.all_gather_object, parts, backend, label=label, timeout=s.timeout)
+    gathered = request.result
+
+    def result() -> None:
+        total = torch.zeros_like(own)
+        for indices, values in gathered():
+            total += torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False)
+        if s.op is ReduceOp.MEAN:
+            total /= backend.world_size
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
+
+    request.result = result
+    return request  # type: ignore[no-any-return]
+
+
+def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> Asked:
+    request = _ask(ours.all_reduce_coalesced_, tensors, backend, s.op, timeout=s.timeout)
+    return Asked(request, tensors)
+
+
+def _broadcast(backend: Backend, s: Settings, tensors: Any) -> Asked:
+    tensor = only(tensors, backend, "broadcast")
+    return Asked(_ask(ours.broadcast_, tensor, backend, s.root, timeout=s.timeout), (tensor,))
+
+
+def _reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+    tensor = only(tensors, backend, "reduce")
+    request = _ask(ours.reduce_, tensor, backend, s.root, s.op, timeout=s.timeout)
+    return Asked(request, (tensor,))
+
+
+def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    source = only(inputs, backend, "all_gather")
+    lists = outputs if isinstance(outputs[0], Tensor) else only(outputs, backend, "all_gather")
+    results = check_list(lists, source, backend, "all_gather")
+
+    def request(into: Tensor) -> Any:
+        return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart(results, backend, request), results)
+
+
+def _all_gather_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+    if output.numel() != source.numel() * backend.world_size or output.dtype != source.dtype:
+        raise refuse(
+            f"the output is {output.dtype} {list(output.shape)}, and holds {backend.world_size} "
+            f"times {source.dtype} {list(source.shape)}",
+            backend,
+            "all_gather",
+        )
+
+    def request(into: Tensor) -> Any:
+        return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart([output], backend, request), (output,))
+
+
+def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    source = only(inputs, backend, "gather")
+    if backend.check_rank(s.root, "root") != backend.rank:
+        request = _ask(ours.gather, flat(source), backend, s.root, timeout=s.timeout)
+        return Asked(request, ())
+    lists = outputs if outputs and isinstance(outputs[0], Tensor) else only(
+        outputs, backend, "gather"
+    )
+    results = check_list(lists, source, backend, "gather")
+
+    def at_root(into: Tensor) -> Any:
+        return _ask(ours.gather, flat(source), backend, s.root, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart(results, backend, at_root), results)
+
+
+def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    output = only(outputs, backend, "scatter")
+    whole = None
+    if backend.check_rank(s.root, "root") == backend.rank:
+        lists = inputs if inputs and isinstance(inputs[0], Tensor) else only(
+            inputs, backend, "scatter"
+        )
+        whole = joined(check_list(lists, output, backend, "scatter"), backend)
+
+    def request(into: Tensor) -> Any:
+        return _ask(ours.scatter, whole, backend, s.root, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart([output], backend, request), (output,))
+
+
+def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    output = only(outputs, backend, "reduce_scatter")
+    lists = inputs if isinstance(inputs[0], Tensor) else only(inputs, backend, "reduce_scatter")
+    whole = joined(check_list(lists, output, backend, "reduce_scatter"), backend)
+
+    def request(into: Tensor) -> Any:
+        return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart([output], backend, request), (output,))
+
+
+def _reduce_scatter_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+    if source.numel() != output.numel() * backend.world_size or output.dtype != source.dtype:
+        raise refuse(
+            f"the input is {source.dtype} {list(source.shape)}, and holds {backend.world_size} "
+            f"times {output.dtype} {list(output.shape)}",
+            backend,
+            "reduce_scatter",
+        )
+
+    def request(into: Tensor) -> Any:
+        return _ask(ours.reduce_scatter, flat(source), backend, s.op, into=into, timeout=s.timeout)
+
+    return Asked(taken_apart([output], backend, request), (output,))
+
+
+def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    results = check_list(outputs, None, backend, "all_to_all")
+    sources = check_list(inputs, None, backend, "all_to_all")
+    sends, receives = ([each.numel() for each in listed] for listed in (sources, results))
+    whole = joined(sources, backend)
+
+    def request(into: Tensor) -> Any:
+        return _ask(
+            ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
+        )
+
+    return Asked(taken_apart(results, backend, request), results)
+
+
+def _all_to_all_single(
+    backend: Backend,
+    s: Settings,
+    output: Tensor,
+    source: Tensor,
+    output_rows: Sequence[int],
+    input_rows: Sequence[int],
+) -> Asked:
+    even = not (output_rows or input_rows)
+    sends = _elements(source, input_rows, backend)
+    receives = _elements(output, output_rows, backend)
+
+    def request(into: Tensor) -> Any:
+        whole = flat(source)
+        if even:
+            return _ask(ours.all_to_all, whole, backend, into=into, timeout=s.timeout)
+        return _ask(
+            ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
+        )
+
+    return Asked(taken_apart([output], backend, request), (output,))
+
+
+def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int]:
+    """How many elements of a tensor, which is cut along dim 0, go to each rank."""
+    size = backend.world_size
+    first = tensor.shape[0] if tensor.dim() else 0
+    if not rows:
+        if first % size:
+            raise refuse(
+                f"dim 0 of {list(tensor.shape)} does not divide by the {size} ranks",
+                backend,
+                "all_to_all",
+            )
+        return [tensor.numel() // size] * size
+    if len(rows) != size or sum(rows) != first:
+        raise refuse(
+            f"split sizes {list(rows)} are not {size} numbers that add up to dim 0 of "
+            f"{list(tensor.shape)}",
+            backend,
+            "all_to_all",
+        )
+    return [count * (tensor.numel() // max(first, 1)) for count in rows]
+
+
+def _each(row: Callable[..., Asked]) -> Callable[..., Asked]:
+    """The form of a row that takes lists of what that takes, and does one after the other."""
+
+    def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+        if len(outputs) != len(inputs) or not inputs:
+            raise refuse(
+                f"{len(outputs)} outputs for {len(inputs)} inputs", backend, row.__name__[1:]
+            )
+        asked = [row(backend, s, *pair) for pair in zip(outputs, inputs, strict=True)]
+        tensors = [tensor for each in asked for tensor in each.tensors]
+        return Asked(Several([each.request for each in asked]), tensors)
+
+    return several
+
+
+def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    return _each(_all_gather)(backend, s, [[each] for each in outputs], [[each] for each in inputs])
+
+
+def _barrier(backend: Backend, s: Settings) -> Asked:
+    def blocking() -> None:
+        backend.barrier(timeout=s.timeout)
+
+    def begin(*, background: bool) -> Work[Any]:
+        return backend.ibarrier(timeout=s.timeout, background=background)
+
+    return Asked(Plain(blocking, begin), ())
+
+
+class Operation(NamedTuple):
+    """A row of the table.
+
+    name    for the profiler and errors
+    ask     makes the request of a backend, settings, and the tensors
+    tensors  how many of torch's arguments are tensors, or sizes of these
+    short   what follows these in the short form, instead of options
+    """
+
+    name: str
+    ask: Callable[..., Asked]
+    tensors: int
+    short: tuple[str, ...] = ()
+
+
+OPERATIONS: Mapping[str, Operation] = MappingProxyType(
+    {
+        "allreduce": Operation("all_reduce", _all_reduce, 1, ("op",)),
+        "allreduce_coalesced": Operation(
+            "all_reduce_coalesced", _all_reduce_coalesced, 1, ("op",)
+        ),
+        "broadcast": Operation("broadcast", _broadcast, 1, ("root",)),
+        "reduce": Operation("reduce", _reduce, 1, ("root", "op")),
+        "allgather": Operation("all_gather", _all_gather, 2),
+        "all_gather_single": Operation("all_gather", _all_gather_single, 2),
+        "allgather_coalesced": Operation("all_gather", _all_gather_coalesced, 2),
+        "all_gather_single_coalesced": Operation("all_gather", _each(_all_gather_single), 2),
+        "gather": Operation("gather", _gather, 2, ("root",)),
+        "scatter": Operation("scatter", _scatter, 2, ("root",)),
+        "reduce_scatter": Operation("reduce_scatter", _reduce_scatter, 2, ("op",)),
+        "reduce_scatter_single": Operation(
+            "reduce_scatter", _reduce_scatter_single, 2, ("op",)
+        ),
+        "reduce_scatter_single_coalesced": Operation(
+            "reduce_scatter", _each(_reduce_scatter_single), 2, ("op",)
+        ),
+        "alltoall": Operation("all_to_all", _all_to_all, 2),
+        "all_to_all_single": Operation("all_to_all", _all_to_all_single, 4),
+        "barrier": Operation("barrier", _barrier, 0),
+    }
+)
+"""torch's name for the method -> what it asks for."""
+
+OLD_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "_allgather_base": "all_gather_single",
+        "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+        "_reduce_scatter_base": "reduce_scatter_single",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+        "alltoall_base": "all_to_all_single",
+    }
+)
+"""torch's older name for a method -> the newer one."""

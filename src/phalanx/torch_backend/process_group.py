@@ -1,0 +1,284 @@
+"""`PhalanxProcessGroup`: a process group of torch's over a backend of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from phalanx.core.backend import MAX_TAG, Backend
+from phalanx.core.reduce_op import ReduceOp
+from phalanx.errors import CollectiveTimeoutError, DistributedError, UnsupportedOperationError
+from phalanx.torch_backend.errors import as_torch
+from phalanx.torch_backend.operations import (
+    OLD_NAMES,
+    OPERATIONS,
+    REDUCE_OPS,
+    Operation,
+    Settings,
+    TorchReduceOp,
+)
+from phalanx.torch_backend.work import ProcessGroupWork, seconds_of
+
+NAME = "phalanx"
+CPU = torch.device("cpu")
+_profiled = torch.autograd._profiler_enabled
+
+
+class PhalanxProcessGroup(torch.distributed.ProcessGroup):
+    """One rank of a process group, for torch. Its collectives are those of `OPERATIONS`.
+
+    backend   ours, which this closes
+    store     torch's, through which the ranks have met, if they have
+    """
+
+    def __init__(self, backend: Backend, store: Any = None) -> None:
+        super().__init__(backend.rank, backend.world_size)
+        self.backend = backend
+        self._store = store
+        self._name = self._description = ""
+        self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
+        self._together: list[ProcessGroupWork] | None = None
+
+    def __repr__(self) -> str:
+        return f"PhalanxProcessGroup({self.backend!r})"
+
+    # What torch wants to know ---------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name under which torch knows it."""
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch has given to the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Torch gives the group a name."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Torch says what the group is for."""
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [CPU]
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        if torch.device(device).type == "cpu":
+            return self
+        raise RuntimeError(f"this {NAME} group has no backend for {device}")
+
+    def get_group_store(self) -> Any:
+        """The store through which the ranks have met."""
+        return self._store
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device | str) -> bool:
+        """Whether `allocate_tensor` gives memory on the device."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """A tensor in memory that the group sends without a copy."""
+        return self.backend.empty(size, dtype=dtype, device=torch.device(device))
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.backend.finished
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # collectives are counted from the start
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call waits at most."""
+        self.backend.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # The end --------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave in good order: whoever waits for this rank is told so."""
+        self.backend.close()
+
+    def abort(self) -> None:
+        """Leave at once: to the others this rank is lost."""
+        self.backend.abort()
+
+    # Calls ----------------------------------------------------------------------------------
+
+    def _call(
+        self, operation: Operation, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> ProcessGroupWork:
+        count = operation.tensors
+        settings, blocking = self._settings(operation, arguments[count:], named)
+        try:
+            asked = operation.ask(self.backend, settings, *arguments[:count])
+            if blocking:
+                asked.request.run()
+                return self._begun(ProcessGroupWork(asked.tensors))
+            work = asked.request.issue()
+        except DistributedError as error:
+            raise as_torch(error) from None
+        return self._begun(ProcessGroupWork(asked.tensors, work, self._wait_at_end))
+
+    def _settings(
+        self, operation: Operation, rest: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Settings, bool]:
+        """What the call says beside its tensors, and whether the caller waits for it."""
+        options = rest[0] if rest else named.get("opts")
+        if hasattr(options, "asyncOp"):
+            short, timeout = operation.short, options.timeout
+            op = self._op(options.reduceOp, operation) if "op" in short else ReduceOp.SUM
+            root = options.rootRank if "root" in short else 0
+            return Settings(op, root, seconds_of(timeout)), not options.asyncOp
+        given = dict(zip((*operation.short, "timeout"), rest, strict=False)) | named
+        op = self._op(given["op"], operation) if "op" in given else ReduceOp.SUM
+        return Settings(op, given.get("root", 0), seconds_of(given.get("timeout"))), False
+
+    def _op(self, op: Any, operation: Operation) -> ReduceOp:
+        if not isinstance(op, TorchReduceOp):
+            op = TorchReduceOp(op)
+        known = REDUCE_OPS.get(op)
+        if known is None:
+            rank = self.backend.rank
+            raise as_torch(
+                UnsupportedOperationError(
+                    f"rank {rank}: {operation.name}: {NAME} has no {op.__getstate__()[0]}: scale "
+                    "the tensor before, and use SUM",
+                    rank=rank,
+                    op=operation.name,
+                )
+            )
+        return known
+
+    def _begun(self, work: ProcessGroupWork) -> ProcessGroupWork:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> ProcessGroupWork | None:
+        works, self._together = self._together or [], None
+        return TogetherWork(works) if works else None
+
+    # DDP's reduction ------------------------------------------------------------------------
+
+    def _wait_at_end(self, work: ProcessGroupWork) -> None:
+        """Wait for a work at the end of the backward pass in which this is called."""
+        task = torch._C._current_graph_task_id()
+        if self._backward[0] != task:
+            self._backward = (task, [])
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self._backward[1].append(work)
+
+    def _end_of_backward(self) -> None:
+        (_, works), self._backward = self._backward, (-1, [])
+        for work in works:
+            work.wait()
+
+    # Messages -------------------------------------------------------------------------------
+
+    def _message(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], Any]) -> Any:
+        (tensor,) = tensors
+        try:
+            return self._begun(ProcessGroupWork((tensor,), begin(tensor)))
+        except DistributedError as error:
+            raise as_torch(error) from None
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> ProcessGroupWork:
+        """Begin to send a tensor to rank `dst` of the group."""
+        return self._message(tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag))
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> ProcessGroupWork:
+        """Begin to receive a tensor from rank `src` of the group."""
+        return self._message(tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ProcessGroupWork:
+        """Begin to receive the first tensor that anyone sends with this tag."""
+        return self._message(tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier whose error, on rank 0, names a rank that has not come in time.
+
+        With `wait_all_ranks` all of them. Every rank sends rank 0 an empty message, and rank 0
+        answers when all have.
+        """
+        backend, nothing = self.backend, torch.empty(0)
+        seconds = seconds_of(timeout) or backend.timeout
+        late: list[int] = []
+        try:
+            if backend.rank:
+                backend.send(nothing, 0, tag=MAX_TAG, timeout=seconds)
+                backend.recv(nothing, 0, tag=MAX_TAG, timeout=seconds)
+                return
+            others = range(1, backend.world_size)
+            works = [
+                backend.irecv(nothing, other, tag=MAX_TAG, timeout=seconds) for other in others
+            ]
+            for other, work in zip(others, works, strict=True):
+                try:
+                    work.wait()
+                except CollectiveTimeoutError:
+                    late.append(other)
+                    if not wait_all_ranks:
+                        break
+            if late:
+                raise CollectiveTimeoutError(
+                    f"rank 0: monitored_barrier: rank{'s' if len(late) > 1 else ''} "
+                    f"{', '.join(map(str, late))} did not come in {seconds:g} s",
+                    rank=0,
+                    peer=late[0],
+                    op="monitored_barrier",
+                    seconds=seconds,
+                )
+            for other in others:
+                backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)
+        except DistributedError as error:
+            raise as_torch(error) from None
+
+
+class TogetherWork(ProcessGroupWork):
+    """Some works as one: done when all are."""
+
+    def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
+        super().__init__([tensor for work in works for tensor in work._tensors])
+        self._works = works
+
+
+def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
+    def call(self: PhalanxProcessGroup, *arguments: Any, **named: Any) -> ProcessGroupWork:
+        return self._call(operation, arguments, named)
+
+    call.__name__ = operation.name
+    call.__doc__ = f"{operation.name}, as torch's process groups have it."
+    return call
+
+
+for _name, _operation in OPERATIONS.items():
+    setattr(PhalanxProcessGroup, _name, _method(_operation))
+for _old, _new in OLD_NAMES.items():
+    setattr(PhalanxProcessGroup, _old, getattr(PhalanxProcessGroup, _new))

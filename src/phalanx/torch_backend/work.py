@@ -1,0 +1,212 @@
+"""Work and futures: what torch's callers hold of a call that is under way.
+
+    ProcessGroupWork   torch's `Work` over ours
+    WorkFuture         torch's `Future` of it, for Python code
+
+**Futures.** The value is a list of tensors, always: DDP's C++ code reads it without a look at its
+type. So an error reaches C++ by way of a `then` that raises.
+
+**Order.** What a hook of DDP puts on a future (`then`) may issue collectives, as PowerSGD's does,
+and these have to come in one order on all ranks. So inside a backward pass, and inside a callback,
+Python code gets a future that is complete: its collective is waited for first. DDP's own reduction,
+in C++, which puts nothing on its futures, stays asynchronous: it is waited for at the end of the
+backward pass, by the thread of that pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from phalanx.errors import DistributedError
+from phalanx.torch_backend.errors import as_torch
+
+if TYPE_CHECKING:
+    from phalanx.core.work import Work
+
+UNSET = timedelta(0)
+ENGINE = "torch.autograd.graph"  # the module of the frame that is innermost under autograd's C++
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A timeout of torch's in seconds; None if it is not set: -1 ms, 0 and None mean that."""
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
+
+
+class ProcessGroupWork(c10d.Work):
+    """A call on a process group, which may still be under way.
+
+    tensors   its results
+    work      ours, while it is under way; None when it is done
+    at_end    called with this, once, where its future is waited for in C++ in a backward pass
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        work: Work[Any] | None = None,
+        at_end: Callable[[ProcessGroupWork], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._work = work
+        self._at_end = at_end
+        self._error: DistributedError | None = None
+        self._sender = -1
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = UNSET) -> bool:
+        """Block until it is done. Raises its error. In `timeout`, else in its own, it fails."""
+        work = self._work
+        if work is not None:
+            try:
+                result = work.wait(None if timeout is UNSET else seconds_of(timeout))
+            except DistributedError as error:
+                self._error = as_torch(error)
+            else:
+                self._sender = result if type(result) is int else -1
+            self._work = None
+        if self._error is not None:
+            raise self._error.again() from None
+        return True
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._work is None or self._work.done()
+
+    def exception(self) -> DistributedError | None:
+        """The error with which it ended, or None, also while it is under way."""
+        if self._work is not None and self._work.done():
+            self._settle()
+        return self._error
+
+    def is_success(self) -> bool:
+        """Whether it is done, and well."""
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Tensor]:
+        """Its tensors. Waits for them."""
+        self.wait()
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Of a receive: the rank in the group that has sent. Waits for it."""
+        self.wait()
+        return self._sender
+
+    _source_rank = source_rank
+
+    def _settle(self) -> None:
+        """Take the outcome; blocks only if it is under way."""
+        try:
+            self.wait()
+        except DistributedError:
+            pass  # it is kept
+
+    def go_on(self) -> None:
+        """Let it move on from now, since nobody may wait for it: somebody waits for its future."""
+        if self._work is not None:
+            self._work.go_on()
+
+    # Futures --------------------------------------------------------------------------------
+
+    def get_future(self) -> Any:
+        """A future of its list of tensors; always the same one."""
+        if self._future is None:
+            self._future = self._make_future()
+        return self._future
+
+    def _make_future(self) -> Any:
+        in_backward = torch._C._current_graph_task_id() != -1
+        for_cpp = in_backward and _called_by_engine()
+        if not for_cpp and self._work is not None and (in_backward or _callbacks.running):
+            self.wait()
+        work = self._work
+        if work is None or not for_cpp:
+            future = WorkFuture(self)
+            if work is None:
+                future.complete()
+            else:
+                work.on_done(lambda _: future.complete())
+            return future
+        base: Any = Future()
+        future = base.then(self._value)  # which raises as it should in C++
+        work.on_done(lambda _: base.set_result(list(self._tensors)))
+        if self._at_end is not None:
+            self._at_end(self)
+        return future
+
+    def _value(self, _: object) -> list[Tensor]:
+        self.wait()
+        return list(self._tensors)
+
+    get_future_result = get_future
+
+
+def _called_by_engine() -> bool:
+    """Whether autograd's C++ code calls: no Python frame lies between."""
+    frame = sys._getframe(3) if sys._getframe(2).f_back else None
+    return frame is None or frame.f_globals.get("__name__") == ENGINE
+
+
+class _Callbacks(threading.local):
+    """Whether this thread runs what was put on futures."""
+
+    running = False
+
+
+_callbacks = _Callbacks()
+
+
+class WorkFuture(Future[list[Tensor]]):
+    """The future of a work, for Python code: who waits for it moves the work on."""
+
+    def __init__(self, work: ProcessGroupWork) -> None:
+        super().__init__()
+        self._owner = work
+        self._once = threading.Lock()
+
+    def complete(self) -> None:
+        """Set the outcome, if nobody has, and call what was put on this. The work is over."""
+        if not self._once.acquire(blocking=False):
+            return
+        self._owner._settle()
+        outer, _callbacks.running = _callbacks.running, True
+        try:
+            if self._owner._error is not None:
+                self._set_unwrap_func(self._raise)
+            self.set_result(list(self._owner._tensors))
+        finally:
+            _callbacks.running = outer
+
+    def _raise(self, _: object) -> None:
+        self._owner.wait()
+
+    def wait(self) -> list[Tensor]:
+        """Block until the work is done; its tensors."""
+        self._owner._settle()
+        self.complete()
+        return super().wait()
+
+    def then(self, callback: Callable[[Future[list[Tensor]]], Any]) -> Any:
+        """A future of what `callback(self)` returns, which is called when the work is done."""
+        self._owner.go_on()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Future[list[Tensor]]], None]) -> None:
+        """Call `callback(self)` when the work is done."""
+        self._owner.go_on()
+        super().add_done_callback(callback)
