@@ -27,7 +27,7 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["parallel.__init__", "pipeline"],
     ["checkpoint", "training"],
     ["launch"],
-    ["tools"],
+    ["tools", "torch_backend"],
     ["cli", "__init__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

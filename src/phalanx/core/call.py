@@ -9,7 +9,8 @@ from types import FrameType
 from typing import NamedTuple
 
 WORLD_ID = 0  # of the group of all ranks
-_INSIDE = ("phalanx.", "torch.")  # packages between the user's line and here
+# What is between the user's line and here: packages, and what torch wraps its functions in.
+_INSIDE = ("phalanx.", "torch.", "contextlib", "typing_extensions", "warnings")
 
 
 class CallSite(NamedTuple):

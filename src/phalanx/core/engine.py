@@ -48,6 +48,7 @@ class Engine(Poster):
     """The works of one rank, of all its groups, over one transport.
 
     lock       guards all of it; ranks that are threads of one process may share one
+    finishing  held while a work's result is made, once, by one of those that wait for it
     ready      works whose step is complete; shared likewise
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
@@ -74,6 +75,7 @@ class Engine(Poster):
         self.now = now
         self.ask_every = ask_every
         self.lock = lock if lock is not None else threading.RLock()
+        self.finishing = threading.RLock()
         self.ready: deque[WorkBase] = deque() if ready is None else ready
         self.polled: dict[WorkBase, Step] = {}  # works whose step has to be polled
         self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()

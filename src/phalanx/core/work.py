@@ -117,8 +117,10 @@ class Work(WorkBase, Generic[T]):
         if error is not None:
             raise error.again() if isinstance(error, DistributedError) else error
         if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
+            with self.group.engine.finishing:  # another thread may wait for it, or be called back
+                if self._finish is not None:
+                    self._result = self._finish()
+                    self._finish = None
         return self._result  # type: ignore[return-value]
 
     def go_on(self) -> None:

@@ -158,6 +158,20 @@ def check_list(
     return listed
 
 
+def check_lists(
+    lists: Sequence[Sequence[Tensor]], count: int, backend: Backend, op: str
+) -> list[list[Tensor]]:
+    """The lists; raises unless there is one for each rank, of so many tensors."""
+    if len(lists) != backend.world_size or any(len(each) != count for each in lists):
+        raise refuse(
+            f"there is one list of {count} tensors for each of {backend.world_size} ranks, not "
+            f"lists of {', '.join(str(len(each)) for each in lists) or 'none'}",
+            backend,
+            op,
+        )
+    return [list(each) for each in lists]
+
+
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """The memory of tensors that lie one after the other in one storage; None if they do not."""
     first = tensors[0]
@@ -429,7 +443,9 @@ def _each(row: Callable[..., Asked]) -> Callable[..., Asked]:
 
 
 def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
-    return _each(_all_gather)(backend, s, [[each] for each in outputs], [[each] for each in inputs])
+    of_ranks = check_lists(outputs, len(inputs), backend, "all_gather_coalesced")
+    results = [[[tensors[n] for tensors in of_ranks]] for n in range(len(inputs))]
+    return _each(_all_gather)(backend, s, results, [[each] for each in inputs])
 
 
 def _barrier(backend: Backend, s: Settings) -> Asked:

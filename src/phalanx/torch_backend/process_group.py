@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
+from phalanx.core.work import Work
 from phalanx.errors import CollectiveTimeoutError, DistributedError, UnsupportedOperationError
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.operations import (
@@ -22,11 +24,30 @@ from phalanx.torch_backend.operations import (
     Settings,
     TorchReduceOp,
 )
-from phalanx.torch_backend.work import ProcessGroupWork, seconds_of
+from phalanx.torch_backend.work import ProcessGroupWork, TogetherWork, seconds_of
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
 _profiled = torch.autograd._profiler_enabled
+
+
+@contextmanager
+def recorded(name: str, arguments: Sequence[Any]) -> Iterator[None]:
+    """An event `phalanx:name` of the profiler, with the shapes of the tensors."""
+    tensors = list(_tensors_in(arguments))
+    event = torch.autograd._record_function_with_args_enter(f"{NAME}:{name}", *tensors)
+    try:
+        yield
+    finally:
+        torch.autograd._record_function_with_args_exit(event)
+
+
+def _tensors_in(arguments: Any) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors_in(argument)
 
 
 class PhalanxProcessGroup(torch.distributed.ProcessGroup):
@@ -131,8 +152,16 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
     ) -> ProcessGroupWork:
         count = operation.tensors
         settings, blocking = self._settings(operation, arguments[count:], named)
+        if not _profiled():
+            return self._do(operation, arguments[:count], settings, blocking)
+        with recorded(operation.name, arguments[:count]):
+            return self._do(operation, arguments[:count], settings, blocking)
+
+    def _do(
+        self, operation: Operation, tensors: tuple[Any, ...], settings: Settings, blocking: bool
+    ) -> ProcessGroupWork:
         try:
-            asked = operation.ask(self.backend, settings, *arguments[:count])
+            asked = operation.ask(self.backend, settings, *tensors)
             if blocking:
                 asked.request.run()
                 return self._begun(ProcessGroupWork(asked.tensors))
@@ -179,9 +208,9 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> ProcessGroupWork | None:
+    def _end_coalescing(self, device: torch.device) -> ProcessGroupWork:
         works, self._together = self._together or [], None
-        return TogetherWork(works) if works else None
+        return TogetherWork(works)
 
     # DDP's reduction ------------------------------------------------------------------------
 
@@ -200,24 +229,28 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
 
     # Messages -------------------------------------------------------------------------------
 
-    def _message(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], Any]) -> Any:
+    def _message(
+        self, name: str, tensors: Sequence[Tensor], begin: Callable[[Tensor], Work[Any]]
+    ) -> ProcessGroupWork:
         (tensor,) = tensors
         try:
-            return self._begun(ProcessGroupWork((tensor,), begin(tensor)))
+            with recorded(name, tensors) if _profiled() else nullcontext():
+                work = begin(tensor)
         except DistributedError as error:
             raise as_torch(error) from None
+        return self._begun(ProcessGroupWork((tensor,), work))
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> ProcessGroupWork:
         """Begin to send a tensor to rank `dst` of the group."""
-        return self._message(tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag))
+        return self._message("send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> ProcessGroupWork:
         """Begin to receive a tensor from rank `src` of the group."""
-        return self._message(tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag))
+        return self._message("recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ProcessGroupWork:
         """Begin to receive the first tensor that anyone sends with this tag."""
-        return self._message(tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag))
+        return self._message("recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -248,8 +281,8 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
                         break
             if late:
                 raise CollectiveTimeoutError(
-                    f"rank 0: monitored_barrier: rank{'s' if len(late) > 1 else ''} "
-                    f"{', '.join(map(str, late))} did not come in {seconds:g} s",
+                    f"Rank 0 timed out in monitoredBarrier after {seconds:g} s: "
+                    f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come",
                     rank=0,
                     peer=late[0],
                     op="monitored_barrier",
@@ -259,14 +292,6 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
                 backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)
         except DistributedError as error:
             raise as_torch(error) from None
-
-
-class TogetherWork(ProcessGroupWork):
-    """Some works as one: done when all are."""
-
-    def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
-        super().__init__([tensor for work in works for tensor in work._tensors])
-        self._works = works
 
 
 def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:

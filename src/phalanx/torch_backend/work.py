@@ -156,6 +156,33 @@ class ProcessGroupWork(c10d.Work):
     get_future_result = get_future
 
 
+class TogetherWork(ProcessGroupWork):
+    """Some works as one: done when all are. `_end_coalescing` gives one."""
+
+    def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
+        super().__init__([tensor for work in works for tensor in work._tensors])
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = UNSET) -> bool:
+        """Block until all are done. Raises the error of the first that fails."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> DistributedError | None:
+        """The error of the first that failed, or None."""
+        return next((e for work in self._works if (e := work.exception())), None)
+
+    def get_future(self) -> Any:
+        """A future of all their tensors; they are waited for first."""
+        self.wait()
+        return super().get_future()
+
+
 def _called_by_engine() -> bool:
     """Whether autograd's C++ code calls: no Python frame lies between."""
     frame = sys._getframe(3) if sys._getframe(2).f_back else None
