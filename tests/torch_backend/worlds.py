@@ -1,0 +1,73 @@
+"""Ranks as threads of this process, each with a world of torch.distributed of its own.
+
+`run(fn, size)` calls `fn(rank)` on every rank, where `torch.distributed` is initialized with
+"phalanx": torch keeps what belongs to a world in one global, which is one for each thread here. The
+ranks meet through a store, as processes do, and are connected by shared memory or TCP.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from clusters import TIMEOUT, Maker, Threads
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+import phalanx.torch_backend
+from phalanx import Backend
+
+T = TypeVar("T")
+
+
+class TorchWorld(Threads):
+    """A world of torch.distributed; `store` is what the ranks meet through."""
+
+    name = "torch"
+
+    def __init__(self, backend: str = "phalanx") -> None:
+        self.backend = backend
+
+    def makers(self, size: int, timeout: float) -> list[Maker]:
+        store = dist.HashStore()
+
+        def maker(rank: int) -> Maker:
+            def make() -> Backend:
+                dist.init_process_group(
+                    self.backend,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout),
+                )
+                return dist.group.WORLD.backend  # type: ignore[union-attr]
+
+            return make
+
+        return [maker(rank) for rank in range(size)]
+
+
+def run(fn: Callable[[int], T], size: int = 2, *, timeout: float = TIMEOUT) -> list[T]:
+    """`fn(rank)` on every rank; the results in rank order."""
+    phalanx.torch_backend.register()
+    with world_of_each_thread():
+        return TorchWorld().run(lambda backend: fn(backend.rank), size, timeout=timeout)
+
+
+@contextmanager
+def world_of_each_thread() -> Iterator[None]:
+    world, hook, threads = c10d._world, sys.excepthook, torch.get_num_threads()
+    c10d._world = ThreadLocalWorld()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._world, sys.excepthook = world, hook
