@@ -84,8 +84,8 @@ def check_all_reduce(rank: int, size: int) -> None:
     for later in BOTH:
         places = torch.tensor([[0, rank + 1, rank + 1]])
         sparse = torch.sparse_coo_tensor(
-                places, torch.ones(3, 2), (size + 1, 2), check_invariants=True
-            )
+            places, torch.ones(3, 2), (size + 1, 2), check_invariants=True
+        )
         finish(dist.all_reduce(sparse, async_op=later), asynchronous=later)
         dense = torch.full((size + 1, 2), 2.0)
         dense[0] = size

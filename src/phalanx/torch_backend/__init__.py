@@ -31,7 +31,7 @@ def register() -> None:
         if os.environ.get("PHALANX_INSTEAD_OF_GLOO", "") == "1":
             from phalanx.torch_backend.instead_of_gloo import take_place  # noqa: PLC0415
 
-            take_place(c10d)
+            take_place(c10d, NAME)
     except Exception:
         import logging  # noqa: PLC0415
 

@@ -12,21 +12,22 @@ import logging
 from functools import wraps
 from typing import Any
 
-from phalanx.torch_backend import NAME
-
-log = logging.getLogger(NAME)
+log = logging.getLogger("phalanx")
 
 GLOO = frozenset({"gloo", "cpu:gloo"})
 NOTHING = "undefined"  # what torch makes of no name
 
 
-def take_place(c10d: Any) -> None:
-    """From now on, Phalanx is made where torch is asked for Gloo. Once; `c10d` is torch's module."""
+def take_place(c10d: Any, name: str) -> None:
+    """From now on, the backend `name` is made where torch is asked for Gloo. Any number of times.
+
+    c10d   torch's module that makes process groups
+    """
     helper = c10d._new_process_group_helper
     if getattr(helper, "instead_of_gloo", False):
         return
     parameters = inspect.signature(helper)
-    c10d.Backend.default_device_backend_map["cpu"] = NAME
+    c10d.Backend.default_device_backend_map["cpu"] = name
 
     @wraps(helper)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +37,7 @@ def take_place(c10d: Any) -> None:
         asked = str(given.arguments["backend"])
         no_accelerator = torch._C._get_accelerator().type == "cpu"
         if asked in GLOO or (asked == NOTHING and no_accelerator):
-            given.arguments["backend"] = c10d.Backend(NAME)
+            given.arguments["backend"] = c10d.Backend(name)
             is_world = not given.arguments["global_ranks_in_group"]
             if is_world and given.arguments["group_rank"] == 0:
                 what = "no backend" if asked == NOTHING else repr(asked)
@@ -44,7 +45,7 @@ def take_place(c10d: Any) -> None:
                     "the program asked torch.distributed for %s and gets %r "
                     "(PHALANX_INSTEAD_OF_GLOO=1)",
                     what,
-                    NAME,
+                    name,
                 )
         return helper(*given.args, **given.kwargs)
 

@@ -316,8 +316,8 @@ def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     if backend.check_rank(s.root, "root") != backend.rank:
         request = _ask(ours.gather, flat(source), backend, s.root, timeout=s.timeout)
         return Asked(request, ())
-    lists = outputs if outputs and isinstance(outputs[0], Tensor) else only(
-        outputs, backend, "gather"
+    lists = (
+        outputs if outputs and isinstance(outputs[0], Tensor) else only(outputs, backend, "gather")
     )
     results = check_list(lists, source, backend, "gather")
 
@@ -331,8 +331,8 @@ def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     output = only(outputs, backend, "scatter")
     whole = None
     if backend.check_rank(s.root, "root") == backend.rank:
-        lists = inputs if inputs and isinstance(inputs[0], Tensor) else only(
-            inputs, backend, "scatter"
+        lists = (
+            inputs if inputs and isinstance(inputs[0], Tensor) else only(inputs, backend, "scatter")
         )
         whole = joined(check_list(lists, output, backend, "scatter"), backend)
 
@@ -476,9 +476,7 @@ class Operation(NamedTuple):
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
         "allreduce": Operation("all_reduce", _all_reduce, 1, ("op",)),
-        "allreduce_coalesced": Operation(
-            "all_reduce_coalesced", _all_reduce_coalesced, 1, ("op",)
-        ),
+        "allreduce_coalesced": Operation("all_reduce_coalesced", _all_reduce_coalesced, 1, ("op",)),
         "broadcast": Operation("broadcast", _broadcast, 1, ("root",)),
         "reduce": Operation("reduce", _reduce, 1, ("root", "op")),
         "allgather": Operation("all_gather", _all_gather, 2),
@@ -488,9 +486,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "gather": Operation("gather", _gather, 2, ("root",)),
         "scatter": Operation("scatter", _scatter, 2, ("root",)),
         "reduce_scatter": Operation("reduce_scatter", _reduce_scatter, 2, ("op",)),
-        "reduce_scatter_single": Operation(
-            "reduce_scatter", _reduce_scatter_single, 2, ("op",)
-        ),
+        "reduce_scatter_single": Operation("reduce_scatter", _reduce_scatter_single, 2, ("op",)),
         "reduce_scatter_single_coalesced": Operation(
             "reduce_scatter", _each(_reduce_scatter_single), 2, ("op",)
         ),

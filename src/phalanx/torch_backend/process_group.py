@@ -225,7 +225,7 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
     def _end_of_backward(self) -> None:
         (_, works), self._backward = self._backward, (-1, [])
         for work in works:
-            work.wait()
+            work.settle()  # an error comes out of the future, or DDP would not finish this pass
 
     # Messages -------------------------------------------------------------------------------
 
@@ -242,15 +242,21 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> ProcessGroupWork:
         """Begin to send a tensor to rank `dst` of the group."""
-        return self._message("send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag))
+        return self._message(
+            "send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag)
+        )
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> ProcessGroupWork:
         """Begin to receive a tensor from rank `src` of the group."""
-        return self._message("recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag))
+        return self._message(
+            "recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag)
+        )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ProcessGroupWork:
         """Begin to receive the first tensor that anyone sends with this tag."""
-        return self._message("recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag))
+        return self._message(
+            "recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag)
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

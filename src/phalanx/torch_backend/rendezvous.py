@@ -112,7 +112,10 @@ class _Meeting:
 
     def _come(self) -> None:
         """Put this rank into the store, unless another process that lives is this rank, too."""
-        place, mine = f"{PREFIX}/last/{self.rank}", Presence(host_id(), os.getpid(), self.world_size)
+        place, mine = (
+            f"{PREFIX}/last/{self.rank}",
+            Presence(host_id(), os.getpid(), self.world_size),
+        )
         if self.store.check([place]):
             last = _presence(self.store.get(place))
             if last.host == mine.host and last.process != mine.process and _lives(last.process):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class ProcessGroupWork(c10d.Work):
     def exception(self) -> DistributedError | None:
         """The error with which it ended, or None, also while it is under way."""
         if self._work is not None and self._work.done():
-            self._settle()
+            self.settle()
         return self._error
 
     def is_success(self) -> bool:
@@ -109,12 +110,10 @@ class ProcessGroupWork(c10d.Work):
 
     _source_rank = source_rank
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Take the outcome; blocks only if it is under way."""
-        try:
+        with suppress(DistributedError):  # it is kept
             self.wait()
-        except DistributedError:
-            pass  # it is kept
 
     def go_on(self) -> None:
         """Let it move on from now, since nobody may wait for it: somebody waits for its future."""
@@ -210,7 +209,7 @@ class WorkFuture(Future[list[Tensor]]):
         """Set the outcome, if nobody has, and call what was put on this. The work is over."""
         if not self._once.acquire(blocking=False):
             return
-        self._owner._settle()
+        self._owner.settle()
         outer, _callbacks.running = _callbacks.running, True
         try:
             if self._owner._error is not None:
@@ -224,7 +223,7 @@ class WorkFuture(Future[list[Tensor]]):
 
     def wait(self) -> list[Tensor]:
         """Block until the work is done; its tensors."""
-        self._owner._settle()
+        self._owner.settle()
         self.complete()
         return super().wait()
 

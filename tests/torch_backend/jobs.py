@@ -1,0 +1,111 @@
+"""Jobs of torch.distributed whose ranks are processes, each of which may end as it likes.
+
+`run(fn, size)` calls `fn(rank)` in each, after `init_process_group("phalanx")` as a launcher's
+environment says it, and gives an outcome for each: ("returned", value), ("raised", text), ("died",
+exit code), and when the process was gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import phalanx.torch_backend
+
+PATIENCE = 60.0  # seconds for a rank to report, and to end
+PRELOADED = ["torch", "phalanx.torch_backend.creation", "phalanx.backends"]
+DONE = "done"  # what a rank says last
+
+
+class Outcome(NamedTuple):
+    """How a rank ended, with what, and seconds from its return to the end of its process."""
+
+    how: str
+    value: Any
+    seconds_to_end: float
+
+
+def run(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 20.0,
+    lost: int | None = None,
+    **environment: str,
+) -> dict[int, Outcome]:
+    """`fn(rank, *args)` in `size` processes, which do not call `destroy_process_group`.
+
+    `lost` is a rank for which nobody waits.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(theirs, fn, rank, size, f"{folder}/store", timeout, args)
+            )
+            before = {name: os.environ.get(name) for name in environment}
+            os.environ.update(environment)
+            process.start()
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            theirs.close()
+            started.append((process, ours))
+        try:
+            return {rank: _outcome(*each) for rank, each in enumerate(started) if rank != lost}
+        finally:
+            for process, pipe in started:
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+def _outcome(process: Any, pipe: Connection) -> Outcome:
+    if not pipe.poll(PATIENCE):
+        return Outcome("silent", None, 0.0)
+    try:
+        how, value, at = pipe.recv()
+    except EOFError:
+        process.join(PATIENCE)
+        return Outcome("died", process.exitcode, 0.0)
+    process.join(PATIENCE)
+    if process.exitcode != 0:
+        return Outcome("died", process.exitcode, 0.0)
+    return Outcome(how, value, time.monotonic() - at)
+
+
+def _rank(
+    pipe: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    size: int,
+    store: str,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        phalanx.torch_backend.register()
+        dist.init_process_group(
+            "phalanx",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+        pipe.send(("returned", fn(rank, *args), time.monotonic()))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        pipe.send(("raised", text, time.monotonic()))
