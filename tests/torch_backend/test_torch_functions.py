@@ -13,6 +13,16 @@ def test_function(name: str, size: int) -> None:
     run(lambda rank: CHECKS[name](rank, size), size)
 
 
+@pytest.mark.parametrize("kind", ["tcp", "hybrid"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_functions_between_hosts(kind: str, size: int) -> None:
+    def act(rank: int) -> None:
+        for function in CHECKS.values():
+            function(rank, size)
+
+    run(act, size, kind=kind)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused(name: str) -> None:
     run(lambda rank: REFUSALS[name](rank, 2), 2)

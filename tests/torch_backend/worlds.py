@@ -15,23 +15,23 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from _pytest.monkeypatch import MonkeyPatch
 from clusters import TIMEOUT, Maker, Threads
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 import phalanx.torch_backend
-from phalanx import Backend
+from phalanx import Backend, HybridBackend, TcpBackend
+from phalanx.launch.environment import World
+from phalanx.torch_backend import rendezvous
 
 T = TypeVar("T")
 
 
 class TorchWorld(Threads):
-    """A world of torch.distributed; `store` is what the ranks meet through."""
+    """A world of torch.distributed."""
 
     name = "torch"
-
-    def __init__(self, backend: str = "phalanx") -> None:
-        self.backend = backend
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         store = dist.HashStore()
@@ -39,7 +39,7 @@ class TorchWorld(Threads):
         def maker(rank: int) -> Maker:
             def make() -> Backend:
                 dist.init_process_group(
-                    self.backend,
+                    "phalanx",
                     store=store,
                     rank=rank,
                     world_size=size,
@@ -52,10 +52,30 @@ class TorchWorld(Threads):
         return [maker(rank) for rank in range(size)]
 
 
-def run(fn: Callable[[int], T], size: int = 2, *, timeout: float = TIMEOUT) -> list[T]:
-    """`fn(rank)` on every rank; the results in rank order."""
+def run(
+    fn: Callable[[int], T], size: int = 2, *, timeout: float = TIMEOUT, kind: str = "auto"
+) -> list[T]:
+    """`fn(rank)` on every rank; the results in rank order.
+
+    kind   "auto" is shared memory; "tcp"; "hybrid" has ranks with odd numbers on another host
+    """
     phalanx.torch_backend.register()
-    with world_of_each_thread():
+
+    def make_backend(name: str, world: World, seconds: float) -> Backend:
+        backend = {"tcp": TcpBackend, "hybrid": HybridBackend}[kind](
+            world.rank,
+            world.world_size,
+            world.address,
+            token=world.token,
+            timeout=seconds,
+            listener=world.listener,
+            host="odd" if world.rank % 2 else "even",
+        )
+        return backend
+
+    with world_of_each_thread(), MonkeyPatch.context() as patch:
+        if kind != "auto":
+            patch.setattr(rendezvous, "make_backend", make_backend)
         return TorchWorld().run(lambda backend: fn(backend.rank), size, timeout=timeout)
 
 

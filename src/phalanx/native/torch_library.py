@@ -99,6 +99,7 @@ KINDS: Mapping[str, Mapping[str, GroupKind]] = MappingProxyType(
                 "NCCL", dict.fromkeys(_NCCL_OPS, _NUMBERS), on_stream=True, averages=True
             )
         },
+        "phalanx": {"cpu": GroupKind("Phalanx", dict.fromkeys(ReduceOp, _NUMBERS))},
         "ucc": {"cpu": _UCC, "cuda": replace(_UCC, on_stream=True)},
     }
 )

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+from typing_extensions import override
 
+from phalanx.core.work import AnyOf
 from phalanx.errors import DistributedError
 from phalanx.torch_backend.errors import as_torch
 
@@ -66,11 +68,20 @@ class ProcessGroupWork(c10d.Work):
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = UNSET) -> bool:
-        """Block until it is done. Raises its error. In `timeout`, else in its own, it fails."""
+        """Block until it is done. Raises its error.
+
+        When `timeout` passes, this raises `CollectiveTimeoutError`, and the work goes on.
+        """
         work = self._work
         if work is not None:
+            seconds = None if timeout is UNSET else seconds_of(timeout)
+            if seconds is not None and not work.over:
+                try:
+                    BoundedWait(work, seconds).wait()
+                except DistributedError as error:
+                    raise as_torch(error) from None
             try:
-                result = work.wait(None if timeout is UNSET else seconds_of(timeout))
+                result = work.wait()
             except DistributedError as error:
                 self._error = as_torch(error)
             else:
@@ -153,6 +164,19 @@ class ProcessGroupWork(c10d.Work):
         return list(self._tensors)
 
     get_future_result = get_future
+
+
+class BoundedWait(AnyOf):
+    """A wait for a work that may end before that does."""
+
+    def __init__(self, work: Work[Any], timeout: float) -> None:
+        super().__init__(work.group, [work], timeout)
+        self.name = work.name
+        self.sequence = work.sequence
+
+    @override
+    def describe(self) -> str:
+        return self.works[0].describe()
 
 
 class TogetherWork(ProcessGroupWork):
