@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-OF_TORCH_ITSELF = (
-    r"`torch\.\S+` (is|will be) deprecated",
-)
+OF_TORCH_ITSELF = (r"`torch\.\S+` (is|will be) deprecated",)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,8 +22,13 @@ import torch.distributed as dist
 
 import phalanx.torch_backend
 
-PATIENCE = 60.0  # seconds for a rank to report, and to end
-PRELOADED = ["torch", "phalanx.torch_backend.creation", "phalanx.backends"]
+PATIENCE = 300.0  # seconds for a rank to report, and to end
+PRELOADED = [
+    "pytest",
+    "torch.distributed.fsdp",
+    "phalanx.torch_backend.creation",
+    "phalanx.backends",
+]
 DONE = "done"  # what a rank says last
 
 

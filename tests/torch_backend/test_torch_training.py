@@ -1,4 +1,4 @@
-"""Training with torch's own wrappers on "phalanx": the numbers of one process that has all samples."""
+"""Training with torch's own wrappers: the numbers of one process that has all samples."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def train(
 ) -> nn.Module:
     for values, wanted in batches():
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(
-            model(share(values, rank, size)), share(wanted, rank, size)
-        )
+        loss = nn.functional.mse_loss(model(share(values, rank, size)), share(wanted, rank, size))
         loss.backward()
         before_step(model)
         optimizer.step()
@@ -181,7 +179,9 @@ def test_ddp_post_local_sgd_hook() -> None:
 def test_ddp_power_sgd_hook_ends_with_equal_parameters(size: int) -> None:
     def act(rank: int) -> dict[str, Tensor]:
         model = DistributedDataParallel(layers(), bucket_cap_mb=0.0005)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         for _ in range(2):
             train(model, sgd(model), rank, size)

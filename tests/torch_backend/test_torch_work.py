@@ -1,4 +1,4 @@
-"""Work and futures: what is asynchronous waits for nobody, and what was put on a future is called."""
+"""Work and futures: what is asynchronous waits for nobody, and callbacks are called."""
 
 from __future__ import annotations
 

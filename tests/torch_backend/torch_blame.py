@@ -132,7 +132,10 @@ def main() -> None:
             verdicts = [once(what, how, steps=3 + n % 5) for n in range(times)]
             right = [each for each in verdicts if not each.wrong and each.seconds <= within]
             slowest = max(each.seconds for each in verdicts)
-            print(f"{how:8} {what:11} {len(right)} of {times}, the slowest {slowest:.2f} s", flush=True)
+            print(
+                f"{how:8} {what:11} {len(right)} of {times}, the slowest {slowest:.2f} s",
+                flush=True,
+            )
             for wrong in [each for each in verdicts if each not in right]:
                 print(f"    {wrong}")
             good = good and len(right) == times

@@ -395,7 +395,7 @@ def refuse_monitored_barrier(rank: int, size: int) -> None:
 @refusal
 def refuse_split_group(rank: int, size: int) -> None:
     """By torch, on CPUs, for any backend."""
-    with pytest.raises(Exception, match="(?i)split|device"):
+    with pytest.raises(Exception, match=r"(?i)split|device"):
         dist.split_group(split_ranks=[list(range(size))])
 
 

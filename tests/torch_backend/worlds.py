@@ -62,7 +62,7 @@ def run(
     phalanx.torch_backend.register()
 
     def make_backend(name: str, world: World, seconds: float) -> Backend:
-        backend = {"tcp": TcpBackend, "hybrid": HybridBackend}[kind](
+        return {"tcp": TcpBackend, "hybrid": HybridBackend}[kind](
             world.rank,
             world.world_size,
             world.address,
@@ -71,7 +71,6 @@ def run(
             listener=world.listener,
             host="odd" if world.rank % 2 else "even",
         )
-        return backend
 
     with world_of_each_thread(), MonkeyPatch.context() as patch:
         if kind != "auto":

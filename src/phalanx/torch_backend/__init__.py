@@ -20,14 +20,17 @@ NAME = "phalanx"
 def register() -> None:
     """Tell torch how process groups named "phalanx" are made. Any number of times.
 
-    It does not raise: what goes wrong here is said when such a group is asked for. A backend of
-    that name that someone else has registered stays; then a group of ours cannot be asked for.
+    It does not raise, which would break `import torch`: the log says what goes wrong. A backend of
+    that name that someone else has registered stays, and is what torch makes.
     """
     try:
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
-        if NAME.upper() not in c10d.Backend._plugins:
+        known = c10d.Backend._plugins.get(NAME.upper())
+        if known is None:
             c10d.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        elif known.creator_fn is not create:
+            raise RuntimeError(f"another backend has the name {NAME!r}: {known.creator_fn}")
         if os.environ.get("PHALANX_INSTEAD_OF_GLOO", "") == "1":
             from phalanx.torch_backend.instead_of_gloo import take_place  # noqa: PLC0415
 

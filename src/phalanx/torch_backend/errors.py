@@ -6,22 +6,19 @@ Programs for torch.distributed catch `RuntimeError`. What the error says, and it
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
 
 from phalanx.errors import CollectiveTimeoutError, DistributedError
 
-if TYPE_CHECKING:
-    DistBackendError: Any
-else:
-    DistBackendError = torch.distributed.DistBackendError
+dist: Any = torch.distributed
 
 
 def as_torch(error: DistributedError) -> DistributedError:
     """The same error, which is one of torch's, too."""
-    if isinstance(error, DistBackendError):
-        return error.again()
+    if isinstance(error, dist.DistBackendError):
+        return error.again()  # type: ignore[no-any-return]
     message = error.message
     if isinstance(error, CollectiveTimeoutError) and " timeout " not in message:
         message += "; the timeout of this call has passed"  # the word that scripts look for
@@ -32,7 +29,7 @@ def as_torch(error: DistributedError) -> DistributedError:
 def _rebuild(
     kind: type[DistributedError], message: str, attributes: dict[str, Any]
 ) -> DistributedError:
-    error = _both(kind)(message)
+    error: DistributedError = _both(kind)(message)  # type: ignore[arg-type] # a class is hashable
     error.__dict__.update(attributes)
     if "__notes__" in attributes:  # a list of its own, to which the user may add
         error.__dict__["__notes__"] = list(attributes["__notes__"])
@@ -40,7 +37,7 @@ def _rebuild(
 
 
 @cache
-def _both(kind: type[DistributedError]) -> type[DistributedError]:
+def _both(kind: type[Any]) -> type[Any]:
     """The class that is `kind` and torch's. Its name is that of `kind`."""
 
     def reduce(error: DistributedError) -> tuple[object, ...]:  # such a class has no module
@@ -51,6 +48,6 @@ def _both(kind: type[DistributedError]) -> type[DistributedError]:
 
     return type(
         kind.__name__,
-        (kind, DistBackendError),
+        (kind, dist.DistBackendError),
         {"__module__": __name__, "__doc__": kind.__doc__, "__reduce__": reduce, "again": again},
     )

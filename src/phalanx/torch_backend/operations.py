@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp as TorchReduceOp  # type: ignore[attr-defined]
+from torch.distributed import ReduceOp as TorchReduceOp
 from typing_extensions import override
 
 from phalanx import collectives as ours
@@ -206,7 +206,7 @@ def _room(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Each tensor and its part of the whole, in its shape."""
-    parts = whole.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(whole, [tensor.numel() for tensor in tensors])
     return [(t, part.view(t.shape)) for t, part in zip(tensors, parts, strict=True)]
 
 
@@ -217,7 +217,7 @@ def taken_apart(
     whole = adjacent(tensors)
     if whole is not None:
         made = request(whole)
-        finish_after(made, lambda: [torch.autograd.graph.increment_version(t) for t in tensors])
+        finish_after(made, lambda: torch.autograd.graph.increment_version(tensors))
         return made
     whole = _room(tensors, backend)
     made = request(whole)

@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import ReduceOp as TorchReduceOp
 
 from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
@@ -22,24 +23,24 @@ from phalanx.torch_backend.operations import (
     REDUCE_OPS,
     Operation,
     Settings,
-    TorchReduceOp,
 )
 from phalanx.torch_backend.work import ProcessGroupWork, TogetherWork, seconds_of
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
-_profiled = torch.autograd._profiler_enabled
+autograd: Any = torch.autograd
+_profiled: Callable[[], bool] = autograd._profiler_enabled
 
 
 @contextmanager
 def recorded(name: str, arguments: Sequence[Any]) -> Iterator[None]:
     """An event `phalanx:name` of the profiler, with the shapes of the tensors."""
     tensors = list(_tensors_in(arguments))
-    event = torch.autograd._record_function_with_args_enter(f"{NAME}:{name}", *tensors)
+    event = autograd._record_function_with_args_enter(f"{NAME}:{name}", *tensors)
     try:
         yield
     finally:
-        torch.autograd._record_function_with_args_exit(event)
+        autograd._record_function_with_args_exit(event)
 
 
 def _tensors_in(arguments: Any) -> Iterator[Tensor]:
@@ -50,7 +51,7 @@ def _tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from _tensors_in(argument)
 
 
-class PhalanxProcessGroup(torch.distributed.ProcessGroup):
+class PhalanxProcessGroup(ProcessGroup):
     """One rank of a process group, for torch. Its collectives are those of `OPERATIONS`.
 
     backend   ours, which this closes
@@ -58,7 +59,7 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
     """
 
     def __init__(self, backend: Backend, store: Any = None) -> None:
-        super().__init__(backend.rank, backend.world_size)
+        super().__init__(backend.rank, backend.world_size)  # type: ignore[call-arg] # torch's stub
         self.backend = backend
         self._store = store
         self._name = self._description = ""
@@ -93,7 +94,7 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
     _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -174,7 +175,7 @@ class PhalanxProcessGroup(torch.distributed.ProcessGroup):
         self, operation: Operation, rest: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Settings, bool]:
         """What the call says beside its tensors, and whether the caller waits for it."""
-        options = rest[0] if rest else named.get("opts")
+        options: Any = rest[0] if rest else named.get("opts")
         if hasattr(options, "asyncOp"):
             short, timeout = operation.short, options.timeout
             op = self._op(options.reduceOp, operation) if "op" in short else ReduceOp.SUM

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx import errors
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     BackendUnavailableError,
@@ -87,17 +88,16 @@ class _Meeting:
                 world = self._world()
                 message, listener = listen(world, _toward(self.store))
             except DistributedError as error:
-                self.store.set(word, f"{FAILED}{error}")
+                peer = self.rank if error.peer is None else error.peer
+                self.store.set(word, f"{FAILED}{type(error).__name__} {peer} {error}")
                 raise
             self.store.set(word, message)
         else:
             message, listener = self._hear(word, 0), None
             if message.startswith(FAILED):
-                raise BackendUnavailableError(
-                    f"rank {self.rank}: rank 0 could not begin: {message.removeprefix(FAILED)}",
-                    rank=self.rank,
-                    peer=0,
-                    op=OP,
+                kind, peer, text = message.removeprefix(FAILED).split(" ", 2)
+                raise getattr(errors, kind)(
+                    f"rank {self.rank}: rank 0 says: {text}", rank=self.rank, peer=int(peer), op=OP
                 )
             world = self._world()
         address, _, token = message.partition(" ")
