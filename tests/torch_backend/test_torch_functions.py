@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from torch_functions import CHECKS, REFUSALS
 from worlds import run
@@ -26,3 +28,12 @@ def test_all_functions_between_hosts(kind: str, size: int) -> None:
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused(name: str) -> None:
     run(lambda rank: REFUSALS[name](rank, 2), 2)
+
+
+def test_the_table_of_the_docs_has_every_function_as_its_tests_say() -> None:
+    page = Path(__file__).parents[2] / "docs" / "torch-backend.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    works = [f"| `{name}` | works | works | works |" for name in CHECKS]
+    refused = [f"| `{name}` | refused." for name in REFUSALS]
+    assert [row for row in rows if row in works] == works
+    assert [start for start in refused if any(row.startswith(start) for row in rows)] == refused

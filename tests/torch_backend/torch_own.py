@@ -56,7 +56,7 @@ def outcomes(rank: int, folder: str, pattern: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for backend in ("gloo", "mpi"):
         with torch_takes_it_for(backend, folder) as module:
-            tests = type("Tests", (module.DistributedTest._DistTestBase, unittest.TestCase), {})
+            tests = type("Tests", (module.DistributedTest._DistTestBase, module.MultiProcessTestCase), {})
             tests.world_size = property(lambda self: str(SIZE))
             tests._barrier = lambda self, *args, **kwargs: dist.barrier()
             for name in sorted(dir(tests)):

@@ -25,6 +25,7 @@ dist: Any = torch.distributed  # of which builds of torch have more or less
 ProcessGroup = Any  # torch.distributed.ProcessGroup, or one of its backends
 Store = Any
 FOREVER = timedelta(days=3650)
+FORMED = ("gloo", "nccl", "ucc")  # the kinds that `GroupFormer` makes
 
 
 class GroupFormer:

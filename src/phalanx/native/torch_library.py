@@ -17,7 +17,7 @@ from typing_extensions import override
 from phalanx.core.reduce_op import ReduceOp, divide_
 from phalanx.core.steps import NativeCall
 from phalanx.native.base import Handle, Library
-from phalanx.native.torch_formation import GroupFormer, ProcessGroup, Store, dist
+from phalanx.native.torch_formation import FORMED, GroupFormer, ProcessGroup, Store, dist
 
 Work = Any  # torch.distributed.Work, which builds without distributed support lack
 
@@ -337,6 +337,6 @@ def library_over(
     """A given process group as a library; sub-groups of it are formed at its place in its store."""
     names = [name for name, known in KINDS.items() if kinds.items() <= known.items()]
     former = None
-    if place is not None and len(names) == 1 and len(kinds) == 1:
+    if place is not None and len(kinds) == 1 and len(names) == 1 and names[0] in FORMED:
         former = GroupFormer(names[0], group.rank(), *place, topology)
     return ProcessGroupLibrary(group, kinds, owned=False, former=former)
