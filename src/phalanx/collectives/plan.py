@@ -29,6 +29,7 @@ from phalanx.collectives.layout import (
 from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
 from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import (
+    BLOCK,
     NARROW,
     WIDER,
     RankOrderReduction,
@@ -181,7 +182,11 @@ class Arithmetic:
         incoming = torch.frombuffer(block, dtype=self._flat.dtype)
         first = start // self._flat.itemsize
         own = self._flat[first : first + incoming.numel()]
-        self._reduction.combine(own, incoming, own)
+        if incoming.numel() <= BLOCK or torch.get_num_threads() == 1:
+            self._reduction.combine(own, incoming, own)
+        else:  # in this thread: others would be waited for after every block
+            for part, more in zip(own.split(BLOCK), incoming.split(BLOCK), strict=True):
+                self._reduction.combine(part, more, part)
 
     def carry_out(self) -> Iterator[Round]:
         """The rounds of the plan; local steps between them are done on the way."""
