@@ -118,12 +118,12 @@ def _piece(row: Algorithm, size: int) -> int | None:
 def _reduction(key: Key, row: Algorithm, size: int) -> tuple[RankOrderReduction, int, float]:
     """How contributions are combined, and for a mean the plan's `scale` and `divisor`.
 
-    Where it can be, a mean is divided before it is rounded.
+    Where it can be, a mean is divided before it is rounded, or while it is in a cache.
     """
     reduction, dtype = reduction_for(key.op, key.dtype), key.dtype
     if key.op is not ReduceOp.MEAN:
         return RankOrderReduction(reduction, dtype), 1, 1
-    if size == 2 and dtype in NARROW:
+    if size == 2 and (dtype.is_floating_point or dtype.is_complex):
         return RankOrderReduction(reduction._replace(combine=mean_of_two), dtype), 1, 1
     if size > 2 and dtype in WIDER and row.at_once(size):
         return RankOrderReduction(reduction, dtype, size), 1, 1
