@@ -74,7 +74,7 @@ def set_options(sock: socket.socket) -> None:
     """Set the options above, as far as the kernel knows them."""
     options = OPTIONS
     with suppress(OSError):  # a connection that is broken already is noticed later
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+        if sock.getsockname()[:1] == sock.getpeername()[:1]:
             options += INSIDE_A_HOST
     for option in options:
         with suppress(OSError):
