@@ -185,8 +185,9 @@ class Arithmetic:
         if incoming.numel() <= BLOCK or torch.get_num_threads() == 1:
             self._reduction.combine(own, incoming, own)
         else:  # in this thread: others would be waited for after every block
-            for part, more in zip(own.split(BLOCK), incoming.split(BLOCK), strict=True):
-                self._reduction.combine(part, more, part)
+            for begin in range(0, incoming.numel(), BLOCK):
+                part = own[begin : begin + BLOCK]
+                self._reduction.combine(part, incoming[begin : begin + BLOCK], part)
 
     def carry_out(self) -> Iterator[Round]:
         """The rounds of the plan; local steps between them are done on the way."""

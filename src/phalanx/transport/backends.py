@@ -28,7 +28,7 @@ from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
-from phalanx.transport.tcp.transport import EACH_WITH_EACH, TcpTransport
+from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
@@ -137,6 +137,8 @@ class MeshBackend(Backend):
             )
         hosts = [address.host_id for address in addresses]
         self.topology = tuple(hosts.index(host) for host in hosts)
+        if hosts.count(here) <= self.links.processors:
+            transport.spin = SPIN
         if self._all_attached(rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)
