@@ -41,7 +41,7 @@ def test_a_contribution_that_came_half_early_is_combined_like_any_other(early: i
 
         def read_message() -> None:
             while peer.read_frame()[0].channel.kind is not Kind.COLLECTIVE:
-                pass  # a heartbeat, or a question
+                pass  # it asks whether this rank is in it, too
 
         def play_the_rest() -> None:
             peer.sock.sendall(contribution[early:])
