@@ -522,6 +522,32 @@ class Alone(Peer):
         self.does = dict.fromkeys(TASKS, partial(self.step, wrap=replicated, alone=True))
 
 
+class AloneWithCopies(Peer):
+    """DDP's step alone, with copies of as many bytes as averaging reads and writes inside a host.
+
+    Of n bytes of gradients on p ranks, (2p-1)/p n are read and n written: all are copied, and
+    (p-1)/p of the copy are read. No DDP whose ranks share the machine's cores can be faster.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.does = {"ddp": partial(self.step, wrap=self._wrap, alone=True)}
+
+    def _wrap(self, module: nn.Module) -> TrainedModel:
+        parameters = list(module.parameters())
+        copies = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        places = copies.split([parameter.numel() for parameter in parameters])
+        of_others = copies[copies.numel() // self.size :]
+
+        def average() -> None:
+            for parameter, place in zip(parameters, places, strict=True):
+                if parameter.grad is not None:
+                    place.copy_(parameter.grad.view(-1))
+            of_others.sum()
+
+        return replicated(module)._replace(average=average)
+
+
 # ------------------------------------------------------------------------------
 # The table.
 
@@ -568,9 +594,10 @@ PEERS: PeerTable = MappingProxyType(
         "socket": PeerRow(Socket),
         "copy": PeerRow(Copy),
         "alone": PeerRow(Alone, trains=True),
+        "alone+copies": PeerRow(AloneWithCopies),
     }
 )
 """`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they."""
 
-MACHINE = ("socket", "copy", "alone")
+MACHINE = ("socket", "copy", "alone", "alone+copies")
 """Those that are no library, but what the machine can do."""
