@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic
 
-RANKS = 2
+HOSTS = 2
 PORT = 29500  # every port is free on a host of one's own
 
 
@@ -32,21 +32,25 @@ class NoLinkError(Exception):
 
 
 class LinkedHosts:
-    """Two hosts, and one rank on each. For a `with` statement.
+    """Two hosts, and some ranks on each. For a `with` statement.
 
     megabits   a second, that each sends at most; None: as fast as it goes
     delay      seconds that each packet takes
     control    of congestion, the kernel's name of it; "": the machine's own
+    ranks      on each host, which follow each other
 
     Entering raises `NoLinkError` where that is not allowed.
     """
 
-    def __init__(self, megabits: float | None, *, delay: float = 0.0, control: str = "") -> None:
+    def __init__(
+        self, megabits: float | None, *, delay: float = 0.0, control: str = "", ranks: int = 1
+    ) -> None:
         self._megabits = megabits
         self._delay = delay
         self._control = control
+        self._ranks = ranks
         self._line: DelayLine | None = None
-        self._hosts = [f"phalanx-{os.getpid()}-link-{number}" for number in range(RANKS)]
+        self._hosts = [f"phalanx-{os.getpid()}-link-{number}" for number in range(HOSTS)]
 
     @staticmethod
     def address(number: int) -> str:
@@ -54,26 +58,25 @@ class LinkedHosts:
         return f"10.78.0.{1 + number}"
 
     @contextmanager
-    def ranks(self, *words: str, **variables: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    def job(self, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
         """The ranks of a job, each a process on its host that runs this command."""
         common = {
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(HOSTS * self._ranks),
+            "LOCAL_WORLD_SIZE": str(self._ranks),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(PORT),
             "PHALANX_TOKEN": secrets.token_hex(),
             "PHALANX_HEARTBEAT": "30",  # seconds: where ranks share a busy machine nobody is dead
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
-            **variables,
         }
         processes = []
         try:
-            for rank, host in enumerate(self._hosts):
-                command = ["ip", "netns", "exec", host, *words]
-                place = {**os.environ, **common, "RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=place))
+            for rank in range(HOSTS * self._ranks):
+                host, local_rank = divmod(rank, self._ranks)
+                command = ["ip", "netns", "exec", self._hosts[host], *words]
+                place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                processes.append(subprocess.Popen(command, env={**os.environ, **common, **place}))
             yield processes
         finally:
             for process in processes:

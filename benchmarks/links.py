@@ -4,12 +4,14 @@ Two hosts are network namespaces with one rank each, and what each host sends is
 token bucket, and delayed where a delay is asked for. Over each link, in interleaved rounds of the
 same processes, every result checked: all_reduce in place, and messages one way (`stream`), by
 Phalanx over TCP, by Gloo, and by bare sockets, which send as many bytes each way as the all_reduce
-does, 2(p-1)/p of it, both ways at once, and reduce nothing. Times are medians, of the slower rank.
+does, both ways at once, and reduce nothing. Times are medians, of the slowest rank. With more ranks
+on each host it is all_reduce alone, of Phalanx's hybrid backend and Gloo.
 
-`of the bare stream` is the bare sockets' time over Phalanx's. `of the rate` is what an all_reduce
-or a message sends each way in a second, over what is left of the rate after headers, as the bucket
-counts them. Small messages pass a token bucket that is full at once, so that share can exceed 1.
-The time of processors is that of all threads of a rank, in a call.
+Of an all_reduce of n bytes, n leave each of two hosts: 2(h-1)/h n, whatever their number of ranks.
+`of the bare stream` is the bare sockets' time over Phalanx's. `of the rate` is n bytes over
+Phalanx's time, over what is left of the rate after headers, as the bucket counts them; small
+messages pass a token bucket that is full at once, so that share can exceed 1. The time of
+processors is that of all threads of a rank, in a call.
 
 The exit status is 1 if a result is wrong, if Gloo takes less than 95 % of Phalanx's time, or if,
 where a rate is held to and from 4 MiB on, the share of the bare stream is below 95 %.
@@ -45,8 +47,7 @@ from phalanx.tools.bench.rank import run_rank
 from phalanx.tools.bench.request import LeftOut, Message, ResultLine, make_request, show_size
 from phalanx.wire.memory import tensor_bytes
 
-OURS, GLOO, BARE = "tcp", "gloo", "bare"
-MEASURED = ("all_reduce", "stream")
+OURS, GLOO, BARE = "phalanx", "gloo", "bare"
 DUE, LARGE = 0.95, 4 << 20
 
 # What is left to the payload of a full packet of 1,500 bytes (headers of IPv4 and TCP, with time
@@ -87,15 +88,13 @@ class Link(NamedTuple):
 class Figure(msgspec.Struct, frozen=True):
     """One operation on messages of one size, over one link, by all; of each by its name.
 
-    passes    how often the message's bytes go each way
-    seconds   of a call, the slower rank's median
+    seconds   of a call, the slowest rank's median
     busy      processor seconds of a call on rank 0
     wrong     elements of results, by all
     """
 
     operation: str
     bytes: int
-    passes: float
     seconds: dict[str, float]
     busy: dict[str, float]
     wrong: int
@@ -106,15 +105,15 @@ class Figure(msgspec.Struct, frozen=True):
         return self.seconds[GLOO] / self.seconds[OURS]
 
     @property
-    def of_bare(self) -> float:
-        """The share of the bare stream's rate."""
-        return self.seconds[BARE] / self.seconds[OURS]
+    def of_bare(self) -> float | None:
+        """The share of the bare stream's rate, if that was measured."""
+        return self.seconds[BARE] / self.seconds[OURS] if BARE in self.seconds else None
 
     def of_rate(self, link: Link) -> float | None:
         """The share of the link's rate, if it is held to one."""
         if link.goodput is None:
             return None
-        return self.passes * self.bytes / self.seconds[OURS] / link.goodput
+        return self.bytes / self.seconds[OURS] / link.goodput
 
 
 # ------------------------------------------------------------------------------
@@ -203,10 +202,14 @@ def work(asked: argparse.Namespace) -> None:
     lines: list[ResultLine] = []
     left_out: list[str] = []
     spent: Spent = defaultdict(list)
-    rows = {**PEERS, BARE: PeerRow(Bare)}
-    peers = {name: counted(name, rows[name], spent) for name in (OURS, GLOO, BARE)}
+    rows = {OURS: PEERS["tcp"], GLOO: PEERS["gloo"], BARE: PeerRow(Bare)}
+    operations = ["all_reduce", "stream"]
+    if asked.ranks > 1:
+        rows = {OURS: PEERS["hybrid"], GLOO: PEERS["gloo"]}
+        del operations[1:]
+    peers = {name: counted(name, row, spent) for name, row in rows.items()}
     request = make_request(
-        MEASURED,
+        operations,
         backends=",".join(peers),
         sizes=asked.sizes,
         rounds=asked.rounds,
@@ -240,7 +243,6 @@ def figures(lines: Sequence[ResultLine], spent: Spent) -> Iterator[Figure]:
         yield Figure(
             operation,
             count,
-            OPERATIONS[operation].bus(found[0].ranks),
             {line.entry.peer: line.median for line in found},
             {line.entry.peer: mean(spent[line.entry.peer, operation, count]) for line in found},
             sum(line.wrong for line in found),
@@ -255,14 +257,16 @@ def mean(values: Sequence[float]) -> float:
 # The links, one after the other, and what is shown of them.
 
 
-def measure(text: str, arguments: Sequence[str], control: str = "") -> list[Figure]:
+def measure(
+    text: str, arguments: Sequence[str], *, control: str = "", ranks: int = 1
+) -> list[Figure]:
     """What ranks with these arguments of a command line find on hosts joined by one link."""
     link = Link.parse(text)
-    where = LinkedHosts(link.megabits, delay=link.delay / 1e3, control=control)
+    where = LinkedHosts(link.megabits, delay=link.delay / 1e3, control=control, ranks=ranks)
     with tempfile.TemporaryDirectory() as folder, where as hosts:
         result = Path(folder) / "figures.json"
         command = (sys.executable, __file__, *arguments, "--link", text, "--work", str(result))
-        with hosts.ranks(*command) as processes:
+        with hosts.job(*command) as processes:
             codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}: what they say is above")
@@ -274,8 +278,8 @@ Cell = Callable[[Figure, Link], str]
 
 
 def _shares(figure: Figure, link: Link) -> str:
-    rate = figure.of_rate(link)
-    return f"{figure.of_bare:.0%}" + (f", {rate:.0%}" if rate is not None else "")
+    shares = (figure.of_bare, figure.of_rate(link))
+    return ", ".join("-" if share is None else f"{share:.0%}" for share in shares)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -288,7 +292,7 @@ TABLES: Mapping[str, Cell] = {
     ),
     "Share of the bare stream, of the rate": _shares,
     "Processor milliseconds of a call: Phalanx, Gloo, bare": lambda figure, _: ", ".join(
-        _milliseconds(figure.busy[name]) for name in (OURS, GLOO, BARE)
+        map(_milliseconds, figure.busy.values())
     ),
 }
 
@@ -312,8 +316,9 @@ def complaints(found: Found) -> Iterator[str]:
             where = f"{link}: {figure.operation} of {show_size(figure.bytes)}"
             if figure.wrong:
                 yield f"WRONG: {where}: {figure.wrong} elements"
-            if link.megabits and figure.bytes >= LARGE and figure.of_bare < DUE:
-                yield f"MISSED: {where}: {figure.of_bare:.1%} of the bare stream"
+            share = figure.of_bare or 1.0
+            if link.megabits and figure.bytes >= LARGE and share < DUE:
+                yield f"MISSED: {where}: {share:.1%} of the bare stream"
             if figure.times_gloo < DUE:
                 yield f"MISSED: {where}: Gloo takes {figure.times_gloo:.2f} of its time"
 
@@ -334,6 +339,7 @@ def main() -> int:
         "--sizes", default="8,64K,1M,4M,16M,64M", help="bytes (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=7, help="that count")
+    parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument(
         "--control", default="", help="of congestion, such as reno (default: the machine's)"
     )
@@ -350,7 +356,8 @@ def main() -> int:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the hosts would stay
     try:
-        found = {link: measure(text, sys.argv[1:], asked.control) for link, text in links.items()}
+        how = {"control": asked.control, "ranks": asked.ranks}
+        found = {link: measure(text, sys.argv[1:], **how) for link, text in links.items()}
     except NoLinkError as error:
         print(f"no hosts can be joined here: {error}", file=sys.stderr)
         return 2

@@ -38,7 +38,7 @@ from compressed_training.timing import (
 )
 from compressed_training.training import read_lesson
 from language_model.options import Options
-from linked_hosts import RANKS, LinkedHosts, NoLinkError
+from linked_hosts import HOSTS, LinkedHosts, NoLinkError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -98,7 +98,7 @@ def measure(asked: argparse.Namespace, arguments: list[str]) -> tuple[float, dic
     with tempfile.TemporaryDirectory() as folder, LinkedHosts(asked.megabits) as hosts:
         result = Path(folder) / "timed.json"
         command = (sys.executable, __file__, *arguments, "--work", str(result))
-        with hosts.ranks(*command) as processes:
+        with hosts.job(*command) as processes:
             codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}: what they say is above")
@@ -115,7 +115,7 @@ def complaints(asked: argparse.Namespace, speed: float, timed: dict[str, Timed])
     lesson = read_lesson(options)
     torch.set_num_threads(1)
     for name, one in timed.items():
-        if one.begun != in_one_process(table[name], options, lesson, RANKS, FIRST):
+        if one.begun != in_one_process(table[name], options, lesson, HOSTS, FIRST):
             yield f"{name}: other bits after {FIRST} steps than on ranks of one process"
         if name != ALONE and len(set(one.ended)) > 1:
             yield f"{name}: the ranks ended with other parameters"
