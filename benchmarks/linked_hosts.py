@@ -69,6 +69,7 @@ class LinkedHosts:
             "PHALANX_HEARTBEAT": "30",  # seconds: where ranks share a busy machine nobody is dead
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that addresses have no names here
         }
         processes = []
         try:
@@ -76,7 +77,10 @@ class LinkedHosts:
                 host, local_rank = divmod(rank, self._ranks)
                 command = ["ip", "netns", "exec", self._hosts[host], *words]
                 place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                processes.append(subprocess.Popen(command, env={**os.environ, **common, **place}))
+                variables = {**os.environ, **common, **place}
+                # In a session of their own: an interrupt is for this process, which ends them.
+                process = subprocess.Popen(command, env=variables, start_new_session=True)
+                processes.append(process)
             yield processes
         finally:
             for process in processes:

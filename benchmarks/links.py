@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import select
 import signal
@@ -41,6 +42,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import OPERATIONS, BenchOperation, PreparedCall
 from phalanx.tools.bench.peers import PEERS, Peer, PeerRow, RankContext, Socket
 from phalanx.tools.bench.rank import run_rank
@@ -199,6 +201,7 @@ def counted(name: str, row: PeerRow, spent: Spent) -> PeerRow:
 
 def work(asked: argparse.Namespace) -> None:
     """One rank's part. Rank 0 writes what it has found."""
+    die_with_parent(os.getppid())
     lines: list[ResultLine] = []
     left_out: list[str] = []
     spent: Spent = defaultdict(list)
