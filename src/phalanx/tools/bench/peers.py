@@ -536,7 +536,7 @@ class AloneWithCopies(Peer):
     def _wrap(self, module: nn.Module) -> TrainedModel:
         parameters = list(module.parameters())
         copies = torch.zeros(sum(parameter.numel() for parameter in parameters))
-        places = copies.split([parameter.numel() for parameter in parameters])
+        places = torch.split(copies, [parameter.numel() for parameter in parameters])
         of_others = copies[copies.numel() // self.size :]
 
         def average() -> None:
