@@ -180,16 +180,16 @@ class ShmDirect:
         """
         if not self.is_small:
             return self._large(source, out, own)
-        self._settle(source, own)
+        if own:
+            self._settle(source, own)
         return self._small(source, out)
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's reduction goes by it."""
-        if own:
+        for element, values in own:
             assert source is not None
             start = source.data_ptr() + self._slices[self.me][0]
-            for element, values in own:
-                copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
+            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
 
     # Small ----------------------------------------------------------------------------------
 
@@ -206,18 +206,20 @@ class ShmDirect:
         yield ShmEpoch(control, first=True, places=self._depends_on)
         if out is None or not self._gets:
             return
-        if not self.form.passed_on:
+        if self._reduction is None:
             at = [(control.slot(giver).slot_address(number), None) for giver in self._givers]
             self._take_whole(at, out.data_ptr())
             return
-        # Everyone who gets the result reduces all of it.
+        # Everyone who gets the result of an all-reduce reduces all of it.
         views = self._slot_views.get(number)
         if views is None:
-            count = self._given // self.dtype.itemsize
+            count, (start, stop) = self._given // self.dtype.itemsize, self._mine
+            part = slice(None)
+            if not self.form.passed_on:
+                part = slice(start // self.dtype.itemsize, stop // self.dtype.itemsize)
             slots = (control.slot(place) for place in range(self.size))
-            views = [slot.slot(number, count, self.dtype) for slot in slots]
+            views = [slot.slot(number, count, self.dtype)[part] for slot in slots]
             self._slot_views[number] = views
-        assert self._reduction is not None
         self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
     # Where it is ----------------------------------------------------------------------------
