@@ -105,7 +105,11 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
-MEET = 4 << 20  # bytes that a member reduces before the others take them: they meet less often
+
+# Bytes that a member reduces before the others take them. Of large tensors so few that these take
+# them from a core's cache, of which they fill a half; else more, so that members meet less often.
+MEET, MEET_LARGE, LARGE = 4 << 20, 512 << 10, 8 << 20
+SHARED = 1 << 20  # bytes that all members stage at a time of what is sliced: likewise
 
 # Ordinary memory, in bytes: of all members together, and of each at least, that are read at a time,
 # to be reduced in the cache. Of what sizes tensors are read where they lie; staging costs less
@@ -160,14 +164,17 @@ class ShmDirect:
             self._depends_on = ()
         elif form.from_root:
             self._depends_on = (key.root,)
-        room = PIECE // self.size if form.sliced else PIECE
+        room = min(SHARED, PIECE) // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._at_once = STEP  # bytes
+        self._meet = MEET_LARGE if self._given >= LARGE else MEET
         self._is_broadcast = form.from_root and not form.sliced
         low = READ_REDUCED if form.reduced else READ_BROADCAST if self._is_broadcast else 0
         crowded = form.reduced and control.share_of_cores == 0
         high = READ_CROWDED if crowded else self._given
-        self._reads = control.is_readable and low <= self._given <= high
+        # Parts would have to be copied into one tensor, and out of it, where they are not read.
+        self._reads_parts = control.is_readable and low <= self._given <= high
+        self._reads = self._reads_parts and control.reads_fast
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -297,7 +304,7 @@ class ShmDirect:
 
     def reads_parts(self, count: int) -> bool:
         """Whether `of_parts` can do it for so many parts. The same answer on every rank."""
-        return self._reads and not self.is_small and count <= SLOT // 8
+        return self._reads_parts and not self.is_small and count <= SLOT // 8
 
     def of_parts(self, parts: Sequence[Tensor]) -> Iterator[Program]:
         """This rank's part of an all-reduce in place, of a tensor that lies in several places.
@@ -336,13 +343,13 @@ class ShmDirect:
         `bounds` are the bytes at which parts begin and end.
         """
         control, (start, stop), out = self.control, self._mine, results[self.me].addresses
-        for first in range(0, self._longest, MEET):
+        for first in range(0, self._longest, self._meet):
             begin = start + first
-            for part, inside, length in _spans(bounds, begin, min(MEET, stop - begin)):
+            for part, inside, length in _spans(bounds, begin, min(self._meet, stop - begin)):
                 at = [(addresses[part] + inside, peer) for addresses, peer in given]
                 self._reduce(at, out[part] + inside, length)
             yield ShmEpoch(control)
-            for place, begin, piece in self._others(first, MEET):
+            for place, begin, piece in self._others(first, self._meet):
                 addresses, peer = results[place]
                 for part, inside, length in _spans(bounds, begin, piece):
                     if peer is not None:
