@@ -16,14 +16,10 @@ from clusters import SharedMemory, needs_reading
 from shm_peers import local_peers, make_control
 
 import phalanx
-from phalanx import Backend, BackendUnavailableError, ReduceOp
-from phalanx.collectives.plan import Key, make_plan
-from phalanx.collectives.shm_direct import ShmDirect
-from phalanx.core.call import UNKNOWN_SITE, Call
+from phalanx import Backend, BackendUnavailableError
 from phalanx.transport.shm import cross_memory
-from phalanx.transport.shm.control import ShmEpoch
 from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, reading_pays
-from phalanx.transport.shm.domain import PROOF, READS, SLOWLY, UnreadableError
+from phalanx.transport.shm.domain import PROOF, READS, UnreadableError
 
 HERE = ProcessMemory(os.getpid())
 
@@ -91,25 +87,6 @@ def test_reading_pays_if_it_takes_less_time_than_two_copies(
     clock = accumulate(chain.from_iterable((0.0, each) for each in durations))
     monkeypatch.setattr(cross_memory, "perf_counter", lambda: next(clock))
     assert reading_pays() == pays
-
-
-def test_where_one_reads_slowly_all_stage_whole_tensors_and_read_parts() -> None:
-    key = Key("all_reduce", "direct", (1 << 19,), torch.float32, ReduceOp.SUM)
-    call = Call("all_reduce", 0, "", "", UNKNOWN_SITE, 0.0, 1.0)
-    with local_peers(2) as domain:
-        for one in domain:
-            one.try_reading()
-        domain[1].directory.words[READS] = SLOWLY
-        for rank in range(2):
-            control = make_control(domain, rank)
-            assert (control.is_readable, control.reads_fast) == (True, False)
-            shm = ShmDirect(make_plan(key, rank, 2), control)
-            assert shm.reads_parts(2)
-            tensor = torch.zeros(key.shape)
-            step = next(iter(shm.steps(tensor, tensor)))
-            assert isinstance(step, ShmEpoch)
-            step.begin(call)
-            assert not control.mine.shown(control.turn)
 
 
 def test_nobody_shows_ordinary_memory_unless_all_can_read_it() -> None:

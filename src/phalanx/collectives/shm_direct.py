@@ -26,9 +26,7 @@ for some collectives, and parts of the staging memory, in turn.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -54,7 +52,7 @@ from phalanx.transport.shm.control import (
     Region,
     ShmEpoch,
 )
-from phalanx.transport.shm.domain import LocalPeer, UnreadableError
+from phalanx.transport.shm.domain import UnreadableError
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
@@ -172,9 +170,7 @@ class ShmDirect:
         low = READ_REDUCED if form.reduced else READ_BROADCAST if self._is_broadcast else 0
         crowded = form.reduced and control.share_of_cores == 0
         high = READ_CROWDED if crowded else self._given
-        # Parts would have to be copied into one tensor, and out of it, where they are not read.
-        self._reads_parts = control.is_readable and low <= self._given <= high
-        self._reads = self._reads_parts and control.reads_fast
+        self._reads = control.is_readable and low <= self._given <= high
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -285,8 +281,7 @@ class ShmDirect:
         try:
             if self.form.passed_on:
                 results = self._regions(out, RESULT[turn])
-                bounds = 0, self._given
-                yield from self._direct_pieces(bounds, _in_one(given), _in_one(results))
+                yield from self._direct_pieces(given, results, out, own)
             else:
                 self._take_whole(given, out, own)
         except UnreadableError as error:
@@ -302,60 +297,24 @@ class ShmDirect:
             for giver in self._givers
         ]
 
-    def reads_parts(self, count: int) -> bool:
-        """Whether `of_parts` can do it for so many parts. The same answer on every rank."""
-        return self._reads_parts and not self.is_small and count <= SLOT // 8
-
-    def of_parts(self, parts: Sequence[Tensor]) -> Iterator[Program]:
-        """This rank's part of an all-reduce in place, of a tensor that lies in several places.
-
-        `parts` are contiguous, of as many elements on every rank. They stay where they are: each
-        rank shows their addresses in its small slot, and the others read there. Keeps them alive.
-        """
-        control = self.control
-        self._set_pace()
-        if control.met < control.needed:
-            yield from control.room()
-        control.side = number = 1 - control.side
-        table = ctypes.c_uint64 * len(parts)
-        mine = table.from_address(self._own_slots[number])
-        for index, part in enumerate(parts):
-            mine[index] = part.data_ptr()
-        yield ShmEpoch(control, first=True)
-        everyone = []
-        for place in range(self.size):
-            slot = control.slot(place)
-            shown = list(table.from_address(slot.slot_address(number)))
-            everyone.append(Parts(shown, slot.peer))
-        bounds = list(accumulate((part.nbytes for part in parts), initial=0))
-        try:
-            yield from self._direct_pieces(bounds, everyone, everyone)
-        except UnreadableError as error:
-            yield from control.unreadable(error)
-        yield ShmEpoch(control, last=True)
-
     def _direct_pieces(
-        self, bounds: Sequence[int], given: list[Parts], results: list[Parts]
+        self, given: list[Region], results: list[Region], out: int, own: OwnParts
     ) -> Iterator[Program]:
         """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
 
         A piece that this rank writes has been read by the one that has reduced it, before they met.
-        `bounds` are the bytes at which parts begin and end.
         """
-        control, (start, stop), out = self.control, self._mine, results[self.me].addresses
+        start, stop = self._mine
+        at = [(address + start, peer) for address, peer in given]
         for first in range(0, self._longest, self._meet):
-            begin = start + first
-            for part, inside, length in _spans(bounds, begin, min(self._meet, stop - begin)):
-                at = [(addresses[part] + inside, peer) for addresses, peer in given]
-                self._reduce(at, out[part] + inside, length)
-            yield ShmEpoch(control)
-            for place, begin, piece in self._others(first, self._meet):
-                addresses, peer = results[place]
-                for part, inside, length in _spans(bounds, begin, piece):
-                    if peer is not None:
-                        peer.read(out[part] + inside, addresses[part] + inside, length)
-                    else:
-                        copy(out[part] + inside, addresses[part] + inside, length)
+            self._reduce_slice(at, out + start, first, min(first + self._meet, stop - start), own)
+            yield ShmEpoch(self.control)
+            for place, begin, length in self._others(first, self._meet):
+                address, peer = results[place]
+                if peer is not None:
+                    peer.read(out + begin, address + begin, length)
+                else:
+                    copy(out + begin, address + begin, length)
 
     def _others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
         """Of each other slice, from its byte `first` on: (member, where that is, length)."""
@@ -371,7 +330,7 @@ class ShmDirect:
         start, stop = self._mine
         at = [(address + start, peer) for address, peer in given]
         if self._reduction is not None:
-            self._reduce_slice(at, out, stop - start, own)
+            self._reduce_slice(at, out, 0, stop - start, own)
         else:
             self._copy(at, out, stop - start)
 
@@ -384,25 +343,33 @@ class ShmDirect:
             elif into != address:
                 copy(into, address, length)
 
-    def _reduce_slice(self, at: Sequence[Region], out: int, length: int, own: OwnParts) -> None:
-        """Reduce a slice, this rank's own part from where it is. In steps, for the cache."""
-        for first, last, address in self._stretches(at[self.me][0], length, own):
-            for begin in range(first, last, STEP):
-                here = [(other + begin, peer) for other, peer in at]
-                here[self.me] = address + begin - first, None
-                self._reduce(here, out + begin, min(STEP, last - begin))
+    def _reduce_slice(
+        self, at: Sequence[Region], out: int, first: int, last: int, own: OwnParts
+    ) -> None:
+        """Reduce these bytes of a slice, this rank's own part from where it is.
 
-    def _stretches(self, mine: int, length: int, own: OwnParts) -> Iterator[tuple[int, int, int]]:
-        """Where this rank's slice lies: (first byte of the slice, last one, address)."""
-        done = 0
+        In steps, for the cache. `at` and `out` are where the slice begins.
+        """
+        for begin, end, address in self._stretches(at[self.me][0], first, last, own):
+            for step in range(begin, end, STEP):
+                here = [(other + step, peer) for other, peer in at]
+                here[self.me] = address + step - begin, None
+                self._reduce(here, out + step, min(STEP, end - step))
+
+    def _stretches(
+        self, mine: int, first: int, last: int, own: OwnParts
+    ) -> Iterator[tuple[int, int, int]]:
+        """Where these bytes of this rank's slice lie: (first one, last one, address)."""
         for element, values in own:
             start = element * self.dtype.itemsize
-            if done < start:
-                yield done, start, mine + done
-            done = start + values.nbytes
-            yield start, done, values.data_ptr()
-        if done < length:
-            yield done, length, mine + done
+            stop = min(last, start + values.nbytes)
+            if first < min(start, last):
+                yield first, min(start, last), mine + first
+            if max(first, start) < stop:
+                yield max(first, start), stop, values.data_ptr() + max(first - start, 0)
+            first = max(first, stop)
+        if first < last:
+            yield first, last, mine + first
 
     # Piece by piece -------------------------------------------------------------------------
 
@@ -504,29 +471,6 @@ class ShmDirect:
             view = tensor_at(address, count, self.dtype, keeping=None)
             self._views[address, length] = view
         return view
-
-
-class Parts(NamedTuple):
-    """Where a member's tensor lies, part after part, and in whose process (`Region`)."""
-
-    addresses: Sequence[int]
-    peer: LocalPeer | None
-
-
-def _in_one(regions: list[Region]) -> list[Parts]:
-    return [Parts((address,), peer) for address, peer in regions]
-
-
-def _spans(bounds: Sequence[int], begin: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Where so many bytes from `begin` on lie: (part, first byte in it, length)."""
-    end = begin + length
-    part = bisect_right(bounds, begin) - 1
-    while begin < end:
-        stop = min(end, bounds[part + 1])
-        if stop > begin:
-            yield part, begin - bounds[part], stop - begin
-        begin = stop
-        part += 1
 
 
 def _results(phase: int) -> int:

@@ -120,7 +120,7 @@ def find_cross_memory() -> Finding:
         if setting == "auto" and not reading_pays():
             return ok(
                 "a process reads another's memory, but copying it twice takes less time: large "
-                "tensors are copied into shared memory first, except for the gradients of DDP"
+                "tensors are copied into shared memory first"
             )
         return ok("a process reads another's memory: large tensors are read where they lie")
     said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]

@@ -18,6 +18,7 @@ from phalanx.core.call import WORLD_ID, check_timeout
 from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
+from phalanx.core.transport import IN_SHARED_MEMORY
 from phalanx.errors import (
     BackendUnavailableError,
     DistributedError,
@@ -81,6 +82,8 @@ class MeshBackend(Backend):
         self.devices = device_kinds()
         self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
+        if self.sharing == "hosts":
+            self.links = self.links._replace(inside=IN_SHARED_MEMORY)
         mesh = transport.mesh
         mesh.host = host
         try:

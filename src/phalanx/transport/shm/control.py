@@ -36,7 +36,6 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.transport.shm.cross_memory import VARIABLE
 from phalanx.transport.shm.domain import (
     ASLEEP,
-    FAST,
     READS,
     WEAK_ORDER,
     HostDomain,
@@ -67,8 +66,7 @@ class ControlBlock:
     phase    0 or 1: which half of the staging memory is next in such a collective
     part     the part of the staging memory that a root which runs ahead uses next
     starts   of the last collectives, by their entries: the flags at their first epochs
-    is_readable     each of them can read the ordinary memory of the others' processes
-    reads_fast      and does so in less time than staging takes
+    is_readable     each of them can read the ordinary memory of the others' processes, and gains
     share_of_cores  how many of this host's cores there are for each of its ranks, 0 if too few
     met      all others are known to have raised their flags as high
     needed   they have to, before the next collective may use its entry (`room`)
@@ -100,7 +98,6 @@ class ControlBlock:
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
         words = [domain.directory.words, *(other.words for other in self.others)]
         self.is_readable = all(directory[READS] for directory in words)
-        self.reads_fast = all(directory[READS] == FAST for directory in words)
         self._cores = cpu_count() or 1
         self.share_of_cores = self._cores // (1 + len(domain.local_peers))
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE

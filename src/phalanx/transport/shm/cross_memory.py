@@ -92,7 +92,10 @@ def reading_pays() -> bool:
     memory, copy = (ctypes.create_string_buffer(TIMED) for _ in range(2))
     there, here = ctypes.addressof(memory), ctypes.addressof(copy)
     ctypes.memset(there, 1, TIMED)  # else no pages are there
-    read = _least_time(partial(ProcessMemory(os.getpid()).read, here, there, TIMED))
+    try:
+        read = _least_time(partial(ProcessMemory(os.getpid()).read, here, there, TIMED))
+    except OSError:  # nothing can be read
+        return False
     return read < COPIES * _least_time(partial(ctypes.memmove, here, there, TIMED))
 
 

@@ -89,17 +89,14 @@ class HostDomain:
                     f"{error.strerror or error} (this is user {os.getuid()}; ranks of one host "
                     "have to be processes of one user, who see each other in /proc)"
                 )
-        if self._cma != "off":
+        if self.local_peers and (self._cma == "allow" or (self._cma == "auto" and reading_pays())):
             self.try_reading()
-            words = self.directory.words
-            if words[READS] and self._cma == "auto" and not reading_pays():
-                words[READS] = SLOWLY
         return ""
 
     def try_reading(self) -> None:
         """Try to read the ordinary memory of all local peers, and say whether this rank can."""
         can = all(peer.is_readable() for peer in self.local_peers.values())
-        self.directory.words[READS] = FAST if can else 0
+        self.directory.words[READS] = int(can)
 
     def can_read(self, address: int) -> bool:
         """Whether this process can be read there as peers would."""
@@ -178,15 +175,13 @@ def _load_average() -> int | None:
 #           1          how often a control block was added or removed
 #           2          how many entries for control blocks have been used
 #           3, 4       where the directory is in its process's memory; a random number
-#           5          whether this rank can read the ordinary memory of all its local peers, which
-#                      may be faster than staging: 0, SLOWLY or FAST
+#           5          1 if this rank can read the ordinary memory of all its local peers, and gains
 #           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
 # An entry is written before the word that publishes it (see the fences below).
 
 ASLEEP, EDITION, USED, HERE, PROOF, READS = 0, 1, 2, 3, 4, 5
-SLOWLY, FAST = 1, 2
 SEGMENTS, CONTROL_BLOCKS = 1024, 4096  # entries at most; a directory has room for them
 _SEGMENT_ENTRIES = range(8, 8 + 2 * SEGMENTS, 2)  # the first words of entries
 _FIRST = _SEGMENT_ENTRIES.stop
