@@ -344,11 +344,10 @@ class Backend:
         is not, and any round of messages, becomes a work that goes on from there.
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
-        group, engine, site = self.group, self.engine, call_site(3)
+        group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
             now, before = engine.now(), group.checker.issued
-            if now >= engine.transport.next_glance:
-                engine.transport.glance(now)
+            engine.transport.glance(now)
             steps: Iterator[Program] = iter(program)
             step: Program | None = None
             is_free = group.is_free()

@@ -25,13 +25,12 @@ class CallSite(NamedTuple):
 UNKNOWN_SITE = CallSite("", 0)
 
 
-def call_site(depth: int = 2) -> CallSite:
+def call_site() -> CallSite:
     """The innermost line on the stack that is neither of Phalanx nor of torch.
 
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
-    So many calls inwards from it, this one included, are known to be of Phalanx.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
             return CallSite(frame.f_code.co_filename, frame.f_lineno)

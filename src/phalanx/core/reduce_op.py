@@ -221,7 +221,7 @@ class RankOrderReduction:
     def reduce(self, parts: list[Tensor], out: Tensor) -> None:
         """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
         if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
-            self._reduce_in(out, *parts)
+            self._reduce_in(out, parts)
         elif out.numel() <= BLOCK:
             self._reduce_beside(out, parts)
         else:
@@ -236,9 +236,9 @@ class RankOrderReduction:
         address = out.data_ptr()
         return all(part.data_ptr() != address for part in parts[2:])
 
-    def _reduce_in(self, total: Tensor, first: Tensor, second: Tensor, *rest: Tensor) -> None:
-        self.combine(first, second, total)
-        for part in rest:
+    def _reduce_in(self, total: Tensor, parts: list[Tensor]) -> None:
+        self.combine(parts[0], parts[1], total)
+        for part in parts[2:]:
             self.combine(total, part, total)
         if self._divisor != 1:
             divide_(total, self._divisor)
@@ -256,5 +256,5 @@ class RankOrderReduction:
             if self._scratch is None or self._scratch.numel() < count:
                 self._scratch = torch.empty(count, dtype=out.dtype)
             total = self._scratch[:count]
-            self._reduce_in(total, *parts)
+            self._reduce_in(total, parts)
         out.copy_(total)

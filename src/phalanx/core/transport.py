@@ -31,11 +31,9 @@ class Transport(ABC):
     """Moves the bytes of one rank. Ranks are global ranks.
 
     single_thread  whether only the rank's own thread may wait: then nothing runs in the background
-    next_glance    when a call that may end without waiting is to `glance`, on the engine's clock
     """
 
     single_thread = False
-    next_glance = inf
 
     @abstractmethod
     def send(self, send: PostedSend) -> None:
@@ -74,7 +72,7 @@ class Transport(ABC):
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
-        """A call begins, at `next_glance` or later: poll the sockets."""
+        """A call begins that may end without waiting: at intervals, poll the sockets."""
 
     @abstractmethod
     def wake(self, work: WorkBase) -> None:

@@ -74,7 +74,7 @@ class TcpTransport(Transport):
         self.expiry_check = EXPIRY_CHECK
         self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
-        self.next_glance = 0.0
+        self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
         self._background: dict[WorkBase, float] = {}  # and when the background thread takes over
         self._thread: threading.Thread | None = None
@@ -192,8 +192,9 @@ class TcpTransport(Transport):
 
     @override
     def glance(self, now: float) -> None:
-        self.next_glance = now + GLANCE_EVERY
-        self.look()
+        if now >= self._next_glance:
+            self._next_glance = now + GLANCE_EVERY
+            self.look()
 
     def look(self) -> None:
         """Poll: move the bytes that can be moved without waiting."""
