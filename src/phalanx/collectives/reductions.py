@@ -66,7 +66,7 @@ def all_reduce(
     out, result = out_for(shape, dtype, backend, into, "all_reduce", device=tensor.device)
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, options, op
+        backend, "all_reduce", shape, dtype, given(tensor, out, place=0), out, result, options, op
     )
 
 
@@ -142,7 +142,7 @@ def reduce(
     result: Callable[[], Tensor | None] = nothing
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
-        source = given(tensor, out, same=out)
+        source = given(tensor, out, place=0)
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(backend, "reduce", shape, dtype, source, out, result, options, op, root)
 

@@ -103,7 +103,11 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
-MEET = 4 << 20  # bytes that a member reduces before the others take them: they meet less often
+
+# Bytes that a member reduces before the others take them. Of large tensors so few that these take
+# them from a core's cache, of which they fill a half; else more, so that members meet less often.
+MEET, MEET_LARGE, LARGE = 4 << 20, 512 << 10, 8 << 20
+SHARED = 1 << 20  # bytes that all members stage at a time of what is sliced: likewise
 
 # Ordinary memory, in bytes: of all members together, and of each at least, that are read at a time,
 # to be reduced in the cache. Of what sizes tensors are read where they lie; staging costs less
@@ -158,9 +162,10 @@ class ShmDirect:
             self._depends_on = ()
         elif form.from_root:
             self._depends_on = (key.root,)
-        room = PIECE // self.size if form.sliced else PIECE
+        room = min(SHARED, PIECE) // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._at_once = STEP  # bytes
+        self._meet = MEET_LARGE if self._given >= LARGE else MEET
         self._is_broadcast = form.from_root and not form.sliced
         low = READ_REDUCED if form.reduced else READ_BROADCAST if self._is_broadcast else 0
         crowded = form.reduced and control.share_of_cores == 0
@@ -178,16 +183,16 @@ class ShmDirect:
         """
         if not self.is_small:
             return self._large(source, out, own)
-        self._settle(source, own)
+        if own:
+            self._settle(source, own)
         return self._small(source, out)
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's reduction goes by it."""
-        if own:
+        for element, values in own:
             assert source is not None
             start = source.data_ptr() + self._slices[self.me][0]
-            for element, values in own:
-                copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
+            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
 
     # Small ----------------------------------------------------------------------------------
 
@@ -204,18 +209,20 @@ class ShmDirect:
         yield ShmEpoch(control, first=True, places=self._depends_on)
         if out is None or not self._gets:
             return
-        if not self.form.passed_on:
+        if self._reduction is None:
             at = [(control.slot(giver).slot_address(number), None) for giver in self._givers]
             self._take_whole(at, out.data_ptr())
             return
-        # Everyone who gets the result reduces all of it.
+        # Everyone who gets the result of an all-reduce reduces all of it.
         views = self._slot_views.get(number)
         if views is None:
-            count = self._given // self.dtype.itemsize
+            count, (start, stop) = self._given // self.dtype.itemsize, self._mine
+            part = slice(None)
+            if not self.form.passed_on:
+                part = slice(start // self.dtype.itemsize, stop // self.dtype.itemsize)
             slots = (control.slot(place) for place in range(self.size))
-            views = [slot.slot(number, count, self.dtype) for slot in slots]
+            views = [slot.slot(number, count, self.dtype)[part] for slot in slots]
             self._slot_views[number] = views
-        assert self._reduction is not None
         self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
     # Where it is ----------------------------------------------------------------------------
@@ -299,10 +306,10 @@ class ShmDirect:
         """
         start, stop = self._mine
         at = [(address + start, peer) for address, peer in given]
-        for first in range(0, self._longest, MEET):
-            self._reduce_slice(at, out + start, first, min(first + MEET, stop - start), own)
+        for first in range(0, self._longest, self._meet):
+            self._reduce_slice(at, out + start, first, min(first + self._meet, stop - start), own)
             yield ShmEpoch(self.control)
-            for place, begin, length in self._others(first, MEET):
+            for place, begin, length in self._others(first, self._meet):
                 address, peer = results[place]
                 if peer is not None:
                     peer.read(out + begin, address + begin, length)
