@@ -21,6 +21,7 @@
 #   make flood     how long a job takes to form with a crowd of strangers at its door
 #   make wide      64, 256 and 1,024 ranks: how soon they form, and hear that one of them died
 #   make two-hosts algorithms side by side between two hosts; needs root
+#   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
@@ -60,8 +61,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood wide two-hosts kill-saves mutants agreement \
-	device loss-against-bytes slow-link pipeline-bubble gate main-path clean
+.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood wide two-hosts links kill-saves mutants \
+	agreement device loss-against-bytes slow-link pipeline-bubble gate main-path clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -105,6 +106,9 @@ wide: $(READY)
 
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
+
+links: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/links.py $(ARGS)
 
 kill-saves: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)

@@ -17,21 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from compressed_training.link import NoLinkError, SlowLink
 from compressed_training.rows import DENSE, Row, chosen, ddp
 from compressed_training.timing import (
     ALONE,
@@ -44,14 +38,13 @@ from compressed_training.timing import (
 )
 from compressed_training.training import read_lesson
 from language_model.options import Options
+from linked_hosts import HOSTS, LinkedHosts, NoLinkError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import phalanx as px
 
-RANKS = 2
-PORT = 29500  # every port is free on a host of one's own
 FASTER = 5.0
 HELD = (0.8, 1.02)  # of the rate: what a link that is held to it gives
 FIRST = 6  # steps that are not timed, and compared with one process; some rows begin dense
@@ -100,39 +93,12 @@ def work(asked: argparse.Namespace) -> None:
             asked.work.write_text(json.dumps(found))
 
 
-@contextmanager
-def ranks_on(link: SlowLink, arguments: list[str], result: Path) -> Iterator[list[Any]]:
-    """The ranks, each a process on its host."""
-    common = {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": link.address(0),
-        "MASTER_PORT": str(PORT),
-        "PHALANX_TOKEN": secrets.token_hex(),
-        "PHALANX_HEARTBEAT": "30",  # seconds: where two ranks share a busy machine nobody is dead
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = []
-    try:
-        for rank in range(RANKS):
-            command = link.command(
-                rank, sys.executable, __file__, *arguments, "--work", str(result)
-            )
-            variables = {**os.environ, **common, "RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=variables))
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def measure(asked: argparse.Namespace, arguments: list[str]) -> tuple[float, dict[str, Timed]]:
     """The link's megabits a second, and what each way took."""
-    with tempfile.TemporaryDirectory() as folder, SlowLink(asked.megabits) as link:
+    with tempfile.TemporaryDirectory() as folder, LinkedHosts(asked.megabits) as hosts:
         result = Path(folder) / "timed.json"
-        with ranks_on(link, arguments, result) as processes:
+        command = (sys.executable, __file__, *arguments, "--work", str(result))
+        with hosts.job(*command) as processes:
             codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}: what they say is above")
@@ -149,7 +115,7 @@ def complaints(asked: argparse.Namespace, speed: float, timed: dict[str, Timed])
     lesson = read_lesson(options)
     torch.set_num_threads(1)
     for name, one in timed.items():
-        if one.begun != in_one_process(table[name], options, lesson, RANKS, FIRST):
+        if one.begun != in_one_process(table[name], options, lesson, HOSTS, FIRST):
             yield f"{name}: other bits after {FIRST} steps than on ranks of one process"
         if name != ALONE and len(set(one.ended)) > 1:
             yield f"{name}: the ranks ended with other parameters"

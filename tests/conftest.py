@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
 )
 hypothesis.settings.load_profile("phalanx")
+
+# Where the kernel allows it, memory is read however slowly: which way is taken does not go by time.
+os.environ.setdefault("PHALANX_CMA", "allow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

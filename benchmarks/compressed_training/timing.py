@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from language_model.options import Options
+from linked_hosts import bytes_out
 from torch import nn
 
 import phalanx as px
-from compressed_training.link import bytes_out
 from compressed_training.rows import Row
 from compressed_training.training import Lesson, digest, optimizer_of, prepare, step_once
 

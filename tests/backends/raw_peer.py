@@ -51,9 +51,12 @@ class RawPeer:
         self.send_control(Kind.FAILURE, encode(notice))
 
     def read_frame(self) -> tuple[Header, bytes]:
-        """The next frame that came."""
-        header = unpack_header(self._take(HEADER_SIZE))
-        return header, self._take(header.length)
+        """The next frame that came, but for heartbeats."""
+        while True:
+            header = unpack_header(self._take(HEADER_SIZE))
+            payload = self._take(header.length)
+            if header.channel.kind is not Kind.HEARTBEAT:
+                return header, payload
 
     def _take(self, count: int) -> bytes:
         while len(self._ahead) < count:

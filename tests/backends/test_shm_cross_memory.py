@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+from itertools import accumulate, chain
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from shm_peers import local_peers, make_control
 
 import phalanx
 from phalanx import Backend, BackendUnavailableError
-from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting
+from phalanx.transport.shm import cross_memory
+from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, reading_pays
 from phalanx.transport.shm.domain import PROOF, READS, UnreadableError
 
 HERE = ProcessMemory(os.getpid())
@@ -75,6 +77,16 @@ def test_a_peer_whose_proof_is_not_there_is_not_read() -> None:
         assert not peer.is_readable()
         domain[0].try_reading()
         assert domain[0].directory.words[READS] == 0
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(1.9, True), (2.1, False)])
+def test_reading_pays_if_it_takes_less_time_than_two_copies(
+    seconds: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durations = [seconds] * 3 + [1.0] * 3
+    clock = accumulate(chain.from_iterable((0.0, each) for each in durations))
+    monkeypatch.setattr(cross_memory, "perf_counter", lambda: next(clock))
+    assert reading_pays() == pays
 
 
 def test_nobody_shows_ordinary_memory_unless_all_can_read_it() -> None:

@@ -239,7 +239,7 @@ def test_a_failure_with_a_strange_culprit_is_an_error_like_any_other(culprit: in
 def test_a_rank_that_closes_sleeps_until_its_last_bytes_have_left() -> None:
     """The peer does not read for a while, so the kernel still has some of them."""
     with rank_0_and_a_raw_peer() as (backend, peer):
-        backend.send(bytes(1 << 20), 1)
+        backend.send(bytes(1 << 18), 1)
 
         def read_all() -> None:
             while peer.sock.recv(1 << 16):
@@ -253,3 +253,10 @@ def test_a_rank_that_closes_sleeps_until_its_last_bytes_have_left() -> None:
         reader.join()
     assert took > 0.1, "nothing was waited for"
     assert used < took / 2
+
+
+def test_a_connection_inside_a_host_does_not_pace_itself() -> None:
+    with rank_0_and_a_raw_peer() as (backend, _):
+        sock = backend._transport.mesh.connections[1].sock
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.strip(b"\0") == b"reno"

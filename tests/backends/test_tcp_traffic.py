@@ -127,3 +127,18 @@ def test_two_that_call_each_other_at_the_same_time_have_one_connection() -> None
 
 def test_ranks_of_this_host_know_that_they_share_it() -> None:
     assert tcp.run(lambda backend: backend.topology, 3) == [(0, 0, 0)] * 3
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3])
+def test_collectives_are_moved_beside_the_computation_only_with_a_processor_to_spare(
+    processors: int,
+) -> None:
+    """Inside a host, where they take turns with it otherwise."""
+
+    def run(backend: Backend) -> None:
+        backend.links = backend.links._replace(processors=processors)
+        assert backend.spares_a_processor == (processors > 2)
+        backend.topology = (0, 1)
+        assert backend.spares_a_processor
+
+    tcp.run(run, 2)

@@ -61,7 +61,7 @@ def test_p2p_is_a_ping_pong_and_a_stream() -> None:
 
 def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
     request = make_request(["all_reduce"], backends="gloo,tcp,gloo", sizes="8")
-    assert request.backends == ("gloo", "tcp", "socket", "copy", "alone")
+    assert request.backends == ("gloo", "tcp", "socket", "copy", "alone", "alone+copies")
     request = make_request(["all_reduce"], backends="gloo", sizes="8", machine=False)
     assert request.backends == ("gloo",)
 

@@ -23,6 +23,7 @@ from collective_reference import reduced, values_of
 from torch import Tensor
 
 from phalanx import ReduceOp
+from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Key, make_plan
 from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
 from phalanx.core.call import Members
@@ -38,10 +39,10 @@ IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "gather")
 class Call(NamedTuple):
     """What all ranks do together; `registered` and `in_place` have a bit for each rank.
 
-    parts   of an all_reduce in place: in how many places each rank's tensor lies; 0: in one, as any
-
     slice_   elements of what each rank gives or gets; or, of all that is not divided, a p-th of
              them, and `rest` more
+    own      of an all_reduce in place and a reduce_scatter: in how many parts each rank's own slice
+             is cut, every second of which lies elsewhere
     """
 
     collective: str
@@ -53,7 +54,7 @@ class Call(NamedTuple):
     registered: int = 0
     results_registered: int = 0
     in_place: int = 0
-    parts: int = 0
+    own: int = 0
 
     def shape(self, size: int) -> int:
         """Elements of the tensor that is cut into chunks."""
@@ -150,7 +151,7 @@ class Performance:
     """One rank's part in one collective. What it gives is overwritten when it is over."""
 
     def __init__(self, member: Member, call: Call, everything: Everything) -> None:
-        rank, size = member.rank, member.size
+        rank, size = self.rank, self.size = member.rank, member.size
         self.expected = everything.expected[rank]
         given = everything.given[rank]
         gives = call.collective not in ("broadcast", "scatter") or rank == call.root
@@ -170,16 +171,23 @@ class Performance:
         self.is_in_place = source is self.out or (
             self.out is not None and source.data_ptr() == self.out.data_ptr() + rank * given.nbytes
         )
-        flat = member.flat(call)
-        self.parts: list[Tensor] = []
-        if call.parts and call.collective == "all_reduce" and flat.reads_parts(call.parts):
-            cuts = [given.numel() * part**2 // call.parts**2 for part in range(call.parts + 1)]
-            self.parts = [given[start:stop].clone() for start, stop in pairwise(cuts)]
-            self.source = None
-            self.steps = flat.of_parts(self.parts)
-        else:
-            self.steps = flat.steps(self.source, self.out)
+        self.own: list[tuple[int, Tensor]] = []
+        in_place = call.collective == "all_reduce" and self.is_in_place
+        if call.own and (in_place or call.collective == "reduce_scatter"):
+            self.own = self._take_out(call)
+        self.steps = member.flat(call).steps(self.source, self.out, self.own)
         self.epoch: FlagWait | None = None
+
+    def _take_out(self, call: Call) -> list[tuple[int, Tensor]]:
+        """Parts of this rank's slice of what it gives, which is overwritten there."""
+        assert self.source is not None
+        slice_ = self.source[slice(*chunk_ranges(self.source.numel(), self.size)[self.rank])]
+        cuts = [slice_.numel() * part**2 // call.own**2 for part in range(call.own + 1)]
+        own = []
+        for start, stop in list(pairwise(cuts))[::2]:
+            own.append((start, slice_[start:stop].clone()))
+            slice_[start:stop].view(torch.uint8).fill_(0xA5)
+        return own
 
     def may_go_on(self) -> bool:
         """Whether everybody has come to where this rank waits."""
@@ -199,14 +207,12 @@ class Performance:
 
     def check_and_overwrite(self, what: str) -> None:
         """The result is right, what was given is as it was; then it is not any more."""
-        if self.parts:
-            self.out = torch.cat(self.parts)
         if self.expected is not None:
             assert self.out is not None
             assert same_bits(self.out, self.expected), what
-        if self.source is not None and not self.is_in_place:
+        if self.source is not None and not self.is_in_place and not self.own:
             assert same_bits(self.source, self.before), f"{what}: what was given has changed"
-        for tensor in (self.source, self.out, *self.parts):
+        for tensor in (self.source, self.out, *(values for _, values in self.own)):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xA5)
 

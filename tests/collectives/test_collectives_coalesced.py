@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from clusters import Cluster, SharedMemory, needs_reading
+from clusters import Cluster, SharedMemory
 from collective_reference import (
     algorithms,
     dtypes,
@@ -26,9 +26,6 @@ from torch import Tensor
 import phalanx
 from phalanx import Backend, DesyncError, MisuseError, ReduceOp, simulate
 from phalanx import UnsupportedOperationError as Unsupported
-from phalanx.collectives import shm_direct
-from phalanx.collectives.reductions import reduces_in_place
-from phalanx.transport.shm.domain import HostDomain
 
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 
@@ -187,49 +184,3 @@ def test_lists_of_nothing_whose_labels_differ_are_told_apart_where_memory_is_sha
             phalanx.barrier(backend)
 
     SharedMemory().run(run, 2)
-
-
-@needs_reading
-def test_where_ranks_read_each_others_memory_tensors_are_reduced_where_they_lie(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One rank's are contiguous, another's are not, and a third asks for new results."""
-    for name in ("SMALL", "READ_REDUCED"):
-        monkeypatch.setattr(shm_direct, name, 0)
-    listed = [(5, 3), (0,), (1001,), (2, 7)]
-    values = [[rough_values(s, torch.float32, rank, n) for n, s in enumerate(listed)]
-              for rank in range(3)]  # fmt: skip
-    expected = [reduced(list(each), ReduceOp.SUM) for each in zip(*values, strict=True)]
-
-    def run(backend: Backend) -> bool:
-        mine = [tensor.clone() for tensor in values[backend.rank]]
-        if backend.rank == 1:
-            mine = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in mine]
-        if backend.rank == 2:
-            results = phalanx.all_reduce_coalesced(mine, backend)
-            assert all(map(same, mine, values[2]))
-        else:
-            before = [tensor.data_ptr() for tensor in mine]
-            results = phalanx.all_reduce_coalesced_(mine, backend)
-            assert [tensor.data_ptr() for tensor in mine] == before
-            assert all(map(same, mine, expected))
-        assert reduces_in_place(mine, backend)
-        return all(map(same, results, expected))
-
-    assert SharedMemory().run(run, 3) == [True] * 3
-
-
-@needs_reading
-def test_memory_that_others_cannot_read_is_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As page-locked memory may be, which a device's driver has mapped."""
-    for name in ("SMALL", "READ_REDUCED"):
-        monkeypatch.setattr(shm_direct, name, 0)
-    monkeypatch.setattr(HostDomain, "can_read", lambda domain, address: domain.rank != 1)
-
-    def run(backend: Backend) -> bool:
-        mine = [torch.full((1000,), float(backend.rank)), torch.ones(7)]
-        phalanx.all_reduce_coalesced_(mine, backend)
-        alone = phalanx.all_reduce(torch.ones(1000), backend)
-        return all(bool((tensor == 3).all()) for tensor in (*mine, alone))
-
-    assert SharedMemory().run(run, 3) == [True] * 3

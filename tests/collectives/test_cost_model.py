@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clusters import Hybrid
 from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from topologies import crossing, on_all_hosts, topologies
 from phalanx import Backend, simulate
 from phalanx.collectives.cost import FORMULAS, LARGE, Choice, Pace, choose, seconds, walk
 from phalanx.collectives.schedules import COLLECTIVES, Hosts, row_for
-from phalanx.core.transport import BETWEEN_HOSTS, INSIDE_A_HOST, LinkCost, Links
+from phalanx.core.transport import BETWEEN_HOSTS, IN_SHARED_MEMORY, INSIDE_A_HOST, LinkCost, Links
 
 FREE = LinkCost(latency=0.0, overhead=0.0, bandwidth=1e30, duplex=True)
 BYTES = Links(inside=FREE, between=FREE._replace(bandwidth=1.0))  # a second for a byte that crosses
@@ -131,6 +132,26 @@ def test_two_levels_are_cheapest_where_the_network_is_slow(collective: str, coun
         for name in COLLECTIVES[collective]
     }
     assert min(estimates, key=estimates.__getitem__) == "two_level", estimates
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_hosts_that_share_memory_work_in_two_levels_on_any_network(
+    collective: str, ranks: int
+) -> None:
+    """A ring of hosts' ranks, one after the other, sends up to twice as much between them."""
+    hosts = tuple(rank // ranks for rank in range(2 * ranks))
+    links = Links(inside=IN_SHARED_MEMORY, between=BETWEEN_HOSTS)
+    for count in (1 << 20, 64 << 20):
+        estimates = {
+            name: pace(collective, name, hosts, links).seconds(count)
+            for name in COLLECTIVES[collective]
+        }
+        assert min(estimates, key=estimates.__getitem__) == "two_level", estimates
+
+
+def test_ranks_of_the_hybrid_backend_know_that_their_hosts_share_memory() -> None:
+    assert Hybrid().run(lambda backend: backend.links.inside, 2) == [IN_SHARED_MEMORY] * 2
 
 
 def test_auto_takes_two_levels_with_many_ranks_on_each_host() -> None:

@@ -88,6 +88,7 @@ def test_what_is_no_number_is_the_least_and_the_largest() -> None:
 ONE_THREAD = """
 import os, torch
 from phalanx import ReduceOp
+from phalanx.collectives.plan import Arithmetic, Key, make_plan
 from phalanx.core.matching import BLOCK
 from phalanx.core.reduce_op import RankOrderReduction, reduction_for
 
@@ -100,8 +101,9 @@ for dtype in (torch.float32, torch.bfloat16):
     parts, out = torch.empty(3, 2 << 20, dtype=dtype).unbind(), torch.empty(2 << 20, dtype=dtype)
     reduction = RankOrderReduction(reduction_for(ReduceOp.MEAN, dtype), dtype, 3)
     print(threads_started(lambda: reduction.reduce(parts, out)))
-one, block = torch.empty(2, BLOCK // 4).unbind()
-print(threads_started(lambda: reduction_for(ReduceOp.SUM, one.dtype).combine(one, block, one)))
+one, block = torch.empty(BLOCK // 4), memoryview(bytearray(BLOCK))
+plan = make_plan(Key("all_reduce", "ring", (BLOCK // 4,), one.dtype, ReduceOp.SUM), 0, 2)
+print(threads_started(lambda: Arithmetic(plan, one, None).combine(0, 0, block)))
 print(threads_started(lambda: torch.add(parts[0], parts[1], out=out)))  # so they would be seen
 """
 

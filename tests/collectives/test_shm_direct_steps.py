@@ -76,7 +76,7 @@ def test_every_collective_at_every_threshold(
             registered=registered,
             results_registered=results,
             in_place=in_place,
-            parts=random.choice((0, 1, 5)),
+            own=random.choice((0, 1, 5)),
         )
         for length in slices_around_thresholds(size)
         for collective in SHM_DIRECT

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "torch_backend")]
+sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "torch_backend"))
 
 from torch_functions import CHECKS, REFUSALS
 from worlds import run
@@ -20,7 +21,9 @@ HEAD = "| `torch.distributed` | shared memory | TCP | several hosts |\n|---|---|
 
 def row(name: str) -> str:
     cells = [
-        "works" if all(passes(lambda rank, n=n: CHECKS[name](rank, n), n, kind) for n in SIZES) else ""
+        "works"
+        if all(passes(lambda rank, n=n: CHECKS[name](rank, n), n, kind) for n in SIZES)
+        else ""
         for kind in KINDS
     ]
     return f"| `{name}` | {' | '.join(cells)} |\n"

@@ -62,9 +62,15 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: {how} {listed}"
 
 
-# The root of a star reduces whole tensors from staging memory, at about this cost. Where each rank
-# reduces a part, as in `direct`, taking contributions in any order makes up for it.
+# What is reduced from staging memory, when all of it is there, costs so much more than what is
+# reduced while it arrives.
 _FOLDED = 1.125
+
+
+def _folded(p: int, n: float) -> float:
+    """What n bytes of contributions cost that all ranks send at once: those of p > 2 are staged."""
+    return n * (_FOLDED if p > 2 else 1)
+
 
 # With few processors, a rank that works alone on a whole tensor leaves one of them idle at times.
 _ALONE = 1.02
@@ -112,7 +118,7 @@ _ONE_ROOT: Mapping[str, Formula] = {
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "ring": lambda p, n: CriticalPath(2 * (p - 1), 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), (n + _folded(p, n)) * (p - 1) / p),
         "tree": lambda p, n: _one_way(
             2 * _log(p), 2 * _log(p), 2 * n * _log(p), total=2 * n * (p - 1)
         ),
@@ -122,7 +128,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     },
     "reduce_scatter": {
         "ring": lambda p, n: CriticalPath(p - 1, p - 1, n * (p - 1) / p),
-        "direct": lambda p, n: CriticalPath(1, p - 1, n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(1, p - 1, _folded(p, n) * (p - 1) / p),
         "tree": lambda p, n: _one_way(2 * _log(p), 2 * _log(p), n * _log(p) + n * (p - 1) / p),
         "halving_doubling": _halving,
         "star": lambda p, n: _one_way(2, 2 * (p - 1), n * (p - 1) * (_FOLDED + 1 / p)),
@@ -146,7 +152,7 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     },
     "reduce": {
         "ring": lambda p, n: CriticalPath(p, 2 * (p - 1), 2 * n * (p - 1) / p),
-        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), 2 * n * (p - 1) / p),
+        "direct": lambda p, n: CriticalPath(2, 2 * (p - 1), (n + _folded(p, n)) * (p - 1) / p),
         "tree": lambda p, n: _one_way(_log(p), _log(p), n * _log(p), total=n * (p - 1)),
         "halving_doubling": lambda p, n: _and_tree(_halving(p, n), p, n),
         "star": lambda p, n: _one_way(1, p - 1, _FOLDED * n * (p - 1)),

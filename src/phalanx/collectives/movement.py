@@ -61,7 +61,7 @@ def broadcast(
     check_tensor(tensor, backend, "broadcast")
     shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
-    source = given(tensor, out, same=out) if backend.rank == root else None
+    source = given(tensor, out, place=0) if backend.rank == root else None
     options = (algorithm, False, label, timeout)
     return TensorRequest(
         backend, "broadcast", shape, dtype, source, out, result, options, root=root
@@ -113,10 +113,10 @@ def all_gather(
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
     check_tensor(tensor, backend, "all_gather")
-    rank, rows = backend.rank, tensor.shape[0] if tensor.dim() else 1
+    rows = tensor.shape[0] if tensor.dim() else 1
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "all_gather", device=tensor.device)
-    source = given(tensor, out, same=out[rank * rows : (rank + 1) * rows])
+    source = given(tensor, out, place=backend.rank)
     options = (algorithm, False, label, timeout)
     return TensorRequest(backend, "all_gather", shape, dtype, source, out, result, options)
 
@@ -157,7 +157,7 @@ def gather(
     result: Callable[[], Tensor | None] = nothing
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "gather", device=tensor.device)
-        source = given(tensor, out, same=out[root * rows : (root + 1) * rows])
+        source = given(tensor, out, place=root)
     options = (algorithm, False, label, timeout)
     return TensorRequest(backend, "gather", shape, dtype, source, out, result, options, root=root)
 

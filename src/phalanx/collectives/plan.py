@@ -29,6 +29,7 @@ from phalanx.collectives.layout import (
 from phalanx.collectives.schedules import ROOTED, Algorithm, for_root, row_for
 from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import (
+    BLOCK,
     NARROW,
     WIDER,
     RankOrderReduction,
@@ -117,12 +118,12 @@ def _piece(row: Algorithm, size: int) -> int | None:
 def _reduction(key: Key, row: Algorithm, size: int) -> tuple[RankOrderReduction, int, float]:
     """How contributions are combined, and for a mean the plan's `scale` and `divisor`.
 
-    Where it can be, a mean is divided before it is rounded.
+    Where it can be, a mean is divided before it is rounded, or while it is in a cache.
     """
     reduction, dtype = reduction_for(key.op, key.dtype), key.dtype
     if key.op is not ReduceOp.MEAN:
         return RankOrderReduction(reduction, dtype), 1, 1
-    if size == 2 and dtype in NARROW:
+    if size == 2 and (dtype.is_floating_point or dtype.is_complex):
         return RankOrderReduction(reduction._replace(combine=mean_of_two), dtype), 1, 1
     if size > 2 and dtype in WIDER and row.at_once(size):
         return RankOrderReduction(reduction, dtype, size), 1, 1
@@ -181,7 +182,12 @@ class Arithmetic:
         incoming = torch.frombuffer(block, dtype=self._flat.dtype)
         first = start // self._flat.itemsize
         own = self._flat[first : first + incoming.numel()]
-        self._reduction.combine(own, incoming, own)
+        if incoming.numel() <= BLOCK or torch.get_num_threads() == 1:
+            self._reduction.combine(own, incoming, own)
+        else:  # in this thread: others would be waited for after every block
+            for begin in range(0, incoming.numel(), BLOCK):
+                part = own[begin : begin + BLOCK]
+                self._reduction.combine(part, incoming[begin : begin + BLOCK], part)
 
     def carry_out(self) -> Iterator[Round]:
         """The rounds of the plan; local steps between them are done on the way."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -33,7 +32,6 @@ from phalanx.collectives.resolve import Options, TensorRequest, checked_algorith
 from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.work import Work
-from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, plain
 
 
@@ -68,7 +66,7 @@ def all_reduce(
     out, result = out_for(shape, dtype, backend, into, "all_reduce", device=tensor.device)
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        backend, "all_reduce", shape, dtype, given(tensor, out, same=out), out, result, options, op
+        backend, "all_reduce", shape, dtype, given(tensor, out, place=0), out, result, options, op
     )
 
 
@@ -80,15 +78,29 @@ def all_reduce_(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
+    own: Sequence[tuple[int, Tensor]] = (),
     label: str = "",
     timeout: float | None = None,
 ) -> Request[Tensor]:
-    """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
+    """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic.
+
+    own   parts of this rank's own slice that lie elsewhere, as for `reduce_scatter`. The slice of
+          rank r, of n elements over p ranks, is [r n // p, (r + 1) n // p)
+    """
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
-        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
+        backend,
+        "all_reduce",
+        tensor.shape,
+        tensor.dtype,
+        out,
+        out,
+        result,
+        options,
+        op,
+        own=tuple(own),
     )
 
 
@@ -130,7 +142,7 @@ def reduce(
     result: Callable[[], Tensor | None] = nothing
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
-        source = given(tensor, out, same=out)
+        source = given(tensor, out, place=0)
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(backend, "reduce", shape, dtype, source, out, result, options, op, root)
 
@@ -224,7 +236,6 @@ async_reduce_scatter = asynchronous(reduce_scatter)
 # Many tensors, as few messages.
 
 COALESCED = "all_reduce_coalesced"
-DEFAULTS: Options = ("auto", False, "", None)
 
 
 @collective
@@ -248,12 +259,11 @@ def all_reduce_coalesced(
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the results, new tensors, in order. All tensors of one dtype are
-    reduced by one `all_reduce`: copied into one, or where they lie, if ranks can read each other's
-    memory and they are of 1.5 MiB or more in all. Raises as that does, and `DesyncError` if ranks
-    give different lists.
+    copied into one, and reduced by one `all_reduce`. Raises as that does, and `DesyncError` if
+    ranks give different lists.
     """
     options = (algorithm, reproducible, label, timeout)
-    return _Coalesced(backend, _listed(tensors, backend), op, _copied, _new, options)
+    return _Coalesced(backend, _listed(tensors, backend), op, _new, options)
 
 
 @collective
@@ -272,7 +282,7 @@ def all_reduce_coalesced_(
     for tensor in listed:
         check_distinct(tensor)
     options = (algorithm, reproducible, label, timeout)
-    return _Coalesced(backend, listed, op, _in_place, finish_into, options)
+    return _Coalesced(backend, listed, op, finish_into, options)
 
 
 async_all_reduce_coalesced = asynchronous(all_reduce_coalesced)
@@ -283,15 +293,12 @@ async_all_reduce_coalesced_ = asynchronous(all_reduce_coalesced_)
 class _Coalesced(Request[list[Tensor]]):
     """One all_reduce for each dtype and device among the tensors.
 
-    Where ranks read each other's memory, tensors are reduced in place; else in flat memory.
-    `place(tensor, backend)` is where a tensor is reduced in place; `deliver(tensor, reduced)` makes
-    the result of a tensor and of what was reduced.
+    `deliver(tensor, reduced)` makes a result of a tensor, and of its place in flat memory.
     """
 
     backend: Backend
     tensors: list[Tensor]
     op: ReduceOp
-    place: Callable[[Tensor, Backend], Tensor]
     deliver: Callable[[Tensor, Tensor], Tensor]
     options: Options
 
@@ -316,72 +323,23 @@ class _Coalesced(Request[list[Tensor]]):
         work: Work[list[Tensor]] | None = None
         for (dtype, device), numbers in by_kind.items():
             places = ranges_of([tensors[n].numel() for n in numbers])
-            shape = torch.Size((places[-1][1],))
+            flat = backend.empty(places[-1][1], dtype=dtype, device=device)
+            for number, place in zip(numbers, places, strict=True):
+                reduced[number] = flat[slice(*place)].view(tensors[number].shape)
+                copy_bits(reduced[number], tensors[number])
             request = TensorRequest(
-                backend, "all_reduce", shape, dtype, None, None, results, options, op
+                backend, "all_reduce", flat.shape, dtype, flat, flat, results, options, op
             )
             request.name = COALESCED
-            if _reads_parts(request, len(numbers), device):
-                for number in numbers:
-                    reduced[number] = self.place(tensors[number], backend)
-                request.parts = [reduced[number] for number in numbers]
-            else:
-                flat = backend.empty(*shape, dtype=dtype, device=device)
-                for number, place in zip(numbers, places, strict=True):
-                    reduced[number] = flat[slice(*place)].view(tensors[number].shape)
-                    copy_bits(reduced[number], tensors[number])
-                request.source = request.out = flat
             work = request.issue(background=background)
         if work is None:
             return ProgramRequest(backend, COALESCED, (), (), results, what, timeout).issue()
         return work
 
 
-def reduces_in_place(tensors: Sequence[Tensor], backend: Backend) -> bool:
-    """Whether `all_reduce_coalesced_` reduces tensors as large as these where they lie.
-
-    They are of one dtype and device. The same answer on every rank.
-    """
-    first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
-    request = TensorRequest(
-        backend,
-        "all_reduce",
-        torch.Size((count,)),
-        first.dtype,
-        None,
-        None,
-        nothing,
-        DEFAULTS,
-        ReduceOp.SUM,
-    )
-    return _reads_parts(request, len(tensors), first.device)
-
-
-def _reads_parts(request: TensorRequest[Any], count: int, device: torch.device) -> bool:
-    if request.backend.native is not None or device.type != "cpu":
-        return False
-    shm = request.resolved().shm
-    return shm is not None and shm.reads_parts(count)
-
-
-def _in_place(tensor: Tensor, backend: Backend) -> Tensor:
-    """The tensor itself, if it is contiguous, and others can read it; else a copy."""
-    memory = work_in_place(tensor)[0]
-    shared = backend.shared
-    if isinstance(shared, ControlBlock) and shared.can_be_read(memory.data_ptr()):
-        return memory
-    return _copied(tensor, backend)
-
-
-def _copied(tensor: Tensor, backend: Backend) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    copy_bits(copy, tensor)
-    return copy
-
-
 def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
     """A tensor of its own, so that the others do not stay in memory with it."""
-    return reduced if reduced.untyped_storage().nbytes() == reduced.nbytes else reduced.clone()
+    return reduced.clone()
 
 
 def _listed(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:

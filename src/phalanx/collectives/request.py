@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
+from math import prod
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationE
 from phalanx.wire.memory import copy_bits, is_plain, plain
 
 PendingCollective = Work  # its public name
+
+SMALL = 64 << 10  # bytes up to which a tensor is copied in any case, also where memory is shared
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -214,7 +217,10 @@ def out_for(
     Raises `SizeMismatchError` if `into` does not fit.
     """
     if into is None:
-        memory = backend.empty(*shape, dtype=dtype, device=device)
+        if prod(shape) * dtype.itemsize <= SMALL:  # nothing is gained by registered memory
+            memory = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            memory = backend.empty(*shape, dtype=dtype, device=device)
         return memory, lambda: memory
     check_into(into, shape, dtype, backend, op, device=device)
     if is_plain(into):
@@ -238,15 +244,16 @@ def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     return memory, lambda: finish_into(tensor, memory)
 
 
-def given(tensor: Tensor, out: Tensor | None, *, same: Tensor | None = None) -> Tensor:
-    """What a rank gives, contiguous, and apart from `out`, or exactly `same`, a part of that."""
+def given(tensor: Tensor, out: Tensor, *, place: int | None = None) -> Tensor:
+    """What a rank gives, contiguous, and apart from `out`.
+
+    Or else it lies there in its `place`: as many times its own bytes from the beginning.
+    """
     values = plain(tensor)
-    if out is None:
-        return values
     start, first = values.data_ptr(), out.data_ptr()
     if start >= first + out.nbytes or first >= start + values.nbytes:
         return values
-    if same is not None and start == same.data_ptr():
+    if place is not None and start == first + place * values.nbytes:
         return values
     copy = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     copy_bits(copy, values)

@@ -22,6 +22,7 @@ from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
+from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Arithmetic, Key, Plan, make_plan
 from phalanx.collectives.request import Request, nothing
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
@@ -70,11 +71,10 @@ class TensorRequest(Request[T]):
     result       gives what the caller gets in the end
     options      the arguments algorithm, reproducible, label and timeout of every collective
     consume      whether `source` may be overwritten meanwhile, which saves a copy
-    own          of a reduce-scatter: parts of this rank's own slice that are not in `source`, where
-                 their place is: the element of the slice at which each begins, and its values,
-                 contiguous. Where memory is shared nobody else reads them, which saves copies
-    parts        of an all-reduce in place, instead of `source` and `out`: the tensors of which it
-                 consists, contiguous; where `ShmDirect.reads_parts`
+    own          of a reduce-scatter, and of an all-reduce in place: parts of this rank's own slice
+                 that are not in `source`, where their place is: the element of the slice at which
+                 each begins, and its values, contiguous, in order. Where memory is shared nobody
+                 else reads them, which saves copies
     name         for messages and errors, if it is not the collective's
     """
 
@@ -90,7 +90,6 @@ class TensorRequest(Request[T]):
     root: int = 0
     consume: bool = False
     own: OwnParts = ()
-    parts: Sequence[Tensor] = ()
     name: str = ""
 
     @override
@@ -114,18 +113,14 @@ class TensorRequest(Request[T]):
             background=background,
         )
 
-    def resolved(self) -> Resolved:
-        """How it is done: what was right once is right again."""
-        backend, (algorithm, reproducible, _, _) = self.backend, self.options
-        kind = self.collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible
-        resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
-        return resolved or remember(backend, kind, _resolve(self))
-
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
         """What the backend is asked to do, and what gives the result afterwards."""
         backend, collective = self.backend, self.collective
         algorithm, reproducible, label, timeout = self.options
-        plan, shm = self.resolved()
+        # What was right once is right again.
+        kind = (collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible)
+        resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
+        plan, shm = resolved or remember(backend, kind, _resolve(self))
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
         if backend.native is not None and algorithm == "auto" and not reproducible:
@@ -134,9 +129,7 @@ class TensorRequest(Request[T]):
             first = self.source if self.source is not None else self.out
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
-            if shm is not None and self.parts:
-                steps = shm.of_parts(self.parts)
-            elif shm is not None:
+            if shm is not None:
                 steps = shm.steps(self.source, self.out, self.own)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
@@ -180,9 +173,11 @@ class TensorRequest(Request[T]):
     def _settle(self) -> None:
         """Put the parts of `own` in their places in `source`."""
         assert self.source is not None
-        slice_ = _slice(self.source.view(-1), self.backend)
+        flat, backend = self.source.view(-1), self.backend
+        start, _ = chunk_ranges(flat.numel(), backend.world_size)[backend.rank]
         for element, values in self.own:
-            copy_bits(slice_[element : element + values.numel()], values.view(-1))
+            first = start + element
+            copy_bits(flat[first : first + values.numel()], values.view(-1))
         self.own = ()
 
     def _taken_from(self, own: Tensor) -> T:

@@ -26,9 +26,7 @@ for some collectives, and parts of the staging memory, in turn.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -54,7 +52,7 @@ from phalanx.transport.shm.control import (
     Region,
     ShmEpoch,
 )
-from phalanx.transport.shm.domain import LocalPeer, UnreadableError
+from phalanx.transport.shm.domain import UnreadableError
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------
@@ -105,7 +103,11 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
-MEET = 4 << 20  # bytes that a member reduces before the others take them: they meet less often
+
+# Bytes that a member reduces before the others take them. Of large tensors so few that these take
+# them from a core's cache, of which they fill a half; else more, so that members meet less often.
+MEET, MEET_LARGE, LARGE = 4 << 20, 512 << 10, 8 << 20
+SHARED = 1 << 20  # bytes that all members stage at a time of what is sliced: likewise
 
 # Ordinary memory, in bytes: of all members together, and of each at least, that are read at a time,
 # to be reduced in the cache. Of what sizes tensors are read where they lie; staging costs less
@@ -160,9 +162,10 @@ class ShmDirect:
             self._depends_on = ()
         elif form.from_root:
             self._depends_on = (key.root,)
-        room = PIECE // self.size if form.sliced else PIECE
+        room = min(SHARED, PIECE) // self.size if form.sliced else PIECE
         self._piece = max(LINE, min(room, -(-self._longest // LINE) * LINE) // LINE * LINE)
         self._at_once = STEP  # bytes
+        self._meet = MEET_LARGE if self._given >= LARGE else MEET
         self._is_broadcast = form.from_root and not form.sliced
         low = READ_REDUCED if form.reduced else READ_BROADCAST if self._is_broadcast else 0
         crowded = form.reduced and control.share_of_cores == 0
@@ -180,16 +183,16 @@ class ShmDirect:
         """
         if not self.is_small:
             return self._large(source, out, own)
-        self._settle(source, own)
+        if own:
+            self._settle(source, own)
         return self._small(source, out)
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's reduction goes by it."""
-        if own:
+        for element, values in own:
             assert source is not None
             start = source.data_ptr() + self._slices[self.me][0]
-            for element, values in own:
-                copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
+            copy(start + element * self.dtype.itemsize, values.data_ptr(), values.nbytes)
 
     # Small ----------------------------------------------------------------------------------
 
@@ -206,18 +209,20 @@ class ShmDirect:
         yield ShmEpoch(control, first=True, places=self._depends_on)
         if out is None or not self._gets:
             return
-        if not self.form.passed_on:
+        if self._reduction is None:
             at = [(control.slot(giver).slot_address(number), None) for giver in self._givers]
             self._take_whole(at, out.data_ptr())
             return
-        # Everyone who gets the result reduces all of it.
+        # Everyone who gets the result of an all-reduce reduces all of it.
         views = self._slot_views.get(number)
         if views is None:
-            count = self._given // self.dtype.itemsize
+            count, (start, stop) = self._given // self.dtype.itemsize, self._mine
+            part = slice(None)
+            if not self.form.passed_on:
+                part = slice(start // self.dtype.itemsize, stop // self.dtype.itemsize)
             slots = (control.slot(place) for place in range(self.size))
-            views = [slot.slot(number, count, self.dtype) for slot in slots]
+            views = [slot.slot(number, count, self.dtype)[part] for slot in slots]
             self._slot_views[number] = views
-        assert self._reduction is not None
         self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
 
     # Where it is ----------------------------------------------------------------------------
@@ -276,8 +281,7 @@ class ShmDirect:
         try:
             if self.form.passed_on:
                 results = self._regions(out, RESULT[turn])
-                bounds = 0, self._given
-                yield from self._direct_pieces(bounds, _in_one(given), _in_one(results))
+                yield from self._direct_pieces(given, results, out, own)
             else:
                 self._take_whole(given, out, own)
         except UnreadableError as error:
@@ -293,60 +297,24 @@ class ShmDirect:
             for giver in self._givers
         ]
 
-    def reads_parts(self, count: int) -> bool:
-        """Whether `of_parts` can do it for so many parts. The same answer on every rank."""
-        return self._reads and not self.is_small and count <= SLOT // 8
-
-    def of_parts(self, parts: Sequence[Tensor]) -> Iterator[Program]:
-        """This rank's part of an all-reduce in place, of a tensor that lies in several places.
-
-        `parts` are contiguous, of as many elements on every rank. They stay where they are: each
-        rank shows their addresses in its small slot, and the others read there. Keeps them alive.
-        """
-        control = self.control
-        self._set_pace()
-        if control.met < control.needed:
-            yield from control.room()
-        control.side = number = 1 - control.side
-        table = ctypes.c_uint64 * len(parts)
-        mine = table.from_address(self._own_slots[number])
-        for index, part in enumerate(parts):
-            mine[index] = part.data_ptr()
-        yield ShmEpoch(control, first=True)
-        everyone = []
-        for place in range(self.size):
-            slot = control.slot(place)
-            shown = list(table.from_address(slot.slot_address(number)))
-            everyone.append(Parts(shown, slot.peer))
-        bounds = list(accumulate((part.nbytes for part in parts), initial=0))
-        try:
-            yield from self._direct_pieces(bounds, everyone, everyone)
-        except UnreadableError as error:
-            yield from control.unreadable(error)
-        yield ShmEpoch(control, last=True)
-
     def _direct_pieces(
-        self, bounds: Sequence[int], given: list[Parts], results: list[Parts]
+        self, given: list[Region], results: list[Region], out: int, own: OwnParts
     ) -> Iterator[Program]:
         """Reduce a piece of this rank's slice, and take what the others have reduced of theirs.
 
         A piece that this rank writes has been read by the one that has reduced it, before they met.
-        `bounds` are the bytes at which parts begin and end.
         """
-        control, (start, stop), out = self.control, self._mine, results[self.me].addresses
-        for first in range(0, self._longest, MEET):
-            begin = start + first
-            for part, inside, length in _spans(bounds, begin, min(MEET, stop - begin)):
-                at = [(addresses[part] + inside, peer) for addresses, peer in given]
-                self._reduce(at, out[part] + inside, length)
-            yield ShmEpoch(control)
-            for place, begin, piece in self._others(first, MEET):
-                addresses, peer = results[place]
-                for part, inside, length in _spans(bounds, begin, piece):
-                    if peer is not None:
-                        peer.read(out[part] + inside, addresses[part] + inside, length)
-                    else:
-                        copy(out[part] + inside, addresses[part] + inside, length)
+        start, stop = self._mine
+        at = [(address + start, peer) for address, peer in given]
+        for first in range(0, self._longest, self._meet):
+            self._reduce_slice(at, out + start, first, min(first + self._meet, stop - start), own)
+            yield ShmEpoch(self.control)
+            for place, begin, length in self._others(first, self._meet):
+                address, peer = results[place]
+                if peer is not None:
+                    peer.read(out + begin, address + begin, length)
+                else:
+                    copy(out + begin, address + begin, length)
 
     def _others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
         """Of each other slice, from its byte `first` on: (member, where that is, length)."""
@@ -362,7 +330,7 @@ class ShmDirect:
         start, stop = self._mine
         at = [(address + start, peer) for address, peer in given]
         if self._reduction is not None:
-            self._reduce_slice(at, out, stop - start, own)
+            self._reduce_slice(at, out, 0, stop - start, own)
         else:
             self._copy(at, out, stop - start)
 
@@ -375,25 +343,33 @@ class ShmDirect:
             elif into != address:
                 copy(into, address, length)
 
-    def _reduce_slice(self, at: Sequence[Region], out: int, length: int, own: OwnParts) -> None:
-        """Reduce a slice, this rank's own part from where it is. In steps, for the cache."""
-        for first, last, address in self._stretches(at[self.me][0], length, own):
-            for begin in range(first, last, STEP):
-                here = [(other + begin, peer) for other, peer in at]
-                here[self.me] = address + begin - first, None
-                self._reduce(here, out + begin, min(STEP, last - begin))
+    def _reduce_slice(
+        self, at: Sequence[Region], out: int, first: int, last: int, own: OwnParts
+    ) -> None:
+        """Reduce these bytes of a slice, this rank's own part from where it is.
 
-    def _stretches(self, mine: int, length: int, own: OwnParts) -> Iterator[tuple[int, int, int]]:
-        """Where this rank's slice lies: (first byte of the slice, last one, address)."""
-        done = 0
+        In steps, for the cache. `at` and `out` are where the slice begins.
+        """
+        for begin, end, address in self._stretches(at[self.me][0], first, last, own):
+            for step in range(begin, end, STEP):
+                here = [(other + step, peer) for other, peer in at]
+                here[self.me] = address + step - begin, None
+                self._reduce(here, out + step, min(STEP, end - step))
+
+    def _stretches(
+        self, mine: int, first: int, last: int, own: OwnParts
+    ) -> Iterator[tuple[int, int, int]]:
+        """Where these bytes of this rank's slice lie: (first one, last one, address)."""
         for element, values in own:
             start = element * self.dtype.itemsize
-            if done < start:
-                yield done, start, mine + done
-            done = start + values.nbytes
-            yield start, done, values.data_ptr()
-        if done < length:
-            yield done, length, mine + done
+            stop = min(last, start + values.nbytes)
+            if first < min(start, last):
+                yield first, min(start, last), mine + first
+            if max(first, start) < stop:
+                yield max(first, start), stop, values.data_ptr() + max(first - start, 0)
+            first = max(first, stop)
+        if first < last:
+            yield first, last, mine + first
 
     # Piece by piece -------------------------------------------------------------------------
 
@@ -495,29 +471,6 @@ class ShmDirect:
             view = tensor_at(address, count, self.dtype, keeping=None)
             self._views[address, length] = view
         return view
-
-
-class Parts(NamedTuple):
-    """Where a member's tensor lies, part after part, and in whose process (`Region`)."""
-
-    addresses: Sequence[int]
-    peer: LocalPeer | None
-
-
-def _in_one(regions: list[Region]) -> list[Parts]:
-    return [Parts((address,), peer) for address, peer in regions]
-
-
-def _spans(bounds: Sequence[int], begin: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Where so many bytes from `begin` on lie: (part, first byte in it, length)."""
-    end = begin + length
-    part = bisect_right(bounds, begin) - 1
-    while begin < end:
-        stop = min(end, bounds[part + 1])
-        if stop > begin:
-            yield part, begin - bounds[part], stop - begin
-        begin = stop
-        part += 1
 
 
 def _results(phase: int) -> int:

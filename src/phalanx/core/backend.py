@@ -125,10 +125,13 @@ class Backend:
     def spares_a_processor(self) -> bool:
         """Whether a collective gains from a thread that moves it on while this rank computes.
 
-        With messages it does: the kernel moves bytes meanwhile. In shared memory a rank moves the
-        bytes itself, so a thread helps only if the host has more processors than ranks.
+        Between hosts it does, and where a library has threads of its own. Inside a host the ranks'
+        processors copy every byte, over TCP as in shared memory: there a thread only helps if the
+        host has more processors than ranks. Else it takes turns with the computation.
         """
-        return not self.shares_memory or self.links.processors > self.world_size
+        between_hosts = len(set(self.topology)) > 1
+        is_spare = self.links.processors > self.world_size
+        return is_spare or between_hosts or self.native is not None
 
     @property
     def finished(self) -> int:
@@ -277,8 +280,9 @@ class Backend:
             work = Work(group, call, channel, (round_,), buffers, result=result)
             group.issue(work)
         if background and not work.over:
-            patience = 0.0 if self.spares_a_processor else PATIENCE
-            engine.transport.background(work, patience=patience)
+            # Over TCP at once, as its receiver may be idle.
+            waits = self.shares_memory and not self.spares_a_processor
+            engine.transport.background(work, patience=PATIENCE if waits else 0.0)
         return work
 
     def wait_any(self, works: Sequence[Work[Any]], *, timeout: float = math.inf) -> None:

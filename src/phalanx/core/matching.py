@@ -24,7 +24,8 @@ from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 UNEXPECTED_LIMIT = 256 << 20  # bytes of unexpected messages kept of each peer
-BLOCKS_KEPT = 64  # unused blocks, 16 MiB
+BLOCKS_KEPT = 16  # unused blocks, 8 MiB
+MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
 
 
 def is_full(kept: int) -> bool:
@@ -38,7 +39,7 @@ class Matching:
     def __init__(self, is_stale: Callable[[Channel, int], bool]) -> None:
         self._is_stale = is_stale  # whether a message is for a collective that is over
         self._over: set[int] = set()  # groups that are broken or closed
-        self.discarded = memoryview(bytearray(BLOCK))
+        self.discarded = memoryview(bytearray(MAX_DISCARDED))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
         self.unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]]
@@ -265,9 +266,9 @@ def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMism
 # ------------------------------------------------------------------------------
 # A message that is arriving: where its bytes go.
 
-# Bytes combined at a time while a message arrives: they fit the second-level cache, and torch
-# computes with so many float32 in one thread (see BLOCK in core/reduce_op.py).
-BLOCK = 128 << 10
+# Bytes that are read before they are combined: each read is a system call, and what was read has
+# to be in the second-level cache still.
+BLOCK = 512 << 10
 
 
 class IncomingMessage:

@@ -163,7 +163,9 @@ def reduction_for(
 
 
 def mean_of_two(first: Tensor, second: Tensor, out: Tensor) -> object:
-    """The mean of two ranks' values of a short dtype, computed in a wider one."""
+    """The mean of two ranks' floating-point values; of a narrow dtype, computed in a wider one."""
+    if out.dtype not in NARROW:
+        return torch.add(first, second, out=out).div_(2)
     total = first.to(WIDER[out.dtype])
     total += second.to(total.dtype)
     return out.copy_(total.div_(2))

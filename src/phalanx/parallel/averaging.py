@@ -4,14 +4,17 @@
     [ head.bias | head.weight ]  [ body.bias | body.weight ]   flat memory, one dtype each
 
 Each gradient is a view into its bucket, so that it is averaged where it lies: by one all-reduce, or
-a compressor's messages. Where ranks can read each other's memory, no bucket has memory of its own:
-gradients are averaged where autograd has put them.
+a compressor's messages. Where ranks share memory each reduces a slice of a bucket. Of that slice no
+other rank reads this one's contribution, which stays where autograd has put it:
+
+    rank 0's bucket   [ own slice: the mean    | copied, for rank 1       ]
+    rank 1's bucket   [ copied, for rank 0     | own slice: the mean      ]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +24,11 @@ from phalanx.collectives import (
     ReduceOp,
     async_all_gather,
     async_all_reduce_,
-    async_all_reduce_coalesced_,
     async_all_to_all,
     async_reduce_scatter,
     broadcast_,
 )
-from phalanx.collectives.reductions import reduces_in_place
+from phalanx.collectives.layout import chunk_ranges
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -43,66 +45,62 @@ from phalanx.compression.compressor import (
 from phalanx.core.backend import Backend
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
+LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
 
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
+    leaves_own  whether `put` leaves what nobody else reads where it is
     views       for each tensor its place in `flat`, in its shape
-    parameters  the tensors; where they are parameters, their gradients come into the bucket
-    pending     those whose gradients have not come in this pass
+    own         what is not in `flat` yet: where in this rank's slice of it that belongs, and values
+    pending     the parameters whose gradients have not come in this pass
     """
 
-    def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], backend: Backend, *, leaves_own: bool = False
+    ) -> None:
         count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
         self.views: dict[Tensor, Tensor] = {}
+        self.own: dict[int, Tensor] = {}
+        leaves_own = leaves_own and self.flat.nbytes >= LARGE and self.flat.is_cpu
+        self._left = chunk_ranges(count, backend.world_size)[backend.rank] if leaves_own else (0, 0)
+        self._starts: dict[Tensor, int] = {}
         start = 0
         for tensor in tensors:
             stop = start + tensor.numel()
             self.views[tensor] = self.flat[start:stop].view(tensor.shape)
+            self._starts[tensor] = start
             start = stop
-        self.parameters, self.pending = tensors, set(tensors)
+        self.pending = set(tensors)
 
     def put(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete: make it (None are zeros) a view of the bucket."""
-        grad, view = parameter.grad, self.views[parameter]
+        grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
+        low, high = self._left
+        first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
+        if first < last:
+            self.own.pop(start + first - low, None)
         if grad is None:
             view.zero_()
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            view.copy_(grad.detach())  # which has a graph after backward(create_graph=True)
+            values = grad.detach()  # it has a graph after backward(create_graph=True)
+            if first < last and values.is_contiguous():
+                flat, values = view.view(-1), values.view(-1)
+                flat[:first].copy_(values[:first])
+                flat[last:].copy_(values[last:])
+                self.own[start + first - low] = values[first:last]
+            else:
+                view.copy_(values)
         parameter.grad = view
 
-    def scale_(self, factor: float) -> None:
-        """Multiply all gradients, in place."""
-        self.flat.mul_(factor)
-
-
-class BucketInPlace:
-    """Gradients that are averaged together where autograd has put them, in no other memory."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self.pending = set(parameters)
-
-    def put(self, parameter: Tensor) -> None:
-        """A gradient is complete: see to it that it can be averaged in place. None are zeros."""
-        grad = parameter.grad
-        if grad is None:
-            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        elif grad.requires_grad:  # after backward(create_graph=True), which keeps its values
-            parameter.grad = grad.detach().clone(memory_format=torch.contiguous_format)
-        elif not grad.is_contiguous():
-            parameter.grad = grad.contiguous()
-
-    def gradients(self) -> list[Tensor]:
-        """All of them, once they are complete."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-    def scale_(self, factor: float) -> None:
-        """Multiply all gradients, in place."""
-        for gradient in self.gradients():
-            gradient.mul_(factor)
+    def settle(self) -> None:
+        """Copy what is not in `flat` yet, of a pass that was cut short."""
+        for element, values in self.own.items():
+            first = self._left[0] + element
+            self.flat[first : first + values.numel()] = values
+        self.own = {}
 
 
 def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -154,7 +152,7 @@ class PendingAverage(NamedTuple):
     """
 
     rounds: Rounds | None
-    pending: PendingCollective[Any]
+    pending: PendingCollective[Tensor]
     shape: torch.Size
     label: str
 
@@ -263,22 +261,19 @@ class GradientAveraging(RequestExecutor):
         self._feedback = feedback
         self._member = Member(backend.rank, backend.world_size)
 
-    def in_place(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether gradients of these, of one dtype, need no bucket with memory of its own."""
-        return self.compressor is None and reduces_in_place(parameters, self._backend)
+    @property
+    def leaves_own(self) -> bool:
+        """Whether this rank's part of its own slice is read where autograd has put it."""
+        backend = self._backend
+        return self.compressor is None and backend.native is None and backend.shares_memory
 
-    def begin_bucket(self, bucket: Bucket | BucketInPlace, label: str) -> PendingAverage | None:
+    def begin_bucket(self, bucket: Bucket, label: str) -> PendingAverage | None:
         """Begin to average with the buckets of that label on the other ranks."""
-        backend, parts = self._backend, self._member.parts
-        if isinstance(bucket, BucketInPlace):
-            grads = bucket.gradients()
-            self.bytes_sent += 2 * (parts - 1) * sum(grad.nbytes for grad in grads) // parts
-            listed = async_all_reduce_coalesced_(grads, backend, ReduceOp.MEAN, label=label)
-            return PendingAverage(None, listed, torch.Size(), label)
         flat = bucket.flat
         if self.compressor is None:  # the way of most gradients: no other function in between
-            self.bytes_sent += 2 * (parts - 1) * flat.nbytes // parts
-            pending = async_all_reduce_(flat, backend, ReduceOp.MEAN, label=label)
+            self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
+            own, bucket.own = sorted(bucket.own.items()), {}
+            pending = async_all_reduce_(flat, self._backend, ReduceOp.MEAN, own=own, label=label)
             return PendingAverage(None, pending, flat.shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])

@@ -65,9 +65,9 @@ class DDP(Wrapper):
 
     When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
     and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
-    `weighted`, for different numbers of them `join`. Gradients may live in the buckets' memory,
-    which the next backward pass writes again: clone what is to be kept. A step sends 2(p-1)/p of
-    the gradients' bytes from each of p ranks.
+    `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
+    the next backward pass writes again: clone what is to be kept. A step sends 2(p-1)/p of the
+    gradients' bytes from each of p ranks.
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 

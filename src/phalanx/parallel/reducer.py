@@ -23,13 +23,7 @@ from torch.utils import _pytree as pytree
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
-from phalanx.parallel.averaging import (
-    Bucket,
-    BucketInPlace,
-    GradientAveraging,
-    PendingAverage,
-    batches,
-)
+from phalanx.parallel.averaging import Bucket, GradientAveraging, PendingAverage, batches
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
 
@@ -90,21 +84,18 @@ class Reducer:
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
 
     def _make_buckets(self, parameters: list[Tensor]) -> None:
-        self._buckets: list[Bucket | BucketInPlace] = []
-        for batch in batches(parameters, self._bucket_size):
-            if self._finite is None and self._averaging.in_place(batch):
-                self._buckets.append(BucketInPlace(batch))
-            else:
-                self._buckets.append(Bucket(batch, self._backend))
-        # All of them, if there is a compressor or `finite`.
-        self._with_memory = [each for each in self._buckets if isinstance(each, Bucket)]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        own = self._finite is None and self._averaging.leaves_own
+        self._buckets = [
+            Bucket(batch, self._backend, leaves_own=own)
+            for batch in batches(parameters, self._bucket_size)
+        ]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     # Forward passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        filled = any(len(bucket.pending) < len(bucket.parameters) for bucket in self._buckets)
+        filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
         self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
         if not filled:
@@ -118,7 +109,7 @@ class Reducer:
         except DistributedError as error:
             self._explain(error)
             raise
-        self._averaging.settle(self._with_memory, skipped=True)
+        self._averaging.settle(self._buckets, skipped=True)
 
     def watch(self, outputs: Any, *, recomputed: bool) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
@@ -199,7 +190,7 @@ class Reducer:
             bucket = self._buckets[number]
             if bucket.pending:
                 return
-            if self._finite is not None and isinstance(bucket, Bucket):
+            if self._finite is not None:
                 self._finite.look(bucket)
             failed = f" after {self._failed} that failed" if self._failed else ""
             label = f"DDP's pass {self._passes}{failed}, bucket {number}"
@@ -229,7 +220,7 @@ class Reducer:
             self._callback_queued = self.zero_weight = False
         missing: list[Tensor] = []
         if len(self._started) < len(self._buckets):
-            missing = [p for b in self._buckets for p in b.parameters if p in b.pending]
+            missing = [p for b in self._buckets for p in b.views if p in b.pending]
         unused = [p for p in missing if p.grad is None]
         if unused and not self._find_unused:
             self._refuse(
@@ -257,8 +248,8 @@ class Reducer:
             self._open = self._unsynchronized = False
             if self._find_unused:
                 self._drop_unused(unused)
-            skipped = self._finite is not None and self._finite.agree(self._with_memory)
-            self._averaging.settle(self._with_memory, skipped=skipped)
+            skipped = self._finite is not None and self._finite.agree(self._buckets)
+            self._averaging.settle(self._buckets, skipped=skipped)
         except DistributedError as error:
             self._explain(error)
             raise
@@ -276,11 +267,12 @@ class Reducer:
         """
         started, self._started = self._started, []
         for bucket in self._buckets:
-            bucket.pending.update(bucket.parameters)
+            bucket.pending.update(bucket.views)
+            bucket.settle()
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:
-                bucket.scale_(scale)
+                bucket.flat.mul_(scale)
 
     def _drop_unused(self, unused: set[Tensor]) -> None:
         """Gradients of parameters that no rank has used stay None, as in one process; unless error

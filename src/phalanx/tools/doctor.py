@@ -28,7 +28,7 @@ from phalanx.launch.spawn import spawn
 from phalanx.tools import machine
 from phalanx.tools.machine import Finding, fail, info, ok
 from phalanx.transport.shm.cross_memory import VARIABLE as CMA
-from phalanx.transport.shm.cross_memory import cma_setting, let_others_read
+from phalanx.transport.shm.cross_memory import cma_setting, let_others_read, reading_pays
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -117,6 +117,11 @@ def find_cross_memory() -> Finding:
     command = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(data))]
     other = subprocess.run(command, capture_output=True, timeout=60, check=False)
     if other.returncode == 0:
+        if setting == "auto" and not reading_pays():
+            return ok(
+                "a process reads another's memory, but copying it twice takes less time: large "
+                "tensors are copied into shared memory first"
+            )
         return ok("a process reads another's memory: large tensors are read where they lie")
     said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return info(

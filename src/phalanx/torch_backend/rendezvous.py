@@ -95,10 +95,9 @@ class _Meeting:
         else:
             message, listener = self._hear(word, 0), None
             if message.startswith(FAILED):
-                kind, peer, text = message.removeprefix(FAILED).split(" ", 2)
-                raise getattr(errors, kind)(
-                    f"rank {self.rank}: rank 0 says: {text}", rank=self.rank, peer=int(peer), op=OP
-                )
+                kind, culprit, text = message.removeprefix(FAILED).split(" ", 2)
+                text = f"rank {self.rank}: rank 0 says: {text}"
+                raise getattr(errors, kind)(text, rank=self.rank, peer=int(culprit), op=OP)
             world = self._world()
         address, _, token = message.partition(" ")
         world = replace(world, address=address, token=token or None, listener=listener)

@@ -18,6 +18,7 @@ from phalanx.core.call import WORLD_ID, check_timeout
 from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
+from phalanx.core.transport import IN_SHARED_MEMORY
 from phalanx.errors import (
     BackendUnavailableError,
     DistributedError,
@@ -28,7 +29,7 @@ from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
-from phalanx.transport.tcp.transport import EACH_WITH_EACH, TcpTransport
+from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
@@ -81,6 +82,8 @@ class MeshBackend(Backend):
         self.devices = device_kinds()
         self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
+        if self.sharing == "hosts":
+            self.links = self.links._replace(inside=IN_SHARED_MEMORY)
         mesh = transport.mesh
         mesh.host = host
         try:
@@ -137,6 +140,8 @@ class MeshBackend(Backend):
             )
         hosts = [address.host_id for address in addresses]
         self.topology = tuple(hosts.index(host) for host in hosts)
+        if hosts.count(here) <= self.links.processors:
+            transport.spin = SPIN
         if self._all_attached(rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)

@@ -63,7 +63,7 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
 def plain(tensor: Tensor) -> Tensor:
     """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
     if is_plain(tensor):
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copy_bits(copy, tensor)
     return copy

@@ -280,7 +280,8 @@ class PreparedCall:
 #     fsdp   4 of 2048 x 2048    16                  phalanx.FSDP   fully_shard (FSDP2)
 #
 # Linear layers with ReLU between them, float32, plain SGD. `alone` is the same step without any
-# communication, on all ranks at the same time.
+# communication, on all ranks at the same time; `alone+copies` has as many bytes copied in it as DDP
+# has to move in the memory of a host.
 
 _RATE = 0.5
 _TOLERANCE = 0.01
@@ -349,11 +350,13 @@ class TrainedModel(NamedTuple):
     model     is called with this rank's samples; the optimizer steps its parameters
     whole     returns the parameters
     restore   makes the parameters what they were
+    average   what is left to do between the backward pass and the optimizer's step
     """
 
     model: nn.Module
     whole: Callable[[], Tensors]
     restore: Callable[[Tensors], object]
+    average: Callable[[], object] = lambda: None
 
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:
@@ -382,7 +385,7 @@ class TrainingStep:
         self._trained = wrap(task.make_model())
         self._start: Tensors = {}
         self._expected: dict[int, Tensors] = {}
-        self.call = _stepper(self._trained.model, *task.samples(range(rank, rank + 1)))
+        self.call = _stepper(self._trained, *task.samples(range(rank, rank + 1)))
 
     def load(self) -> None:
         """Begin again. Before the first step this keeps a copy of the parameters."""
@@ -409,21 +412,22 @@ class TrainingStep:
 
     def _in_one_process(self, calls: int) -> Tensors:
         if calls not in self._expected:
-            model = self._task.make_model()
-            step = _stepper(model, *self._task.samples(self._ranks))
+            trained = replicated(self._task.make_model())
+            step = _stepper(trained, *self._task.samples(self._ranks))
             for _ in range(calls):
                 step()
-            self._expected[calls] = replicated(model).whole()
+            self._expected[calls] = trained.whole()
         return self._expected[calls]
 
 
-def _stepper(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+def _stepper(trained: TrainedModel, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(trained.model.parameters(), lr=_RATE)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss = nn.functional.mse_loss(trained.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        trained.average()
         optimizer.step()
 
     return step

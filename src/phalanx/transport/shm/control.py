@@ -60,12 +60,13 @@ class ControlBlock:
     place    this rank's
     mine     this rank's own peer slot; `words` are its words
     slots    what each of them shows, this rank included; None: it has not made the group yet
+    known    those of the others that have
     turn     the entry of the last collective; where its root ran ahead, 2 less than its small slot
     side     0 or 1: the small slot of the last collective in which all depended on all
     phase    0 or 1: which half of the staging memory is next in such a collective
     part     the part of the staging memory that a root which runs ahead uses next
     starts   of the last collectives, by their entries: the flags at their first epochs
-    is_readable     each of them can read the ordinary memory of the others' processes
+    is_readable     each of them can read the ordinary memory of the others' processes, and gains
     share_of_cores  how many of this host's cores there are for each of its ranks, 0 if too few
     met      all others are known to have raised their flags as high
     needed   they have to, before the next collective may use its entry (`room`)
@@ -92,6 +93,7 @@ class ControlBlock:
         self.words[:] = memoryview(bytearray(SLOTS)).cast("Q")
         self.slots: list[PeerSlot | None] = [None] * self.size
         self.slots[self.place] = self.mine
+        self.known: list[PeerSlot] = []
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
         words = [domain.directory.words, *(other.words for other in self.others)]
@@ -245,6 +247,8 @@ class ControlBlock:
         """The peer slot of a member, if it has made the group by now."""
         peer = self._domain.local_peers[self.ranks[place]]
         slot = self.slots[place] = peer_slot(peer, self.group)
+        if slot is not None:
+            self.known.append(slot)
         return slot
 
     def _find(self, places: Places) -> list[memoryview] | None:
@@ -455,7 +459,9 @@ class ShmEpoch(FlagWait):
         shown: Descriptors | None = None,
         places: Places = None,
     ) -> None:
-        super().__init__(control, 0, places)
+        self.control = control
+        self.value = 0
+        self.places = places
         self._first = first
         self._last = last
         self._shown = shown
@@ -520,8 +526,9 @@ class ShmEpoch(FlagWait):
             return None
         control, value, rolling_hash = self.control, self.value, self._rolling_hash
         entry = ENTRIES + control.turn * ENTRY
-        for slot in control.slots:
+        for slot in control.known:
+            words = slot.words
             # The flag is read first: the entry read after it is the one shown with it.
-            if slot is not None and slot.words[FLAG] >= value and slot.words[entry] != rolling_hash:
+            if words[FLAG] >= value and words[entry] != rolling_hash:
                 return slot.rank
         return None

@@ -5,8 +5,12 @@ is allowed to who may trace the other process, `ptrace(2)`: processes of one use
 in use (`/proc/sys/kernel/yama/ptrace_scope` is 1, as in Ubuntu), only if the other process has said
 so. Whether it works is tried when ranks meet. Where it does not, tensors are staged.
 
-    PHALANX_CMA=auto    used where the kernel allows it: the default
-    PHALANX_CMA=allow   this process also says that any process of its user may trace it
+The kernel looks up every page that it copies from. On some machines, virtual ones above all, that
+takes longer than the second copy of staging, so it is timed, too (`reading_pays`).
+
+    PHALANX_CMA=auto    used where the kernel allows it, and it is fast enough: the default
+    PHALANX_CMA=allow   used where the kernel allows it; this process also says that any process of
+                        its user may trace it
     PHALANX_CMA=off     not used
 
 D. Goodell et al.: Cache-efficient, intranode, large-message MPI communication with MPICH2-Nemesis.
@@ -18,8 +22,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from time import perf_counter
 
 from phalanx.errors import BackendUnavailableError
 
@@ -72,6 +77,36 @@ def let_others_read() -> None:
     Nothing to do, and no error, where the kernel has no Yama.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
+
+
+TIMED = 1 << 20  # bytes
+COPIES = 2  # by staging, where reading takes one
+
+
+def reading_pays() -> bool:
+    """Whether this process is read faster than it would copy the same memory as often as staging.
+
+    So it is on the whole host, as far as kernel and machine decide. The least of a few times
+    counts, which others who want the processor do not change.
+    """
+    memory, copy = (ctypes.create_string_buffer(TIMED) for _ in range(2))
+    there, here = ctypes.addressof(memory), ctypes.addressof(copy)
+    ctypes.memset(there, 1, TIMED)  # else no pages are there
+    try:
+        read = _least_time(partial(ProcessMemory(os.getpid()).read, here, there, TIMED))
+    except OSError:  # nothing can be read
+        return False
+    return read < COPIES * _least_time(partial(ctypes.memmove, here, there, TIMED))
+
+
+def _least_time(do: Callable[[], object]) -> float:
+    """Seconds."""
+    seconds = []
+    for _ in range(3):  # the first one makes pages
+        began = perf_counter()
+        do()
+        seconds.append(perf_counter() - began)
+    return min(seconds)
 
 
 @cache

@@ -23,7 +23,12 @@ from contextlib import suppress
 
 from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, let_others_read
+from phalanx.transport.shm.cross_memory import (
+    ProcessMemory,
+    cma_setting,
+    let_others_read,
+    reading_pays,
+)
 from phalanx.transport.shm.segments import Arena, Segment, open_of
 from phalanx.wire.control import Address
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
@@ -84,7 +89,7 @@ class HostDomain:
                     f"{error.strerror or error} (this is user {os.getuid()}; ranks of one host "
                     "have to be processes of one user, who see each other in /proc)"
                 )
-        if self._cma != "off":
+        if self.local_peers and (self._cma == "allow" or (self._cma == "auto" and reading_pays())):
             self.try_reading()
         return ""
 
@@ -170,7 +175,7 @@ def _load_average() -> int | None:
 #           1          how often a control block was added or removed
 #           2          how many entries for control blocks have been used
 #           3, 4       where the directory is in its process's memory; a random number
-#           5          1 if this rank can read the ordinary memory of all its local peers
+#           5          1 if this rank can read the ordinary memory of all its local peers, and gains
 #           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #

@@ -54,17 +54,17 @@ class Reactor:
         """Call back once, that many seconds from now. Not while another thread is in `turn`."""
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._order), callback))
 
-    def turn(self, seconds: float, lock: threading.RLock) -> None:
+    def turn(self, seconds: float, lock: threading.RLock, spin: float = 0.0) -> None:
         """Wait until a socket is ready or a timer is due, that many seconds at most; call back.
 
-        The lock is held, but not while this waits.
+        For `spin` seconds it polls before it sleeps. The lock is held, but not while this waits.
         """
         seconds = min(seconds, LONGEST_SLEEP)
         if self._timers:
             seconds = min(seconds, self._timers[0][0] - monotonic())
         lock.release()
         try:
-            events = self._selector.select(max(seconds, 0.0))
+            events = self._wait(max(seconds, 0.0), spin)
         finally:
             lock.acquire()
         if self._woken.fileno() < 0:  # it was closed meanwhile
@@ -76,6 +76,14 @@ class Reactor:
                 now.data(bool(mask & READ), bool(mask & WRITE))
         while self._timers and self._timers[0][0] <= monotonic():
             heapq.heappop(self._timers)[2]()
+
+    def _wait(self, seconds: float, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """The sockets that are ready, if any becomes so in time."""
+        until = monotonic() + min(seconds, spin)
+        while monotonic() < until:
+            if events := self._selector.select(0.0):
+                return events
+        return self._selector.select(seconds)
 
     def sleeper(self, other: int) -> Callable[[], object]:
         """What blocks until there is something to do in `turn`, or this other file can be read.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from phalanx.transport.shm.domain import HostDomain
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
+SPIN = 2e-4  # seconds that a waiting thread polls before it sleeps, where that pays
 SLICE = 0.02  # seconds in a library's wait before the sockets are polled again
 EACH_WITH_EACH = 16  # ranks that are all connected from the start; more are a wide mesh
 FIRST_LOOK, EXPIRY_CHECK = 0.05, 0.25  # seconds
@@ -50,6 +51,8 @@ class TcpTransport(Transport):
     domain         what the ranks of this host share, if they do
     first_look     seconds that a work is waited for before its deadline is checked
     expiry_check   seconds between checks of the deadlines of works nobody waits for
+    spin           seconds that a thread polls before it sleeps: being woken takes longer than most
+                   small messages. Only where no other rank needs its processor
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TcpTransport(Transport):
         self.domain: HostDomain | None = None
         self.first_look = FIRST_LOOK
         self.expiry_check = EXPIRY_CHECK
+        self.spin = 0.0
         self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
@@ -85,6 +89,7 @@ class TcpTransport(Transport):
     def share(self, domain: HostDomain) -> None:
         """From now on, groups have control blocks in the shared memory of this host."""
         self.domain = domain
+        self.spin = 0.0  # its steps do that
         self.reactor.watch(domain.wakeup, domain.on_wakeup)
         domain.begins_to_wait = self.watch
         self.mesh.shares = True
@@ -176,7 +181,7 @@ class TcpTransport(Transport):
                     self.glance(now())  # a look at all sockets would take longer than most steps
                     engine.run_ready()
                 elif self._driver is None:
-                    self.drive(lambda: until.over, now() + left)
+                    self.drive(lambda: until.over, now() + left, spin=self.spin)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.over:
@@ -211,7 +216,7 @@ class TcpTransport(Transport):
         if not domain.is_parked:
             self.reactor.wake()
 
-    def drive(self, over: Callable[[], bool], deadline: float) -> None:
+    def drive(self, over: Callable[[], bool], deadline: float, *, spin: float = 0.0) -> None:
         """Run the reactor until `over()`, or the deadline has passed. Lock held."""
         self._driver = threading.get_ident()
         try:
@@ -219,14 +224,14 @@ class TcpTransport(Transport):
                 remaining = deadline - self.engine.now()
                 if remaining <= 0:
                     return
-                self._turn(remaining)
+                self._turn(remaining, spin)
         finally:
             self._driver = None
             self._condition.notify_all()
             if min(self._background.values(), default=math.inf) < self._thread_looks_at:
                 self._thread_may_go_on.notify()  # or it would look too late
 
-    def _turn(self, seconds: float) -> None:
+    def _turn(self, seconds: float, spin: float = 0.0) -> None:
         """One turn: park, wait for sockets and wakeups, then handle what is ready."""
         engine, domain = self.engine, self.domain
         if domain is not None and (engine.polled or domain.stalled):
@@ -239,7 +244,7 @@ class TcpTransport(Transport):
         if engine.ready:
             seconds = 0.0
         try:
-            self.reactor.turn(seconds, engine.lock)
+            self.reactor.turn(seconds, engine.lock, spin)
         finally:
             if domain is not None:
                 domain.unpark()

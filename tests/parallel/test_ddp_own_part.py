@@ -1,4 +1,4 @@
-"""DDP where ranks read each other's memory: gradients are averaged where autograd has put them."""
+"""DDP in shared memory: of what no other rank reads, gradients stay where autograd has put them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from copy import deepcopy
 
 import pytest
 import torch
-from clusters import Gloo, SharedMemory, needs_reading
+from clusters import SharedMemory
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend
 from phalanx.collectives import shm_direct
+from phalanx.parallel import averaging
 
-pytestmark = needs_reading
 RANKS = 3
 
 
-@pytest.fixture(autouse=True)
-def small_tensors_are_read() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["small", "large"])
+def buckets_are(request: pytest.FixtureRequest) -> Iterator[None]:
+    """They take the way of small, or of large tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SMALL", "READ_REDUCED"):
-            patch.setattr(shm_direct, name, 0)
-        patch.setattr(shm_direct, "MEET", 256)
+        patch.setattr(averaging, "LARGE", 0)
+        if request.param == "large":
+            patch.setattr(shm_direct, "SMALL", 0)
+            patch.setattr(shm_direct, "MEET", 256)
         yield
 
 
@@ -54,21 +56,37 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.allclose, left, right))
 
 
-def test_gradients_are_those_of_one_process_and_stay_where_autograd_put_them() -> None:
+def test_gradients_are_those_of_one_process() -> None:
     def run(backend: Backend) -> bool:
         ddp = DDP(model(), backend, bucket_size=400)  # several buckets
-        before: dict[Tensor, int] = {}
-        for parameter in ddp.parameters():
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda p: before.update({p: p.grad.data_ptr()})
-            )
         for _ in range(3):
             ddp.zero_grad()
             ddp(batch(backend.rank)).mean().backward()
-            assert all(p.grad.data_ptr() == before[p] for p in before if p.grad is not None)
         return same(gradients(ddp), expected())
 
     assert SharedMemory().run(run, RANKS) == [True] * RANKS
+
+
+def test_a_gradient_is_copied_but_for_this_ranks_slice_of_the_bucket() -> None:
+    """Of 12 elements rank 1 reduces those from 4 to 8: of the first tensor 1, of the second 3."""
+
+    def run(backend: Backend) -> tuple[list[float], dict[int, list[float]]]:
+        tensors = [torch.zeros(5, requires_grad=True), torch.zeros(7, requires_grad=True)]
+        bucket = averaging.Bucket(tensors, backend, leaves_own=True)
+        bucket.flat.fill_(-1)
+        for tensor in tensors:
+            tensor.grad = torch.arange(1.0, 1 + tensor.numel())
+            bucket.put(tensor)
+        own = {element: values.tolist() for element, values in bucket.own.items()}
+        copied = bucket.flat.tolist()
+        bucket.settle()
+        assert bucket.flat.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
+        assert bucket.own == {}
+        return copied, own
+
+    copied, own = SharedMemory().run(run, RANKS)[1]
+    assert copied == [1, 2, 3, 4, -1, -1, -1, -1, 4, 5, 6, 7]
+    assert own == {0: [5], 1: [1, 2, 3]}
 
 
 def test_gradients_of_several_passes_add_up_before_they_are_averaged() -> None:
@@ -144,10 +162,23 @@ def test_gradients_of_other_strides_on_one_rank_are_averaged_by_their_elements()
         assert torch.allclose(gradient, plain.weight.grad, atol=1e-5)
 
 
-def test_another_librarys_all_reduce_gets_flat_memory() -> None:
+def test_a_pass_that_was_cut_short_leaves_this_ranks_own_gradients() -> None:
     def run(backend: Backend) -> bool:
         ddp = DDP(model(), backend)
+        handle = ddp.module[2].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ddp(batch(backend.rank)).mean().backward()
+        handle.remove()
+        last = ddp.module[4].weight
+        with torch.no_grad():
+            ddp(batch(backend.rank))
+        alone = model()
+        alone(batch(backend.rank)).mean().backward()
+        assert last.grad is not None
+        assert alone[4].weight.grad is not None
+        assert torch.allclose(last.grad, alone[4].weight.grad)
+        ddp.zero_grad()
         ddp(batch(backend.rank)).mean().backward()
         return same(gradients(ddp), expected())
 
-    assert Gloo().run(run, RANKS) == [True] * RANKS
+    assert SharedMemory().run(run, RANKS) == [True] * RANKS
