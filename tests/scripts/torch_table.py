@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS))
-sys.path.insert(0, str(TESTS / "torch_backend"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "torch_backend"))
 
 from torch_functions import CHECKS, REFUSALS
 from worlds import run
 
-PAGE = TESTS.parent / "docs" / "torch-backend.md"
+PAGE = Path(__file__).parents[2] / "docs" / "torch-backend.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 SIZES, KINDS = (2, 3), ("auto", "tcp", "hybrid")
 HEAD = "| `torch.distributed` | shared memory | TCP | several hosts |\n|---|---|---|---|\n"
