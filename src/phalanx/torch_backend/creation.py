@@ -14,7 +14,7 @@ from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.process_group import PhalanxProcessGroup
 from phalanx.torch_backend.rendezvous import meet
 
-OLDEST = (2, 9)
+OLDEST, NEWEST = (2, 9), (2, 13)  # from 2.14 on, a backend of torch's is another kind of object
 
 
 def create_group(options: Any) -> PhalanxProcessGroup:
@@ -45,10 +45,11 @@ def _of_default_group(ranks: list[int], timeout: float) -> Backend | None:
 
 
 def check_version() -> None:
-    """Raise `BackendUnavailableError` for a version of torch that is too old."""
+    """Raise `BackendUnavailableError` for a version of torch whose groups are made otherwise."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST:
+    if not OLDEST <= version <= NEWEST:
+        (oldest, newest) = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise BackendUnavailableError(
-            f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and "
-            f"this is {torch.__version__}; phalanx.init() needs no process group"
+            f"the backend 'phalanx' of torch.distributed needs torch {oldest} to {newest}, and "
+            f"this is {torch.__version__}; phalanx.init() runs with it, and needs no process group"
         )

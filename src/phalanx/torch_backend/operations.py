@@ -31,17 +31,8 @@ from phalanx.wire.memory import copy_bits, is_plain, plain
 
 REDUCE_OPS: Mapping[Any, ReduceOp] = MappingProxyType(
     {
-        TorchReduceOp(getattr(TorchReduceOp, name)): op
-        for name, op in {
-            "SUM": ReduceOp.SUM,
-            "AVG": ReduceOp.MEAN,
-            "PRODUCT": ReduceOp.PRODUCT,
-            "MIN": ReduceOp.MIN,
-            "MAX": ReduceOp.MAX,
-            "BAND": ReduceOp.BAND,
-            "BOR": ReduceOp.BOR,
-            "BXOR": ReduceOp.BXOR,
-        }.items()
+        TorchReduceOp(getattr(TorchReduceOp, "AVG" if op is ReduceOp.MEAN else op.name)): op
+        for op in ReduceOp
     }
 )
 

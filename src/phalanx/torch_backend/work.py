@@ -231,9 +231,9 @@ class WorkFuture(Future[list[Tensor]]):
 
     def complete(self) -> None:
         """Set the outcome, if nobody has, and call what was put on this. The work is over."""
+        self._owner.settle()  # which may run callbacks, and these may wait for this future
         if not self._once.acquire(blocking=False):
             return
-        self._owner.settle()
         outer, _callbacks.running = _callbacks.running, True
         try:
             if self._owner._error is not None:
