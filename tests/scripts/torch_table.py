@@ -25,14 +25,14 @@ def row(name: str) -> str:
         else ""
         for kind in KINDS
     ]
-    return f"| `{name}` | {' | '.join(cells)} |\n"
+    return f"| `dist.{name}` | {' | '.join(cells)} |\n"
 
 
 def refused(name: str) -> str:
     says = (REFUSALS[name].__doc__ or "").strip() or "By name."
     is_refused = passes(lambda rank: REFUSALS[name](rank, 2), 2, "auto")
     cell = f"refused. {says}" if is_refused else ""
-    return f"| `{name}` | {cell} | | |\n"
+    return f"| `dist.{name}` | {cell} | | |\n"
 
 
 def passes(act: Callable[[int], None], size: int, kind: str) -> bool:
