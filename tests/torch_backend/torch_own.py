@@ -1,0 +1,128 @@
+"""torch's own tests of its backends (`DistributedTest`), on "phalanx", in three processes.
+
+torch decides by the name of the backend which tests are run. Here they are those of Gloo, and those
+of all_to_all on CPUs, which torch runs with MPI only. `torch_own_passes.txt` lists what passes:
+
+    python tests/torch_backend/torch_own.py > tests/torch_backend/torch_own_passes.txt
+
+The arguments are the name, or a part of it, of the tests to run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import random
+import sys
+import tempfile
+import time
+import unittest
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jobs
+import torch
+import torch.distributed as dist
+
+SIZE = 3
+LIMIT = 30.0  # seconds of one test: then the stacks are printed, which name it, and all ends
+PASSES = Path(__file__).with_name("torch_own_passes.txt")
+TESTS = "torch.testing._internal.distributed.distributed_test"
+ALL_TO_ALL = "test_all_to_all"
+BY_NAME = frozenset(  # refused by torch, unless it is Gloo
+    {
+        "test_get_backend",
+        "test_monitored_barrier_failure_order",
+        "test_monitored_barrier_gloo",
+        "test_monitored_barrier_gloo_subgroup",
+        "test_monitored_barrier_wait_all_ranks",
+    }
+)
+
+
+def tests_for(backend: str) -> Any:
+    """torch's module of tests, which looks at the name of the backend when it is imported."""
+    os.environ["BACKEND"] = backend
+    sys.modules.pop(TESTS, None)
+    with warnings.catch_warnings(action="ignore"):
+        module = importlib.import_module(TESTS)
+    os.environ["BACKEND"] = "mpi"  # at run time: or groups of two ranks are left out
+    return module
+
+
+def outcomes(rank: int, folder: str, pattern: str) -> dict[str, str]:
+    """What became of each test on this rank: "" if it passed; "skipped"; or why it failed."""
+    warnings.simplefilter("ignore")  # of torch's tests, about torch's names
+    dist.destroy_process_group()
+    os.environ["RANK"] = str(rank)
+    found: dict[str, str] = {}
+    for backend in ("gloo", "mpi"):
+        module = tests_for(backend)
+        bases = (module.DistributedTest._DistTestBase, module.MultiProcessTestCase)
+        tests: Any = type("Tests", bases, {"world_size": property(lambda _: str(SIZE))})
+        tests._barrier = lambda *_, **__: dist.barrier()
+        for name in sorted(dir(tests)):
+            asked = name.startswith("test_") and pattern in name and name not in BY_NAME
+            if asked and (backend == "mpi") == name.startswith(ALL_TO_ALL):
+                faulthandler.dump_traceback_later(LIMIT, exit=True)
+                seconds = module.CUSTOM_PG_TIMEOUT.get(name, LIMIT)
+                found[name] = _one(tests, name, rank, f"{folder}/{name}", seconds)
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def _one(tests: Any, name: str, rank: int, path: str, seconds: float) -> str:
+    function = getattr(tests, name)
+    if getattr(function, "__unittest_skip__", False):
+        return "skipped"
+    test = tests(name)
+    test.rank, test.file_name = rank, f"{path}.file"
+    Path(test.file_name).touch()
+    torch.manual_seed(1)
+    random.seed(1)
+    store = dist.FileStore(f"{path}.store", SIZE)
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=SIZE, timeout=timeout)
+    try:
+        function(test)
+    except SystemExit as end:
+        return "skipped" if end.code else ""
+    except unittest.SkipTest:
+        return "skipped"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+    finally:
+        store.add("ended", 1)
+        while store.add("ended", 0) < SIZE:  # others may still be in the group
+            time.sleep(0.002)
+        dist.destroy_process_group()
+        sys.excepthook = sys.__excepthook__
+    return ""
+
+
+def run(pattern: str = "") -> dict[str, str]:
+    """What became of each test: "" if it passed on all ranks, "skipped", or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_dir").mkdir()  # where some of torch's tests keep files
+        environment = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(SIZE), "TEMP_DIR": folder}
+        found = jobs.run(outcomes, SIZE, folder, pattern, **environment)
+    results: dict[str, str] = {}
+    for rank, outcome in found.items():
+        if outcome.how != "returned":
+            raise RuntimeError(f"rank {rank} of torch's tests: {outcome}")
+        for name, result in outcome.value.items():
+            failed = result not in ("", "skipped")
+            if failed or not results.get(name):
+                results[name] = f"rank {rank}: {result}" if failed else result
+    return results
+
+
+if __name__ == "__main__":
+    results = run(*sys.argv[1:])
+    print("\n".join(sorted(name for name, result in results.items() if not result)))
+    for name, result in results.items():
+        if result not in ("", "skipped"):
+            print(f"{name}: {result}", file=sys.stderr)
