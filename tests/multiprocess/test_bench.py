@@ -81,7 +81,7 @@ def test_training_steps_and_the_algorithms_by_name() -> None:
     assert all(line.wrong == 0 for line in lines)
     for operation in ("ddp", "fsdp"):
         steps = {str(line.entry) for line in lines if line.operation == operation}
-        assert steps == {"tcp", "gloo", "alone"}
+        assert steps == {"tcp", "gloo", "alone", "alone+copies"}
     sums = {line.entry.algorithm for line in lines if line.entry.peer == "tcp"}
     assert {"auto", "ring", "direct", "tree"} <= sums
     report = BenchReport(request=request, ranks=[2], machine={})
