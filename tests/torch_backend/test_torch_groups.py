@@ -313,3 +313,14 @@ def test_monitored_barrier_of_the_group_names_all_that_are_late() -> None:
         return str(caught.value)
 
     assert "ranks 1, 2 did not come" in run(act, 3)[0]
+
+
+def test_monitored_barrier_with_a_timeout_of_0_does_not_wait_for_that_of_the_group() -> None:
+    def act(rank: int) -> str:
+        if rank:
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.group.WORLD.monitored_barrier(timedelta(0))
+        return str(caught.value)
+
+    assert "Rank 0 timed out in monitoredBarrier after 1e-06 s: rank 1 did" in run(act)[0]

@@ -24,7 +24,7 @@ from phalanx.torch_backend.operations import (
     Operation,
     Settings,
 )
-from phalanx.torch_backend.work import ProcessGroupWork, TogetherWork, seconds_of
+from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
@@ -265,10 +265,13 @@ class PhalanxProcessGroup(ProcessGroup):
         """A barrier whose error, on rank 0, names a rank that has not come in time.
 
         With `wait_all_ranks` all of them. Every rank sends rank 0 an empty message, and rank 0
-        answers when all have.
+        answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's does.
         """
         backend, nothing = self.backend, torch.empty(0)
-        seconds = seconds_of(timeout) or backend.timeout
+        if timeout is not None and timeout >= UNSET:
+            seconds = max(timeout, timedelta.resolution).total_seconds()
+        else:
+            seconds = backend.timeout
         late: list[int] = []
         try:
             if backend.rank:
