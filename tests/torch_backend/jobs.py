@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import phalanx.torch_backend
 
-PATIENCE = 60.0  # seconds for a rank to report, and to end
+PATIENCE = 300.0  # seconds for a rank to report, and to end
 PRELOADED = [
     "pytest",
     "torch.distributed.fsdp",

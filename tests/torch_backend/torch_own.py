@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 SIZE = 3
-LIMIT = 30.0  # seconds of one test: then the stacks are printed, which name it, and all ends
+LIMIT = 60.0  # seconds of one test: then the stacks are printed, which name it, and all ends
 PASSES = Path(__file__).with_name("torch_own_passes.txt")
 TESTS = "torch.testing._internal.distributed.distributed_test"
 ALL_TO_ALL = "test_all_to_all"
@@ -47,7 +47,8 @@ def tests_for(backend: str) -> Any:
     """torch's module of tests, which looks at the name of the backend when it is imported."""
     os.environ["BACKEND"] = backend
     sys.modules.pop(TESTS, None)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         module = importlib.import_module(TESTS)
     os.environ["BACKEND"] = "mpi"  # at run time: or groups of two ranks are left out
     return module
