@@ -129,9 +129,9 @@ class Backend:
         processors copy every byte, over TCP as in shared memory: there a thread only helps if the
         host has more processors than ranks. Else it takes turns with the computation.
         """
-        between_hosts = len(set(self.topology)) > 1
-        is_spare = self.links.processors > self.world_size
-        return is_spare or between_hosts or self.native is not None
+        if self.links.processors > self.world_size or self.native is not None:
+            return True
+        return len(set(self.topology)) > 1
 
     @property
     def finished(self) -> int:

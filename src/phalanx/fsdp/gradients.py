@@ -45,11 +45,9 @@ from phalanx.compression.error_feedback import slice_key
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
-from phalanx.parallel.averaging import RequestExecutor, bytes_of
+from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
 from phalanx.parallel.guards import refuse
-
-LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
 
 Wait = Callable[[], object]  # blocks until what has begun is done
 
@@ -112,12 +110,9 @@ class FlatGradient:
                 place.view(-1)[start:stop].copy_(kept)
             place.add_(grad)
         elif self._leaves_own and grad.dtype is self._dtype and grad.is_contiguous():
-            # Nobody else reads this rank's own part: it is reduced from where it is.
-            values, flat_place = grad.view(-1), place.view(-1)
-            flat_place[:start].copy_(values[:start])
-            flat_place[stop:].copy_(values[stop:])
+            own = copy_others_part(place, grad, start, stop)
             if start < stop:
-                self._elsewhere[number] = values[start:stop]
+                self._elsewhere[number] = own
         else:
             place.copy_(grad)
         self._missing.discard(number)

@@ -87,10 +87,7 @@ class Bucket:
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             values = grad.detach()  # it has a graph after backward(create_graph=True)
             if first < last and values.is_contiguous():
-                flat, values = view.view(-1), values.view(-1)
-                flat[:first].copy_(values[:first])
-                flat[last:].copy_(values[last:])
-                self.own[start + first - low] = values[first:last]
+                self.own[start + first - low] = copy_others_part(view, values, first, last)
             else:
                 view.copy_(values)
         parameter.grad = view
@@ -101,6 +98,17 @@ class Bucket:
             first = self._left[0] + element
             self.flat[first : first + values.numel()] = values
         self.own = {}
+
+
+def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Tensor:
+    """Copy contiguous values but for elements `first` to `last`, which are returned: this rank's.
+
+    Nobody else reads these: they are reduced from where they are.
+    """
+    flat, values = place.view(-1), values.view(-1)
+    flat[:first].copy_(values[:first])
+    flat[last:].copy_(values[last:])
+    return values[first:last]
 
 
 def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:

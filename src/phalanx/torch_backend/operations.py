@@ -149,6 +149,17 @@ def check_list(
     return listed
 
 
+def check_whole(name: str, whole: Tensor, part: Tensor, backend: Backend, op: str) -> None:
+    """Raise unless one tensor, which is called `name`, is as large as the parts of all ranks."""
+    if whole.numel() != part.numel() * backend.world_size or whole.dtype != part.dtype:
+        raise refuse(
+            f"the {name} is {whole.dtype} {list(whole.shape)}, and holds {backend.world_size} "
+            f"times {part.dtype} {list(part.shape)}",
+            backend,
+            op,
+        )
+
+
 def check_lists(
     lists: Sequence[Sequence[Tensor]], count: int, backend: Backend, op: str
 ) -> list[list[Tensor]]:
@@ -279,27 +290,19 @@ def _reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
 def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     source = only(inputs, backend, "all_gather")
     lists = outputs if isinstance(outputs[0], Tensor) else only(outputs, backend, "all_gather")
-    results = check_list(lists, source, backend, "all_gather")
+    return _gathered(backend, s, check_list(lists, source, backend, "all_gather"), source)
 
+
+def _all_gather_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+    check_whole("output", output, source, backend, "all_gather")
+    return _gathered(backend, s, [output], source)
+
+
+def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> Asked:
     def request(into: Tensor) -> Any:
         return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
 
     return Asked(taken_apart(results, backend, request), results)
-
-
-def _all_gather_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
-    if output.numel() != source.numel() * backend.world_size or output.dtype != source.dtype:
-        raise refuse(
-            f"the output is {output.dtype} {list(output.shape)}, and holds {backend.world_size} "
-            f"times {source.dtype} {list(source.shape)}",
-            backend,
-            "all_gather",
-        )
-
-    def request(into: Tensor) -> Any:
-        return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
-
-    return Asked(taken_apart([output], backend, request), (output,))
 
 
 def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
@@ -337,24 +340,17 @@ def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) ->
     output = only(outputs, backend, "reduce_scatter")
     lists = inputs if isinstance(inputs[0], Tensor) else only(inputs, backend, "reduce_scatter")
     whole = joined(check_list(lists, output, backend, "reduce_scatter"), backend)
-
-    def request(into: Tensor) -> Any:
-        return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
-
-    return Asked(taken_apart([output], backend, request), (output,))
+    return _scattered(backend, s, output, whole)
 
 
 def _reduce_scatter_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
-    if source.numel() != output.numel() * backend.world_size or output.dtype != source.dtype:
-        raise refuse(
-            f"the input is {source.dtype} {list(source.shape)}, and holds {backend.world_size} "
-            f"times {output.dtype} {list(output.shape)}",
-            backend,
-            "reduce_scatter",
-        )
+    check_whole("input", source, output, backend, "reduce_scatter")
+    return _scattered(backend, s, output, flat(source))
 
+
+def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> Asked:
     def request(into: Tensor) -> Any:
-        return _ask(ours.reduce_scatter, flat(source), backend, s.op, into=into, timeout=s.timeout)
+        return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
 
     return Asked(taken_apart([output], backend, request), (output,))
 
