@@ -43,7 +43,7 @@ def register() -> None:
 
 def create(options: Any, backend_options: object = None) -> Any:
     """Make a process group, as torch asks for one: what `register` gives to torch."""
-    from phalanx.torch_backend.creation import create_group  # noqa: PLC0415
+    from phalanx.torch_backend.process_group import create_group  # noqa: PLC0415
 
     return create_group(options)
 

@@ -1,4 +1,10 @@
-"""`PhalanxProcessGroup`: a process group of torch's over a backend of ours."""
+"""`PhalanxProcessGroup`: a process group of torch's over a backend of ours.
+
+create_group           makes one, as torch asks for it
+PhalanxProcessGroup    what torch's callers have
+PhalanxBackend         what is in it, from torch 2.14 on
+Calls                  the calls of both
+"""
 
 from __future__ import annotations
 
@@ -9,13 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Backend as TorchBackend
 from torch.distributed import ProcessGroup
 from torch.distributed import ReduceOp as TorchReduceOp
+from torch.distributed import distributed_c10d as c10d
 
-from phalanx.core.backend import MAX_TAG, Backend
+from phalanx.core.backend import MAX_TAG, Backend, SubBackend
 from phalanx.core.reduce_op import ReduceOp
 from phalanx.core.work import Work
-from phalanx.errors import CollectiveTimeoutError, DistributedError, UnsupportedOperationError
+from phalanx.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    UnsupportedOperationError,
+)
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.operations import (
     OLD_NAMES,
@@ -24,10 +37,14 @@ from phalanx.torch_backend.operations import (
     Operation,
     Settings,
 )
+from phalanx.torch_backend.rendezvous import meet
 from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+OLDEST = (2, 9)
+CONTAINS_BACKENDS = (2, 14)  # the version from which on a group consists of backends
 autograd: Any = torch.autograd
 _profiled: Callable[[], bool] = autograd._profiler_enabled
 
@@ -51,63 +68,25 @@ def _tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from _tensors_in(argument)
 
 
-class PhalanxProcessGroup(ProcessGroup):
-    """One rank of a process group, for torch. Its collectives are those of `OPERATIONS`.
+class Calls:
+    """What a process group and a backend of torch's share: all calls, those of `OPERATIONS` too.
 
     backend   ours, which this closes
-    store     torch's, through which the ranks have met, if they have
     """
 
-    def __init__(self, backend: Backend, store: Any = None) -> None:
-        super().__init__(backend.rank, backend.world_size)  # type: ignore[call-arg] # torch's stub
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._store = store
-        self._name = self._description = ""
         self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
         self._together: list[ProcessGroupWork] | None = None
 
     def __repr__(self) -> str:
-        return f"PhalanxProcessGroup({self.backend!r})"
+        return f"{type(self).__name__}({self.backend!r})"
 
     # What torch wants to know ---------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The name under which torch knows it."""
         return NAME
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """The name that torch has given to the group."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Torch gives the group a name."""
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Torch says what the group is for."""
-        self._description = description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [CPU]
-
-    def _get_backend(self, device: torch.device | str) -> Any:
-        if torch.device(device).type == "cpu":
-            return self
-        raise RuntimeError(f"this {NAME} group has no backend for {device}")
-
-    def get_group_store(self) -> Any:
-        """The store through which the ranks have met."""
-        return self._store
 
     supports_splitting = False
     supports_coalescing = False
@@ -305,7 +284,7 @@ class PhalanxProcessGroup(ProcessGroup):
 
 
 def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
-    def call(self: PhalanxProcessGroup, *arguments: Any, **named: Any) -> ProcessGroupWork:
+    def call(self: Calls, *arguments: Any, **named: Any) -> ProcessGroupWork:
         return self._call(operation, arguments, named)
 
     call.__name__ = operation.name
@@ -314,6 +293,106 @@ def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
 
 
 for _name, _operation in OPERATIONS.items():
-    setattr(PhalanxProcessGroup, _name, _method(_operation))
+    setattr(Calls, _name, _method(_operation))
 for _old, _new in OLD_NAMES.items():
-    setattr(PhalanxProcessGroup, _old, getattr(PhalanxProcessGroup, _new))
+    setattr(Calls, _old, getattr(Calls, _new))
+
+
+class PhalanxBackend(Calls, TorchBackend):
+    """The backend in a process group, for tensors on the CPU, from torch 2.14 on."""
+
+    def __init__(self, backend: Backend) -> None:
+        TorchBackend.__init__(self, backend.rank, backend.world_size)
+        Calls.__init__(self, backend)
+
+
+class PhalanxProcessGroup(Calls, ProcessGroup):
+    """One rank of a process group, for torch.
+
+    From torch 2.14 on it contains a `PhalanxBackend`, which torch's code asks for. In a group of
+    torch's that one would do less: callers get a C++ object around our work, whose `is_completed`
+    is false forever, and which does not know the sender of a message from anyone.
+
+    backend   ours, which this closes
+    store     torch's, through which the ranks have met, if they have
+    """
+
+    def __init__(self, backend: Backend, store: Any = None) -> None:
+        ProcessGroup.__init__(self, backend.rank, backend.world_size)  # type: ignore[call-arg]
+        Calls.__init__(self, backend)
+        self._store = store
+        self._name = self._description = ""
+        if VERSION >= CONTAINS_BACKENDS:
+            custom = ProcessGroup.BackendType.CUSTOM
+            self._set_default_backend(custom)
+            self._register_backend(CPU, custom, PhalanxBackend(backend))
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """The name that torch has given to the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Torch gives the group a name."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Torch says what the group is for."""
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [CPU]
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        if torch.device(device).type == "cpu":
+            return super()._get_backend(CPU) if VERSION >= CONTAINS_BACKENDS else self
+        raise RuntimeError(f"this {NAME} group has no backend for {device}")
+
+    def get_group_store(self) -> Any:
+        """The store through which the ranks have met."""
+        return self._store
+
+
+def create_group(options: Any) -> PhalanxProcessGroup:
+    """Make this rank's process group, of the options that torch gives to a backend.
+
+    A group of some ranks of a default group that is ours has its connections, and nothing is sent.
+    Any other one meets through the store that it is given, and blocks until all ranks have come.
+    """
+    try:
+        check_version()
+        timeout = options.timeout.total_seconds()
+        backend = _of_default_group(list(options.global_ranks_in_group), timeout)
+        if backend is None:
+            backend = meet(options.store, options.group_rank, options.group_size, timeout)
+    except DistributedError as error:
+        raise as_torch(error) from None
+    return PhalanxProcessGroup(backend, options.store)
+
+
+def _of_default_group(ranks: list[int], timeout: float) -> Backend | None:
+    """Some ranks of the default group, in that order, if that is ours."""
+    if not ranks or not c10d.is_initialized():
+        return None
+    default = c10d._get_default_group()
+    if not isinstance(default, PhalanxProcessGroup):
+        return None
+    return SubBackend(default.backend, ranks, in_order=True, timeout=timeout)
+
+
+def check_version() -> None:
+    """Raise `BackendUnavailableError` for a version of torch that is too old."""
+    if VERSION < OLDEST:
+        raise BackendUnavailableError(
+            f"the backend 'phalanx' of torch.distributed needs torch 2.9 or newer, and this is "
+            f"{torch.__version__}; phalanx.init() runs with it, and needs no process group"
+        )
