@@ -12,6 +12,11 @@
 #
 #   PHALANX_TESTS_LONG=1 make test
 #
+# The backend of torch.distributed depends on torch's version. In an environment of its own:
+#
+#   make test-torch-next                         its tests on the newest torch
+#   make test-torch-next TORCH=torch==2.9.1      on another one
+#
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference
@@ -51,6 +56,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+NEXT_VENV ?= .venv-torch-next
+TORCH ?= torch
 RANKS ?= 2
 WORKERS ?= 3
 ARGS ?=
@@ -61,7 +68,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test lint docs format bench stress blame bad-days fuzz flood wide two-hosts links kill-saves mutants \
+.PHONY: demo test test-torch-next lint docs format bench stress blame bad-days fuzz flood wide two-hosts links kill-saves mutants \
 	agreement device loss-against-bytes slow-link pipeline-bubble gate main-path clean
 
 demo: $(READY)
@@ -69,6 +76,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+
+test-torch-next:
+	$(PYTHON) -m venv $(NEXT_VENV)
+	$(NEXT_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade '$(TORCH)'
+	grep -v '^torch==' constraints.txt > $(NEXT_VENV)/constraints.txt
+	$(NEXT_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--constraint $(NEXT_VENV)/constraints.txt --editable '.[test]'
+	$(NEXT_VENV)/bin/python -m pytest --numprocesses $(WORKERS) tests/torch_backend $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check
@@ -153,4 +168,4 @@ $(DOCS_READY): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEXT_VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

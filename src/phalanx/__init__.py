@@ -8,6 +8,7 @@ Names are imported when they are first used, so that `phalanx --help` need not w
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -254,3 +255,39 @@ if not TYPE_CHECKING:  # or a type checker would let any name pass
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _register_with_torch() -> None:
+    """Tell torch how process groups named "phalanx" are made. Any number of times.
+
+    torch calls this at the end of `import torch`, in every program of the environment. So it is in
+    this module, which imports nothing, and does not raise, which would break `import torch`: the
+    log says what goes wrong. A backend of that name that someone else has registered stays.
+    """
+    try:
+        from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+        known = c10d.Backend._plugins.get("PHALANX")
+        if known is None:
+            c10d.Backend.register_backend(
+                "phalanx", _create_torch_group, extended_api=True, devices=["cpu"]
+            )
+        elif known.creator_fn is not _create_torch_group:
+            raise RuntimeError(f"another backend has the name 'phalanx': {known.creator_fn}")
+        if os.environ.get("PHALANX_INSTEAD_OF_GLOO", "") == "1":
+            from phalanx.torch_backend.instead_of_gloo import take_place  # noqa: PLC0415
+
+            take_place(c10d, "phalanx")
+    except Exception:
+        import logging  # noqa: PLC0415
+
+        logging.getLogger("phalanx").warning(
+            "torch does not take the backend 'phalanx'", exc_info=True
+        )
+
+
+def _create_torch_group(options: Any, backend_options: object = None) -> Any:
+    """Make a process group, as torch asks for one."""
+    from phalanx.torch_backend.process_group import create_group  # noqa: PLC0415
+
+    return create_group(options)

@@ -77,6 +77,23 @@ def test_a_group_has_the_timeout_that_it_is_given() -> None:
     assert run(act) == [[7.0, 9.0, 20.0]] * 2
 
 
+def test_the_backend_in_a_group_has_the_calls_of_the_group() -> None:
+    """From torch 2.14 on a group contains backends; before, Phalanx's was its own."""
+
+    def act(rank: int) -> tuple[str, list[float], list[str], float]:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        tensor = torch.ones(2)
+        backend.allreduce([tensor]).wait()
+        names = [name for name in dir(backend) if name.startswith("supports_")]
+        supported = [name for name in names if getattr(backend, name) is not False]
+        kind = type(backend).__name__
+        return kind, tensor.tolist(), supported, backend.options._timeout.total_seconds()
+
+    contained = process_group.VERSION >= process_group.CONTAINS_BACKENDS
+    kind = "PhalanxBackend" if contained else "PhalanxProcessGroup"
+    assert run(act) == [(kind, [2.0, 2.0], ["supports_tensor_alloc"], 20.0)] * 2
+
+
 def test_gloo_beside_it_stays_gloo_and_it_meets_through_the_store_beside_gloo() -> None:
     def act(rank: int) -> tuple[str, float]:
         gloo = dist.new_group([0, 1], backend="gloo")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION
 
 SOURCE = Path(phalanx.__file__).parent.parent
 PROJECT = SOURCE.parent / "pyproject.toml"
@@ -68,14 +69,25 @@ import sys, time
 import torch
 ours = sorted(name for name in sys.modules if name.split(".")[0] == "phalanx")
 print(ours, "msgspec" in sys.modules)
-from phalanx.torch_backend import create, register
+from phalanx.torch_backend import register
+first = torch.distributed.Backend._plugins["PHALANX"]
 register(); register()
-print(torch.distributed.Backend._plugins["PHALANX"].creator_fn is create)
+print(torch.distributed.Backend._plugins["PHALANX"] is first)
 print(torch.distributed.Backend.backend_capability["phalanx"])
 """,
         installed,
     )
-    assert said == "['phalanx', 'phalanx.torch_backend'] False\nTrue\n['cpu']\n"
+    assert said == "['phalanx'] False\nTrue\n['cpu']\n"
+
+
+@pytest.mark.skipif(VERSION < CONTAINS_BACKENDS, reason="torch looks no backend up by its name")
+def test_torch_finds_it_by_its_name_where_it_calls_no_extensions(installed: Path) -> None:
+    said = program(
+        "import sys, torch; print('phalanx' in sys.modules)" + WORLD.format(backend='"phalanx"'),
+        installed,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert said == "False\nphalanx [1.0, 1.0]\n"
 
 
 def test_it_never_breaks_the_import_of_torch(installed: Path) -> None:

@@ -90,8 +90,17 @@ class Calls:
 
     supports_splitting = False
     supports_coalescing = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
     supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_abort_hooks = False
+    supports_completion_hooks = False
+
+    @property
+    def options(self) -> Any:
+        """How it was made: the name, and how long a call waits at most."""
+        return TorchBackend.Options(NAME, timedelta(seconds=self.backend.timeout))
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
         """Whether `allocate_tensor` gives memory on the device."""
