@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import threading
@@ -24,6 +25,10 @@ from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.rendezvous import meet
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group",
+)
 def test_a_group_keeps_the_order_that_it_is_given() -> None:
     def act(rank: int) -> tuple[int, list[float]]:
         group = dist.new_group([2, 0, 1], sort_ranks=False)
@@ -223,10 +228,11 @@ def test_ranks_that_call_different_things_are_told_both_lines() -> None:
 
 def test_errors_are_torch_s_too_and_survive_pickling() -> None:
     def act(rank: int) -> Exception | None:
+        group = dist.new_group(timeout=timedelta(seconds=0.2))
         if rank == 1:
             return None
         with pytest.raises(dist.DistBackendError, match=" timeout ") as caught:
-            dist.barrier(timeout=timedelta(seconds=0.2))
+            dist.barrier(group)
         return caught.value
 
     error = run(act)[0]
@@ -326,7 +332,7 @@ def test_monitored_barrier_of_the_group_names_all_that_are_late() -> None:
             dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
         return str(caught.value)
 
-    assert "ranks 1, 2 did not come" in run(act, 3)[0]
+    assert "Ranks 1, 2 failed to pass monitoredBarrier" in run(act, 3)[0]
 
 
 def test_monitored_barrier_with_a_timeout_of_0_does_not_wait_for_that_of_the_group() -> None:
@@ -337,4 +343,4 @@ def test_monitored_barrier_with_a_timeout_of_0_does_not_wait_for_that_of_the_gro
             dist.group.WORLD.monitored_barrier(timedelta(0))
         return str(caught.value)
 
-    assert "Rank 0 timed out in monitoredBarrier after 1e-06 s: rank 1 did" in run(act)[0]
+    assert "Rank 0 timed out in monitoredBarrier after 1e-06 s: Rank 1 failed" in run(act)[0]

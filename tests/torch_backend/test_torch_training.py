@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import run
 
 from phalanx import FSDP, TorchBackend
+from phalanx.torch_backend.process_group import VERSION
 
 WIDTH, STEPS, BATCH = 16, 3, 12
 Batches = list[tuple[Tensor, Tensor]]
@@ -257,6 +258,7 @@ def test_fsdp1() -> None:
         same(state, plain())
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch 2.9's own use
 def test_full_state_from_rank_0_and_checkpoints(tmp_path: Path) -> None:
     def act(rank: int) -> bool:
         model = shard(layers())
@@ -315,6 +317,7 @@ def test_phalanx_fsdp_on_a_torch_group_on_phalanx() -> None:
         same(state, plain())
 
 
+@pytest.mark.skipif(VERSION == (2, 9), reason="its stages send 8 bytes, and receive 4")
 def test_pipeline_1f1b() -> None:
     def act(rank: int) -> list[Tensor]:
         model = layers()

@@ -254,6 +254,7 @@ class Calls:
 
         With `wait_all_ranks` all of them. Every rank sends rank 0 an empty message, and rank 0
         answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's does.
+        The errors have the words of Gloo's, for which torch's tests look.
         """
         backend, nothing = self.backend, torch.empty(0)
         if timeout is not None and timeout >= UNSET:
@@ -263,8 +264,15 @@ class Calls:
         late: list[int] = []
         try:
             if backend.rank:
-                backend.send(nothing, 0, tag=MAX_TAG, timeout=seconds)
-                backend.recv(nothing, 0, tag=MAX_TAG, timeout=seconds)
+                try:
+                    backend.send(nothing, 0, tag=MAX_TAG, timeout=seconds)
+                    backend.recv(nothing, 0, tag=MAX_TAG, timeout=seconds)
+                except CollectiveTimeoutError as error:
+                    error.message = (
+                        f"Rank {backend.rank} successfully reached monitoredBarrier, but received "
+                        f"errors while waiting for send/recv from rank 0: {error.message}"
+                    )
+                    raise
                 return
             others = range(1, backend.world_size)
             works = [
@@ -278,9 +286,10 @@ class Calls:
                     if not wait_all_ranks:
                         break
             if late:
+                names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
                 raise CollectiveTimeoutError(
-                    f"Rank 0 timed out in monitoredBarrier after {seconds:g} s: "
-                    f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come",
+                    f"Rank 0 timed out in monitoredBarrier after {seconds:g} s: {names} failed to "
+                    "pass monitoredBarrier",
                     rank=0,
                     peer=late[0],
                     op="monitored_barrier",
