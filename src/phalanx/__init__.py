@@ -288,6 +288,6 @@ def _register_with_torch() -> None:
 
 def _create_torch_group(options: Any, backend_options: object = None) -> Any:
     """Make a process group, as torch asks for one."""
-    from phalanx.torch_backend.process_group import create_group  # noqa: PLC0415
+    from phalanx.torch_backend.creation import create_group  # noqa: PLC0415
 
     return create_group(options)

@@ -26,7 +26,7 @@ PATIENCE = 300.0  # seconds for a rank to report, and to end
 PRELOADED = [
     "pytest",
     "torch.distributed.fsdp",
-    "phalanx.torch_backend.process_group",
+    "phalanx.torch_backend.creation",
     "phalanx.backends",
 ]
 DONE = "done"  # what a rank says last

@@ -20,7 +20,7 @@ from worlds import run, world_of_each_thread
 import phalanx
 import phalanx.torch_backend
 from phalanx import CollectiveTimeoutError, DesyncError, DistributedError, MisuseError
-from phalanx.torch_backend import process_group
+from phalanx.torch_backend import creation, process_group
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.rendezvous import meet
 
@@ -205,10 +205,10 @@ def test_a_store_that_is_gone() -> None:
 
 
 def test_a_version_of_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "VERSION", (2, 8))
+    monkeypatch.setattr(creation, "VERSION", (2, 8))
     monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
     with pytest.raises(phalanx.BackendUnavailableError, match=r"2.9 or newer, and this is 2\.8\.1"):
-        process_group.check_version()
+        creation.check_version()
 
 
 def test_ranks_that_call_different_things_are_told_both_lines() -> None:

@@ -1,6 +1,5 @@
 """`PhalanxProcessGroup`: a process group of torch's over a backend of ours.
 
-create_group           makes one, as torch asks for it
 PhalanxProcessGroup    what torch's callers have
 PhalanxBackend         what is in it, from torch 2.14 on
 Calls                  the calls of both
@@ -18,17 +17,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch.distributed import ProcessGroup
 from torch.distributed import ReduceOp as TorchReduceOp
-from torch.distributed import distributed_c10d as c10d
 
-from phalanx.core.backend import MAX_TAG, Backend, SubBackend
+from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
 from phalanx.core.work import Work
-from phalanx.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    DistributedError,
-    UnsupportedOperationError,
-)
+from phalanx.errors import CollectiveTimeoutError, DistributedError, UnsupportedOperationError
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.operations import (
     OLD_NAMES,
@@ -37,13 +30,11 @@ from phalanx.torch_backend.operations import (
     Operation,
     Settings,
 )
-from phalanx.torch_backend.rendezvous import meet
 from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-OLDEST = (2, 9)
 CONTAINS_BACKENDS = (2, 14)  # the version from which on a group consists of backends
 autograd: Any = torch.autograd
 _profiled: Callable[[], bool] = autograd._profiler_enabled
@@ -378,39 +369,3 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
     def get_group_store(self) -> Any:
         """The store through which the ranks have met."""
         return self._store
-
-
-def create_group(options: Any) -> PhalanxProcessGroup:
-    """Make this rank's process group, of the options that torch gives to a backend.
-
-    A group of some ranks of a default group that is ours has its connections, and nothing is sent.
-    Any other one meets through the store that it is given, and blocks until all ranks have come.
-    """
-    try:
-        check_version()
-        timeout = options.timeout.total_seconds()
-        backend = _of_default_group(list(options.global_ranks_in_group), timeout)
-        if backend is None:
-            backend = meet(options.store, options.group_rank, options.group_size, timeout)
-    except DistributedError as error:
-        raise as_torch(error) from None
-    return PhalanxProcessGroup(backend, options.store)
-
-
-def _of_default_group(ranks: list[int], timeout: float) -> Backend | None:
-    """Some ranks of the default group, in that order, if that is ours."""
-    if not ranks or not c10d.is_initialized():
-        return None
-    default = c10d._get_default_group()
-    if not isinstance(default, PhalanxProcessGroup):
-        return None
-    return SubBackend(default.backend, ranks, in_order=True, timeout=timeout)
-
-
-def check_version() -> None:
-    """Raise `BackendUnavailableError` for a version of torch that is too old."""
-    if VERSION < OLDEST:
-        raise BackendUnavailableError(
-            f"the backend 'phalanx' of torch.distributed needs torch 2.9 or newer, and this is "
-            f"{torch.__version__}; phalanx.init() runs with it, and needs no process group"
-        )
