@@ -74,7 +74,7 @@ def test_no_rank_passes_an_epoch_before_all_have_arrived_and_then_sees_what_all_
             came = [other is not None and other.words[FLAG] > done[rank] for other in controls]
             assert epoch.diverged() is None
             assert epoch.waits_for() == [r for r in range(size) if not came[r]]
-            assert epoch.ready(spin=True) == all(came)
+            assert epoch.ready(spin=1.0) == all(came)
             if all(came):
                 assert sees(control, done[rank])
                 epochs[rank] = None
@@ -94,7 +94,7 @@ def test_threads_that_run_freely_see_what_was_shown() -> None:
                 epoch = ShmEpoch(control, first=True)
                 show(control, number)
                 epoch.begin(asked(number))
-                while not epoch.ready(spin=True):
+                while not epoch.ready(spin=1.0):
                     pass
                 if not sees(control, number):
                     wrong.append(f"#{number}")
@@ -120,13 +120,13 @@ def test_a_rank_with_another_rolling_hash_is_found_by_all_in_whatever_order_they
                 epochs = [ShmEpoch(control, first=True) for control in controls]
                 for epoch in epochs:
                     epoch.begin(asked(number))
-                assert all(epoch.ready(spin=True) for epoch in epochs)
+                assert all(epoch.ready(spin=1.0) for epoch in epochs)
             epochs = [ShmEpoch(control, first=True) for control in controls]
             order = random.sample(range(size), size)
             for rank in order:
                 epochs[rank].begin(asked(1000 if rank == odd else before))
             for rank, epoch in enumerate(epochs):
-                assert not epoch.ready(spin=True)
+                assert not epoch.ready(spin=1.0)
                 assert epoch.waits_for() == []
                 assert (epoch.diverged() == odd) if rank != odd else (epoch.diverged() != odd)
                 assert epoch.diverged() is not None
@@ -139,12 +139,12 @@ def test_a_rank_that_is_an_epoch_ahead_has_not_diverged() -> None:
         epochs = ShmEpoch(first, first=True), ShmEpoch(second, first=True)
         for epoch in epochs:
             epoch.begin(asked(1))
-        assert epochs[0].ready(spin=True)
+        assert epochs[0].ready(spin=1.0)
         ahead = ShmEpoch(first, first=True, shown=Descriptors((1, 2), (3, 4)))
         ahead.begin(asked(2))
         assert epochs[1].diverged() is None
-        assert epochs[1].ready(spin=True)
-        assert not ahead.ready(spin=True)
+        assert epochs[1].ready(spin=1.0)
+        assert not ahead.ready(spin=1.0)
         assert ahead.diverged() is None
 
 
@@ -153,7 +153,7 @@ def test_an_epoch_inside_a_collective_compares_no_rolling_hash() -> None:
         epochs = [ShmEpoch(control) for control in controls_of(domain)]
         epochs[0].begin(asked(1))
         epochs[1].begin(asked(2))
-        assert all(epoch.ready(spin=True) and epoch.diverged() is None for epoch in epochs)
+        assert all(epoch.ready(spin=1.0) and epoch.diverged() is None for epoch in epochs)
 
 
 def test_what_is_shown_is_found_where_it_lies() -> None:
@@ -168,7 +168,7 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             ShmEpoch(control, first=True, shown=Descriptors(where, where)).begin(asked(1))
             assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for control, peer in ((controls[0], 1), (controls[1], 0)):
-            assert FlagWait(control, 1).ready(spin=True)
+            assert FlagWait(control, 1).ready(spin=1.0)
             slot = control.slot(peer)
             assert slot.shown(control.turn)
             given, result = slot.address(GIVEN[control.turn]), slot.address(RESULT[control.turn])
@@ -234,7 +234,7 @@ def test_a_group_that_only_some_have_made_is_given_back_when_these_have_closed_i
         late = ShmEpoch(make_control(domain, 1, ident=1), first=True)
         late.begin(asked(1))
         assert late.waits_for() == [0]
-        assert not late.ready(spin=True)
+        assert not late.ready(spin=1.0)
 
 
 def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_there_are() -> None:
@@ -249,6 +249,6 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
         for control in last:
             ShmEpoch(control, first=True).begin(asked(1))
         domain[0].arena.close()  # as when its process ends
-        assert FlagWait(last[1], 1).ready(spin=True)
+        assert FlagWait(last[1], 1).ready(spin=1.0)
         assert last[1].slot(0).slot(1, 1, torch.int64).item() == 42
         assert last[1].slot(0).stage_address

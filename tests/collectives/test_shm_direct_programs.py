@@ -21,6 +21,8 @@ import phalanx
 from phalanx import Backend, ReduceOp
 from phalanx.collectives import shm_direct
 from phalanx.collectives.shm_direct import SHM_DIRECT
+from phalanx.core.backend import BRIEF
+from phalanx.core.backend import LONG as LONGEST
 from phalanx.transport.shm.control import ShmEpoch
 
 PIECE, SMALL = 1 << 10, 256
@@ -98,12 +100,12 @@ def test_many_collectives_of_several_threads_and_groups_are_right(
 ) -> None:
     plain_ready, random = ShmEpoch.ready, Random(size)
 
-    def ready(epoch: ShmEpoch, *, spin: bool = False) -> bool:
+    def ready(epoch: ShmEpoch, *, spin: float = 0.0) -> bool:
         if not spin:
             return plain_ready(epoch)
         if random.random() >= at_once:
             return False
-        return any(plain_ready(epoch, spin=True) for _ in range(20))
+        return any(plain_ready(epoch, spin=1.0) for _ in range(20))
 
     monkeypatch.setattr(ShmEpoch, "ready", ready)
 
@@ -132,3 +134,32 @@ def test_many_collectives_of_several_threads_and_groups_are_right(
             raise failures[0]
 
     SharedMemory().run(run, size)
+
+
+def test_an_asynchronous_call_spins_once_and_briefly_and_a_blocking_one_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain_ready, spins = ShmEpoch.ready, threading.local()
+
+    def ready(epoch: ShmEpoch, *, spin: float = 0.0) -> bool:
+        if getattr(spins, "of", None) is None:  # or another thread does it
+            return plain_ready(epoch, spin=spin)
+        spins.of.append(spin)
+        return spin > 0 and any(plain_ready(epoch, spin=spin) for _ in range(1_000_000))
+
+    def run(backend: Backend) -> None:
+        large = torch.ones(2 * PIECE)  # staged, so it takes several epochs
+        spins.of = blocking = []
+        phalanx.all_reduce_(large, backend)
+        assert set(blocking) == {LONGEST}
+        assert len(blocking) > 1
+        for tensor, expected in ((torch.ones(1), [BRIEF]), (large, [BRIEF, 0.0])):
+            spins.of = asynchronous = []
+            work = phalanx.async_all_reduce_(tensor, backend)
+            assert asynchronous[:2] == expected
+            assert not any(asynchronous[1:])
+            spins.of = None
+            work.wait()
+
+    monkeypatch.setattr(ShmEpoch, "ready", ready)
+    SharedMemory().run(run, 2)

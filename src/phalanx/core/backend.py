@@ -54,6 +54,10 @@ DEFAULT_TIMEOUT = 60.0
 MAX_TAG = 2**31 - 1
 PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
 
+# Seconds that a call spins at most: a blocking one for each step, an asynchronous one for its first
+# step, since small collectives take less than it takes to come back to them.
+LONG, BRIEF = 1.0, 20e-6
+
 
 class Backend:
     """One rank's view of one group of ranks, and the ways to move bytes between them.
@@ -314,22 +318,18 @@ class Backend:
         Every rank of the group issues its own part, in the same order. `fingerprint` has to be
         equal on all of them. With `background` it moves on while nobody waits for it.
         """
-        seconds = self.timeout if timeout is None else check_timeout(timeout)
-        group, engine, site = self.group, self.engine, call_site()
-        with engine.lock:
-            now, before = engine.now(), group.checker.issued
-            try:
-                call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
-                channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
-                work = Work(group, call, channel, program, buffers, combine=combine, result=result)
-                group.issue(work)
-            except BaseException as error:
-                group.interrupted(error, before)
-                raise
-        if background and not work.over:
+        begun = self._begin(
+            name, program, buffers, combine, signature, fingerprint, timeout, result
+        )
+        if isinstance(begun, Call):
+            channel = Channel(self.group.id, Kind.COLLECTIVE, begun.sequence)
+            work: Work[T] = Work(self.group, begun, channel, (), result=result)
+            work.over = True
+            return work
+        if background and not begun.over:
             patience = 0.0 if self.spares_a_processor else PATIENCE
-            engine.transport.background(work, patience=patience)
-        return work
+            self.engine.transport.background(begun, patience=patience)
+        return begun
 
     def run(
         self,
@@ -341,7 +341,27 @@ class Backend:
         fingerprint: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """`issue` a collective, and block until it is done.
+        """`issue` a collective, and block until it is done."""
+        begun: Work[None] | Call = self._begin(
+            name, program, buffers, combine, signature, fingerprint, timeout, blocking=True
+        )
+        if isinstance(begun, Work):
+            begun.wait()
+
+    def _begin(
+        self,
+        name: str,
+        program: Iterable[Program],
+        buffers: Sequence[memoryview],
+        combine: Combine | None,
+        signature: str,
+        fingerprint: int,
+        timeout: float | None,
+        result: Callable[[], T] | None = None,
+        *,
+        blocking: bool = False,
+    ) -> Work[T] | Call:
+        """Begin a collective: a work, or the call alone if it is done already.
 
         Where nothing is in the way, this thread does the steps itself, as long as each is complete
         at once or soon: then nothing is queued, and nobody has to be woken up. The first step that
@@ -355,6 +375,7 @@ class Backend:
             steps: Iterator[Program] = iter(program)
             step: Program | None = None
             is_free = group.is_free()
+            spin = LONG if blocking else BRIEF
             try:
                 call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
                 if is_free:
@@ -363,25 +384,27 @@ class Backend:
                             if isinstance(step, Round):
                                 break
                             step.begin(call)
-                            if not step.ready(spin=True):
+                            if not step.ready(spin=spin):
                                 break
+                            if not blocking:
+                                spin = 0.0
                         else:
                             group.finished = call.sequence + 1
                             call.ended = engine.now()
                             engine.history.calls.append(call)
-                            return
+                            return call
                         assert step is not None
                         steps = chain((step,), steps)
                     except BaseException as error:
                         steps = _raising(error)
                 channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
-                work: Work[None] = Work(group, call, channel, steps, buffers, combine=combine)
+                work = Work(group, call, channel, steps, buffers, combine=combine, result=result)
                 work.step = None if isinstance(step, Round) else step  # it has begun
                 group.issue(work)
             except BaseException as error:
                 group.interrupted(error, before, step)
                 raise
-        work.wait()
+        return work
 
     def barrier(self, *, label: str = "", timeout: float | None = None) -> None:
         """Wait until every rank of the group has called this, with the same label.

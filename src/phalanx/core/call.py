@@ -31,7 +31,7 @@ def call_site() -> CallSite:
 
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)  # the two innermost are of `Backend`
     while frame is not None:
         if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
             return CallSite(frame.f_code.co_filename, frame.f_lineno)

@@ -124,7 +124,7 @@ class Copied(Step):
         """Nothing: they were queued before."""
 
     @override
-    def ready(self, *, spin: bool = False) -> bool:
+    def ready(self, *, spin: float = 0.0) -> bool:
         return self._event.query()
 
     @override

@@ -67,8 +67,8 @@ class Step(ABC):
         """Do this rank's part. Called again, it does nothing."""
 
     @abstractmethod
-    def ready(self, *, spin: bool = False) -> bool:
-        """Whether it is complete. With `spin` it may wait for that, a bounded time."""
+    def ready(self, *, spin: float = 0.0) -> bool:
+        """Whether it is complete. It may wait for that, `spin` seconds at most."""
 
     def block(self, seconds: float) -> bool:
         """Wait for it for about `seconds` at most, with the lock released. Lock held.

@@ -266,14 +266,14 @@ class NativeStep(Step):
             self._group.start(self, call.timeout)
 
     @override
-    def ready(self, *, spin: bool = False) -> bool:
+    def ready(self, *, spin: float = 0.0) -> bool:
         handle = self.handle
         if handle is not None and not self._busy and not self._over and self._problem is None:
             try:
                 # On a device it is done when its result is ordered on the caller's stream.
                 if handle.on_stream:
                     self._over = handle.wait(0.0)
-                elif spin:
+                elif spin >= SOON:
                     now = self._group.natives.engine.now
                     began = now()
                     self._over = handle.wait(min(SOON, self._call.timeout))

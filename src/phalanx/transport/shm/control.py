@@ -221,8 +221,11 @@ class ControlBlock:
 
     # Epoch --------------------------------------------------------------------------------
 
-    def spin(self, value: int, places: Places) -> bool:
-        """Spin a short while until these have arrived at an epoch; False if they have not."""
+    def spin(self, value: int, places: Places, seconds: float = PATIENCE) -> bool:
+        """Spin a short while until these have arrived at an epoch; False if they have not.
+
+        For so many seconds at most; for less where it does not pay.
+        """
         flags = self._flags.get(places)
         if flags is None:
             flags = self._find(places)
@@ -234,7 +237,7 @@ class ControlBlock:
                     if words[FLAG] >= value:
                         break
                 else:
-                    until = perf_counter() + self._patience
+                    until = perf_counter() + min(self._patience, seconds)
                     while words[FLAG] < value:
                         if perf_counter() > until:
                             return False
@@ -411,9 +414,9 @@ class FlagWait(Step):
         """Nothing: it only waits."""
 
     @override
-    def ready(self, *, spin: bool = False) -> bool:
+    def ready(self, *, spin: float = 0.0) -> bool:
         control, value = self.control, self.value
-        if not (control.spin(value, self.places) if spin else not self.waits_for()):
+        if not (control.spin(value, self.places, spin) if spin else not self.waits_for()):
             return False
         if self.places is None and value > control.met:
             control.met = value
@@ -502,12 +505,12 @@ class ShmEpoch(FlagWait):
                 other.wake()
 
     @override
-    def ready(self, *, spin: bool = False) -> bool:
+    def ready(self, *, spin: float = 0.0) -> bool:
         """Whether they have arrived; if asked to spin, with the same rolling hash, too."""
         control, value = self.control, self.value
         if not spin:
             return super().ready()
-        if not control.spin(value, self.places):
+        if not control.spin(value, self.places, spin):
             return False
         if self.places is None:
             control.met = value
