@@ -248,7 +248,7 @@ def figures(lines: Sequence[ResultLine], spent: Spent) -> Iterator[Figure]:
             count,
             {line.entry.peer: line.median for line in found},
             {line.entry.peer: mean(spent[line.entry.peer, operation, count]) for line in found},
-            sum(line.wrong for line in found),
+            sum(line.wrong or 0 for line in found),
         )
 
 

@@ -12,6 +12,8 @@ from clusters import Cluster, SharedMemory
 
 import phalanx
 from phalanx import Backend
+from phalanx.core import backend as backend_module
+from phalanx.core.work import Work
 from phalanx.transport.tcp.transport import TcpTransport
 
 SELDOM = 6.0  # seconds between looks that are not asked for
@@ -82,3 +84,24 @@ def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(
         return slowest
 
     assert max(SharedMemory().run(run, 2)) < SELDOM / 2
+
+
+def test_a_young_work_is_moved_by_who_waits_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background thread is woken when it is issued, and looks at nobody's steps."""
+    monkeypatch.setattr(backend_module, "PATIENCE", 1e6)
+    monkeypatch.setattr(Backend, "spares_a_processor", False)
+    movers: set[str] = set()
+    advance = Work.advance
+
+    def seen(work: Work[object]) -> None:
+        movers.add(threading.current_thread().name)
+        advance(work)
+
+    def run(backend: Backend) -> str:
+        monkeypatch.setattr(Work, "advance", seen)
+        for _ in range(200):
+            phalanx.async_all_reduce(torch.ones(1 << 16), backend).wait()
+        return threading.current_thread().name
+
+    assert movers <= set(SharedMemory().run(run, 2))
+    assert movers

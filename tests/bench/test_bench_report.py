@@ -129,6 +129,14 @@ def test_wrong_results_are_shouted() -> None:
     assert row_of(made, "gloo")[-1] == "3"
 
 
+def test_results_that_mean_nothing_are_neither_right_nor_wrong() -> None:
+    made = report(line(COPY, 10, wrong=None), line(GLOO, 20))
+    assert made.wrong == []
+    assert row_of(made, "copy")[-1] == ""
+    said = list(notes(made))
+    assert said[-1].endswith("every result is right but that of copy, which has none")
+
+
 def test_a_busy_machine_is_mentioned() -> None:
     made = report(line(TCP, 10))
     assert not any("processes were running" in note for note in notes(made))

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
-from phalanx.tools.bench.peers import PEERS
+from phalanx.tools.bench.peers import MACHINE, PEERS
 from phalanx.tools.bench.request import (
     make_request,
     parse_ranks,
@@ -61,7 +61,7 @@ def test_p2p_is_a_ping_pong_and_a_stream() -> None:
 
 def test_the_machine_is_measured_unless_that_is_not_wanted() -> None:
     request = make_request(["all_reduce"], backends="gloo,tcp,gloo", sizes="8")
-    assert request.backends == ("gloo", "tcp", "socket", "copy", "alone", "alone+copies")
+    assert request.backends == ("gloo", "tcp", *MACHINE)
     request = make_request(["all_reduce"], backends="gloo", sizes="8", machine=False)
     assert request.backends == ("gloo",)
 

@@ -26,7 +26,7 @@ from phalanx.tools.bench.start import run_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
-REQUESTED = "shm,tcp,phalanx-gloo,phalanx-mpi,gloo,mpi"
+REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo,mpi"
 
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
 def test_training_steps_and_the_algorithms_by_name() -> None:
     request = make_request(
         ["ddp", "fsdp", "all_reduce"],
-        backends="tcp,gloo",
+        backends="tcp,stock,stock+group-memory,gloo",
         sizes="64",
         rounds=1,
         seconds=1e-6,
@@ -78,10 +78,13 @@ def test_training_steps_and_the_algorithms_by_name() -> None:
     )
     messages = list(run_ranks(request, 2))
     lines = [message for message in messages if isinstance(message, ResultLine)]
-    assert all(line.wrong == 0 for line in lines)
-    for operation, more in (("ddp", {"alone+copies"}), ("fsdp", set())):
+    unchecked = {line.entry.peer for line in lines if line.wrong is None}
+    assert unchecked == {"alone+fully_shard"}
+    assert not any(line.wrong for line in lines)
+    only_of = {"ddp": {"alone+copies"}, "fsdp": {"stock+group-memory", "alone+fully_shard"}}
+    for operation, more in only_of.items():
         steps = {str(line.entry) for line in lines if line.operation == operation}
-        assert steps == {"tcp", "gloo", "alone"} | more
+        assert steps == {"tcp", "stock", "gloo", "alone"} | more
     sums = {line.entry.algorithm for line in lines if line.entry.peer == "tcp"}
     assert {"auto", "ring", "direct", "tree"} <= sums
     report = BenchReport(request=request, ranks=[2], machine={})

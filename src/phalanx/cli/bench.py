@@ -8,8 +8,10 @@ and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K
 
 Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
 their time with that of the same step alone, without communication: the median of the rounds'
-ratios. The peak of memory of fsdp is measured in fresh processes for each library (Linux): as
-it is, and with all freed memory given back, which the C library else keeps.
+ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx; without any
+communication `fully_shard` is `alone+fully_shard`. The peak of memory of fsdp is measured in
+fresh processes for each library (Linux): as it is, and with all freed memory given back, which
+the C library else keeps.
 
 A library that is not installed is left out, and the reason is given. Ranks are processes of
 this host, with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under
@@ -59,7 +61,8 @@ Backends = Annotated[
     str,
     typer.Option(
         help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
-        "(Phalanx over those), gloo, nccl, mpi (those libraries themselves)."
+        "(Phalanx over those), stock (torch.distributed over Phalanx), stock+group-memory (its "
+        "fsdp in the group's memory), gloo, nccl, mpi (those libraries themselves)."
     ),
 ]
 Sizes = Annotated[
@@ -77,7 +80,7 @@ Algorithms = Annotated[
     typer.Option(help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."),
 ]
 Machine = Annotated[
-    bool, typer.Option(help="Also time a plain socket pair (one way) and a memory copy.")
+    bool, typer.Option(help="Also time a plain socket pair (one way), a memory copy, a step alone.")
 ]
 Width = Annotated[
     int,
@@ -125,7 +128,7 @@ def bench_command(
     context: typer.Context,
     *,
     operations: Operations = None,
-    backends: Backends = "shm,tcp,gloo,mpi",
+    backends: Backends = "shm,tcp,stock,stock+group-memory,gloo,mpi",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
     sizes: Sizes = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,

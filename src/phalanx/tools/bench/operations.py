@@ -241,6 +241,7 @@ class PreparedCall:
     load         takes over `source`, where the library wants it in memory of its own. Not timed
     store        brings the result to `out`. Not timed
     count_wrong  how many elements are wrong after so many calls, besides those of `out`. Not timed
+    is_checked   whether its results mean anything
 
     Found by `time_rounds`:
 
@@ -261,6 +262,7 @@ class PreparedCall:
     load: Callable[[], object] = lambda: None
     store: Callable[[], object] = lambda: None
     count_wrong: Callable[[int], int] = lambda calls: 0
+    is_checked: bool = True
     filled: bool = False
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -275,13 +277,13 @@ class PreparedCall:
 # ------------------------------------------------------------------------------
 # A training step that can be repeated: what it trains, on which samples, and how it is checked.
 #
-#            layers              samples of a rank   ours           torch's, over Gloo
+#            layers              samples of a rank   ours           torch's, over Gloo and Phalanx
 #     ddp    6 of 1024 x 1024    32                  phalanx.DDP    DistributedDataParallel
 #     fsdp   4 of 2048 x 2048    16                  phalanx.FSDP   fully_shard (FSDP2)
 #
 # Linear layers with ReLU between them, float32, plain SGD. `alone` is the same step without any
 # communication, on all ranks at the same time; `alone+copies` has as many bytes copied in it as DDP
-# has to move in the memory of a host.
+# has to move in the memory of a host; `alone+fully_shard` is FSDP2 on torch's fake process group.
 
 _RATE = 0.5
 _TOLERANCE = 0.01

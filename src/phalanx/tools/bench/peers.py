@@ -1,7 +1,7 @@
 """Who is measured: the libraries, each as one rank sees it, and the table of them all.
 
     Phalanx              one of its own backends, by the names that `phalanx.init` knows
-    TorchDistributed     Gloo or NCCL, as torch.distributed offers them
+    TorchDistributed     torch.distributed over Gloo, NCCL, or Phalanx
     Mpi                  the MPI library itself, by way of mpi4py's calls on plain memory
     Socket, Copy, Alone  what this machine can do by itself
 
@@ -280,8 +280,22 @@ def lacks_nccl() -> str:
     return "" if torch.cuda.is_available() else "NCCL needs a CUDA device, and there is none"
 
 
+def lacks_stock() -> str:
+    """Why torch cannot run on Phalanx; empty if it can."""
+    here = dist.is_available() and dist.is_backend_available("phalanx")
+    return "" if here else "torch finds its backend `phalanx` where Phalanx is installed by pip"
+
+
+def lacks_fake() -> str:
+    """Why torch has no group without communication; empty if it has."""
+    with suppress(ImportError):
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        return ""
+    return "this torch has no fake process group"
+
+
 class TorchDistributed(Peer):
-    """torch's own collectives over "gloo" or "nccl".
+    """torch's own collectives over "gloo", "nccl" or "phalanx", and its training steps on CPUs.
 
     The first one makes torch's default group, which nobody else may have made. NCCL's memory is on
     a CUDA device, one a rank of this host, and its calls return before they are done.
@@ -302,13 +316,7 @@ class TorchDistributed(Peer):
                 )
             torch.cuda.set_device(local_rank)
             self.device = f"cuda:{local_rank}"
-        wait = timedelta(seconds=context.timeout)
-        if dist.is_initialized():
-            self._group: Any = dist.new_group(backend=name, timeout=wait)
-        else:
-            _make_default_group(name, context, wait)
-            self._group = dist.group.WORLD
-        group = self._group
+        group = self._group = _make_group(name, context)
         send, recv = partial(dist.send, group=group), partial(dist.recv, group=group)
         messages = partial(self.messages, send=send, recv=recv)
         self._functions: dict[str, Callable[..., object]] = {
@@ -356,11 +364,54 @@ class TorchDistributed(Peer):
 
     def close(self) -> None:
         """Leave the group; with the default group the others end, too."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        _leave_group(self._group)
 
 
-def _make_default_group(name: str, context: RankContext, wait: timedelta) -> None:
+class FullyShard(Peer):
+    """`fully_shard` over a group of torch's of that name.
+
+    With `group_memory` in memory of the group's, by torch's option for that. "fake" is torch's
+    group without communication: it brings nothing of other ranks, so no result is right or wrong.
+    """
+
+    def __init__(self, name: str, context: RankContext, *, group_memory: bool = False) -> None:
+        super().__init__(context)
+        self._name, self._context, self._group_memory = name, context, group_memory
+        self._group: Any = None
+        self.does = {"fsdp": self._fsdp}
+
+    def _fsdp(self, call: PreparedCall) -> Call:
+        if self._group is None:  # most benchmarks do not ask for it
+            self._group = _make_group(self._name, self._context)
+        once = self.step(call, self._wrap)
+        if self._name == "fake":
+            call.is_checked, call.count_wrong = False, lambda calls: 0
+        return once
+
+    def _wrap(self, module: nn.Module) -> TrainedModel:
+        trained = fully_sharded_by_torch(module, self._group, group_memory=self._group_memory)
+        if self._name != "fake":
+            return trained
+        parameters: Any = module.named_parameters()
+        shards = {name: value.detach().to_local() for name, value in parameters}
+
+        def restore(values: dict[str, Tensor]) -> None:
+            for name, shard in shards.items():
+                shard.copy_(values[name])
+
+        return trained._replace(whole=lambda: shards, restore=restore)
+
+    def close(self) -> None:
+        """Leave the group; with the default group the others end, too."""
+        if self._group is not None:
+            _leave_group(self._group)
+
+
+def _make_group(name: str, context: RankContext) -> Any:
+    """A process group of all ranks: torch's default group, if there is none yet."""
+    wait = timedelta(seconds=context.timeout)
+    if dist.is_initialized():
+        return dist.new_group(backend=name, timeout=wait)
     rank, size, store = context.backend.rank, context.backend.world_size, None
     if rank == 0:
         store = hold_store(context.master, 0, timeout=context.timeout)
@@ -368,13 +419,21 @@ def _make_default_group(name: str, context: RankContext, wait: timedelta) -> Non
     if store is None:
         store = connect_store(context.master, port, time.monotonic() + context.timeout)
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=wait)
+    return dist.group.WORLD
 
 
-def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
+def _leave_group(group: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def fully_sharded_by_torch(
+    module: nn.Module, group: Any, *, group_memory: bool = False
+) -> TrainedModel:
     """Torch's `fully_shard`, as its documentation recommends: on each layer, then on the whole."""
     # Half a second, which only this measurement should wait for.
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -382,6 +441,10 @@ def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
+    if group_memory:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_allocate_memory_from_process_group_for_comm(True)
 
     def shards() -> dict[str, Any]:
         return {name: value.detach() for name, value in module.named_parameters()}
@@ -589,6 +652,10 @@ PEERS: PeerTable = MappingProxyType(
         "tcp": _phalanx("tcp"),
         "phalanx-gloo": _phalanx("gloo"),
         "phalanx-mpi": _phalanx("mpi")._replace(lacks=lacks_mpi, needs_mpi=True),
+        "stock": PeerRow(partial(TorchDistributed, "phalanx"), lacks_stock, trains=True),
+        "stock+group-memory": PeerRow(
+            partial(FullyShard, "phalanx", group_memory=True), lacks_stock, trains=True
+        ),
         "gloo": PeerRow(partial(TorchDistributed, "gloo"), lacks_gloo, trains=True),
         "nccl": PeerRow(partial(TorchDistributed, "nccl"), lacks_nccl),
         "mpi": PeerRow(Mpi, lacks_mpi, needs_mpi=True),
@@ -596,9 +663,11 @@ PEERS: PeerTable = MappingProxyType(
         "copy": PeerRow(Copy),
         "alone": PeerRow(Alone, trains=True),
         "alone+copies": PeerRow(AloneWithCopies),
+        "alone+fully_shard": PeerRow(partial(FullyShard, "fake"), lacks_fake),
     }
 )
-"""`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they."""
+"""`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they.
+`stock` is torch.distributed over Phalanx."""
 
-MACHINE = ("socket", "copy", "alone", "alone+copies")
+MACHINE = ("socket", "copy", "alone", "alone+copies", "alone+fully_shard")
 """Those that are no library, but what the machine can do."""

@@ -197,7 +197,7 @@ def _sweep(
                 calls=call.calls,
                 seconds=call.seconds,
                 bus=call.operation.bus(ranks),
-                wrong=call.wrong,
+                wrong=call.wrong if call.is_checked else None,
             )
             tell(line)
 

@@ -194,7 +194,7 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
                 " - ".join(map(_us, figures["quartiles_us"])),
                 *(_ratio(figures[name], digits) if moved else "" for name in rates.values()),
                 "" if is_base or is_machine else _ratio(figures[f"times_{baseline}"]),
-                f"[bold red]{line.wrong}[/bold red]" if line.wrong else "0",
+                _wrong(line.wrong),
                 style="dim" if is_machine else "",
             )
     return table
@@ -202,6 +202,12 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
 
 def _ratio(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _wrong(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"[bold red]{count}[/bold red]" if count else "0"
 
 
 def _us(us: float) -> str:
@@ -275,8 +281,11 @@ def notes(report: BenchReport) -> Iterator[str]:
         yield f"WRONG: {line}: {line.wrong} elements were not what they had to be"
     if report.lines and not report.wrong:
         rounds = len(report.lines[0].seconds)
+        unchecked = [line.entry.peer for line in report.lines if line.wrong is None]
+        but = f" but that of {_join(unchecked)}, which has none" if unchecked else ""
         yield (
-            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is right"
+            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is "
+            f"right{but}"
         )
 
 

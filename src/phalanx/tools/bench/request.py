@@ -236,7 +236,8 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
              back to back, its median call
     bus      the factor of the bus bandwidth
-    wrong    elements, on all ranks and in all rounds, that were not what they had to be
+    wrong    elements, on all ranks and in all rounds, that were not what they had to be; None: its
+             results mean nothing
     """
 
     operation: str
@@ -246,7 +247,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     calls: int
     seconds: list[float]
     bus: float
-    wrong: int = 0
+    wrong: int | None = 0
 
     @property
     def median(self) -> float:

@@ -320,7 +320,8 @@ class TcpTransport(Transport):
         soon = self.expiry_check
         for work in list(self._background):
             soon = min(soon, max(0.0, work.attend()))
-        engine.run_ready()
+        if engine.ready:  # of what `attend` has ended; a look at steps would move young works
+            engine.run_ready()
         return soon
 
     @override
