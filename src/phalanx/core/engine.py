@@ -88,7 +88,9 @@ class Engine(Poster):
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
-        self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
+        self.watchdog = Watchdog(
+            rank, world_size, self._tell, self.matching.unexpected_bytes, self.history.last
+        )
         self.native: Callable[[GroupBase], Native | None] = _no_library
         self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
@@ -182,11 +184,11 @@ class Engine(Poster):
     def wait(self, until: Wait) -> None:
         """Block until that is over. Lock not held."""
         began = self.now()
-        self.watchdog.waits.append(until)
+        self.watchdog.waits.setdefault(until, began)
         try:
             self.transport.wait(until)
         finally:
-            self.watchdog.waits.remove(until)
+            self.watchdog.waits.pop(until, None)  # another thread may have waited for it, too
             if until.over and self.watchdog.queries:
                 self.watchdog.forget(until)
             until.group.was_blocked(self.now() - began)

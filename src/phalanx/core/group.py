@@ -269,6 +269,7 @@ class Group(GroupBase):
         head = self._queue[0] if work.is_collective and self._queue else work
         first = min(work, head, key=lambda each: each.deadline)
         due = min(due, self.engine.watchdog.check_deadline(first, now))
+        due = min(due, self.engine.watchdog.check_patience(work, now))
         if head.is_collective and not head.over:
             if now >= head.ask_at:
                 head.ask_at = now + self.engine.ask_every
