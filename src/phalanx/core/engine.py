@@ -52,6 +52,7 @@ class Engine(Poster):
     ready      works whose step is complete; shared likewise
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
+    process    which this rank is; a child that was forked is another one
     native     for each group, what another library carries out whole
     copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
@@ -81,6 +82,7 @@ class Engine(Poster):
         self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
         self.groups: dict[int, GroupBase] = {}
         self.closed = False
+        self.process = os.getpid()
         self.strict = os.environ.get("PHALANX_STRICT", "") == "1"
         self.left: set[int] = set()  # peers that have closed in good order
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
