@@ -64,6 +64,7 @@ class PhalanxProcessGroup(ProcessGroup):
         self._store = store
         self._name = self._description = ""
         self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
+        self._backward_failed = False  # whether a backward pass has
         self._together: list[ProcessGroupWork] | None = None
 
     def __repr__(self) -> str:
@@ -168,7 +169,11 @@ class PhalanxProcessGroup(ProcessGroup):
                 return self._begun(ProcessGroupWork(asked.tensors))
             work = asked.request.issue()
         except DistributedError as error:
-            raise as_torch(error) from None
+            failure = as_torch(error)
+            in_backward = torch._C._current_graph_task_id() != -1
+            if blocking or not in_backward or self._backward_failed:
+                raise failure from None
+            return ProcessGroupWork((), at_end=self._wait_at_end, error=failure)
         return self._begun(ProcessGroupWork(asked.tensors, work, self._wait_at_end))
 
     def _settings(
@@ -226,7 +231,8 @@ class PhalanxProcessGroup(ProcessGroup):
     def _end_of_backward(self) -> None:
         (_, works), self._backward = self._backward, (-1, [])
         for work in works:
-            work.settle()  # an error comes out of the future, or DDP would not finish this pass
+            work.settle()  # an error comes out of the future, or DDP would not finish this pass,
+            self._backward_failed |= not work.is_success()  # and refuse the next one
 
     # Messages -------------------------------------------------------------------------------
 
@@ -268,10 +274,10 @@ class PhalanxProcessGroup(ProcessGroup):
         answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's does.
         """
         backend, nothing = self.backend, torch.empty(0)
+        allowed = backend.timeout
         if timeout is not None and timeout >= UNSET:
-            seconds = max(timeout, timedelta.resolution).total_seconds()
-        else:
-            seconds = backend.timeout
+            allowed = timeout.total_seconds()
+        seconds = allowed or timedelta.resolution.total_seconds()
         late: list[int] = []
         try:
             if backend.rank:
@@ -291,12 +297,13 @@ class PhalanxProcessGroup(ProcessGroup):
                         break
             if late:
                 raise CollectiveTimeoutError(
-                    f"Rank 0 timed out in monitoredBarrier after {seconds:g} s: "
-                    f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come",
+                    f"Rank 0 timed out in monitoredBarrier after {allowed:g} s: Rank"
+                    f"{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} failed to pass "
+                    "monitoredBarrier",
                     rank=0,
                     peer=late[0],
                     op="monitored_barrier",
-                    seconds=seconds,
+                    seconds=allowed,
                 )
             for other in others:
                 backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)
