@@ -21,6 +21,8 @@
 #
 #   make stress    random programs on every backend, compared with a plain reference
 #   make blame     ranks killed, stopped, cut off: who is named, and how soon
+#   make torch-blame  the same under torch.distributed: in all_reduce, and while DDP and FSDP2 are in
+#                  their backward passes; and in the step after
 #   make bad-days  the launcher killed, interrupted and restarted
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
@@ -68,8 +70,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test test-torch-next lint docs format bench stress blame bad-days fuzz flood wide two-hosts links kill-saves mutants \
-	agreement device loss-against-bytes slow-link pipeline-bubble gate main-path clean
+.PHONY: demo test test-torch-next lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
+	two-hosts links kill-saves mutants agreement device loss-against-bytes slow-link pipeline-bubble gate main-path clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -105,6 +107,9 @@ stress: $(READY)
 
 blame: $(READY)
 	$(BIN)/python tests/scripts/blame.py $(ARGS)
+
+torch-blame: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torch_backend/torch_blame.py $(ARGS)
 
 bad-days: $(READY)
 	$(BIN)/python tests/scripts/launcher_bad_days.py $(ARGS)

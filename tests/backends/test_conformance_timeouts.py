@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from time import sleep
 
@@ -95,6 +96,34 @@ def test_a_timed_out_message_breaks_nothing(cluster: Cluster) -> None:
         return float(phalanx.all_reduce(torch.ones(1), backend))
 
     assert cluster.run(wait_in_vain, 2) == [2.0, 2.0]
+
+
+def test_a_long_wait_says_in_the_log_for_whom_and_goes_on(cluster: Cluster) -> None:
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if label in record.getMessage():  # other clusters run beside this one
+                texts.append(record.getMessage())
+                warned.set()
+
+    def come_late(backend: Backend) -> float:
+        if backend.rank == 0:
+            backend.engine.watchdog.warn_after = 0.05
+        elif not warned.wait(30):
+            return 0.0
+        return float(phalanx.all_reduce(torch.ones(1), backend, label=label, timeout=1800))
+
+    label = f"<{cluster}>"
+    texts: list[str] = []
+    warned, handler = threading.Event(), Handler()
+    log = logging.getLogger("phalanx")
+    log.addHandler(handler)
+    try:
+        assert cluster.run(come_late, 2) == [2.0, 2.0]
+    finally:
+        log.removeHandler(handler)
+    (text,) = texts
+    for part in ("rank 0: all_reduce #", "test_conformance_timeouts.py", "0.05 s for rank 1"):
+        assert part in text
 
 
 def test_a_collective_past_its_timeout_says_who_what_and_how_long(cluster: Cluster) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import SimulatedBackend
-from phalanx.core.watchdog import LONGEST_QUERY, chain_of_waits, query_lead_time
+from phalanx import MisuseError, SimulatedBackend
+from phalanx.core.posted import Wait
+from phalanx.core.watchdog import LONGEST_QUERY, chain_of_waits, query_lead_time, warn_after
 from phalanx.wire.control import Answer
 
 Answers = dict[int, Answer | None]
@@ -108,3 +111,97 @@ def test_what_was_asked_for_a_work_is_forgotten_when_it_is_over() -> None:
     second.send(b"x", 0)
     assert work.done()
     assert not watchdog.queries
+
+
+# PHALANX_WARN_AFTER ----------------------------------------------------------------------------
+
+
+def waiting_until(
+    backends: Sequence[SimulatedBackend], *times: float, then: Callable[[], object]
+) -> None:
+    """The first rank's next wait looks at these times of a clock of its own, and `then` ends it."""
+    engine = backends[0].engine
+    began = engine.now()
+
+    def wait(until: Wait) -> None:
+        with engine.lock:
+            for time in times:
+                engine.now = lambda time=time: began + time  # type: ignore[misc]
+                until.attend()
+            engine.now = lambda: began
+        then()
+        assert until.over
+
+    engine.now = lambda: began
+    engine.transport.wait = wait  # type: ignore[method-assign]
+
+
+def test_a_wait_of_30_s_says_in_the_log_whom_it_waits_for_and_where_that_rank_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second, third = backends = SimulatedBackend.create_group(3, timeout=1800)
+    third.send(b"x", 1, tag=1)
+    second.recv(bytearray(1), 2, tag=1)
+    second.irecv(bytearray(1), 2)
+
+    waiting_until(backends, 29.9, then=lambda: second.send(b"x", 0))
+    first.recv(bytearray(1), 1)
+    assert caplog.messages == []
+
+    waiting_until(backends, 29.9, 30.0, 50.0, then=lambda: second.send(b"x", 0))
+    first.recv(bytearray(1), 1)
+    (text,) = caplog.messages
+    for part in (
+        "rank 0: recv #1 at test_watchdog.py:",
+        " has waited 30 s for rank 1, which waits in recv #1 at test_watchdog.py:",
+        " for rank 2, which has made no matching call (its last is send #0 (tag 1) at test_watch",
+        "or is slower than PHALANX_WARN_AFTER allows; it goes on waiting",
+    ):
+        assert part in text
+
+
+def test_each_group_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = backends = SimulatedBackend.create_group(2, timeout=1800)
+    group, other = first.subgroup([0, 1]), second.subgroup([0, 1])
+    for _ in range(2):
+        for mine, peer in ((first, second), (group, other)):
+            waiting_until(backends, 30.0, then=lambda peer=peer: peer.send(b"x", 0))
+            mine.recv(bytearray(1), 1)
+    assert [" in the group of ranks [0, 1]" in text for text in caplog.messages] == [False, True]
+
+
+def test_no_warning_where_the_deadline_says_it_or_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = backends = SimulatedBackend.create_group(2, timeout=30)
+    waiting_until(backends, 29.99, then=lambda: second.send(b"x", 0))
+    first.recv(bytearray(1), 1)
+    work = first.irecv(bytearray(1), 1, timeout=1800)
+    began = first.engine.now()
+    first.engine.now = lambda: began + 100
+    assert not work.done()
+    assert caplog.messages == []
+
+
+def test_a_wait_for_any_of_several_warns_too(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = backends = SimulatedBackend.create_group(2, timeout=1800)
+    work = first.irecv(bytearray(1), 1)
+    waiting_until(backends, 30.0, then=lambda: second.send(b"x", 0))
+    first.wait_any([work])
+    (text,) = caplog.messages
+    assert text.startswith("rank 0: wait_any (recv #0 at ")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [(None, 30), ("", 30), ("2.5", 2.5), ("0", math.inf), ("off", math.inf), ("inf", math.inf)],
+)
+def test_what_the_variable_says(text: str | None, seconds: float) -> None:
+    assert warn_after({} if text is None else {"PHALANX_WARN_AFTER": text}) == seconds
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "soon", "1 s"])
+def test_what_the_variable_may_not_say(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_WARN_AFTER", text)
+    with pytest.raises(MisuseError, match=f"PHALANX_WARN_AFTER='{text}'.*such as 30"):
+        SimulatedBackend.create_group(2)

@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from worlds import run, world_of_each_thread
 
 import phalanx
 import phalanx.torch_backend
-from phalanx import CollectiveTimeoutError, DesyncError, DistributedError, MisuseError
+from phalanx import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    DesyncError,
+    DistributedError,
+    MisuseError,
+)
 from phalanx.torch_backend import creation, process_group
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.rendezvous import meet
@@ -195,13 +200,37 @@ def test_two_processes_that_are_one_rank() -> None:
         meet(store, 1, 2, 1.0)
 
 
-def test_a_store_that_is_gone() -> None:
-    class Gone(FakeStore):
-        def add(self, key: str, amount: int) -> int:
-            raise dist.DistNetworkError("failed to recv, got 0 bytes")
+@pytest.mark.parametrize("method", ["add", "set", "check", "get"])
+def test_a_store_that_is_gone(method: str) -> None:
+    """Its process dies before the ranks meet there, or while they do."""
 
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    store = type("Store", (dist.HashStore,), {method: gone})()
     with pytest.raises(phalanx.BackendUnavailableError, match="is the process that holds it alive"):
-        meet(Gone(), 1, 2, 1.0)
+        meet(store, 0, 2, 1.0)
+
+
+def test_ranks_with_different_tokens_hear_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet_another(token: str) -> dict[str, str]:
+        """What is in the store after rank 0 has met a rank 1 with this token."""
+        store = dist.HashStore()
+        store.set(
+            "phalanx/1/1", f'{{"host": "", "process": 1, "world_size": 2, "token": "{token}"}}'
+        )
+        with pytest.raises(AuthenticationError) as caught:
+            meet(store, 0, 2, 20.0)
+        assert caught.value.peer == 1
+        assert "rank 0 and rank 1 do not hold the same token (PHALANX_TOKEN" in str(caught.value)
+        keys = ["phalanx/1/0", "phalanx/last/0", "phalanx/1/address"]
+        return {key: store.get(key).decode() for key in keys}
+
+    for found in (meet_another("f00d"), meet_another("beef")):
+        assert found["phalanx/1/address"].startswith("! AuthenticationError 1 rank 0 and rank 1 do")
+    token = "a secret of many words"
+    monkeypatch.setenv("PHALANX_TOKEN", token)
+    assert token not in str(meet_another(""))
 
 
 def test_a_version_of_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +253,27 @@ def test_ranks_that_call_different_things_are_told_both_lines() -> None:
         assert "all_reduce #0" in text
         assert "broadcast #0" in text
         assert text.count("test_torch_groups.py") == 2
+
+
+def test_splits_are_given_by_all_ranks_or_by_none() -> None:
+    def mixed(rank: int) -> str:
+        splits = [[2, 2], [2, 2]] if rank else []
+        with pytest.raises(DesyncError) as caught:
+            dist.all_to_all_single(torch.empty(4), torch.ones(4), *splits)
+        return str(caught.value)
+
+    for text in run(mixed):
+        assert "all_to_all #0" in text
+        assert "all_to_all_uneven #0" in text
+        assert text.count("test_torch_groups.py") == 2
+
+    def one_has_equal_ones(rank: int) -> list[float]:
+        splits = [2, 5] if rank else [2, 2]
+        out = torch.empty(sum(splits))
+        dist.all_to_all_single(out, torch.full((sum(splits),), float(rank)), splits, splits)
+        return out.tolist()
+
+    assert run(one_has_equal_ones) == [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, *[1.0] * 5]]
 
 
 def test_errors_are_torch_s_too_and_survive_pickling() -> None:
@@ -261,6 +311,38 @@ BAD: dict[str, tuple[str, Callable[[], object]]] = {
     "an output that is too small": (
         "holds 2 times",
         lambda: dist.group.WORLD.all_gather_single(torch.empty(3), torch.ones(2)),
+    ),
+    "an output of another dtype": (
+        "holds 2 times torch.float32",
+        lambda: dist.group.WORLD.all_gather_single(torch.empty(4).double(), torch.ones(2)),
+    ),
+    "a list for the root of the wrong length": (
+        "gather: there is one tensor for each of 2 ranks, not 1",
+        lambda: dist.gather(torch.ones(2), [torch.empty(2)], dst=dist.get_rank()),
+    ),
+    "a list of the root that is too short": (
+        "scatter: there is one tensor for each of 2 ranks, not 1",
+        lambda: dist.scatter(torch.ones(2), [torch.empty(2)], src=dist.get_rank()),
+    ),
+    "a list of the root of another shape": (
+        r"scatter: the tensor for rank 1 in the list is torch.float32 \[3\]",
+        lambda: dist.scatter(torch.ones(2), [torch.empty(2), torch.empty(3)], src=dist.get_rank()),
+    ),
+    "a list to reduce of the wrong length": (
+        "reduce_scatter: there is one tensor for each of 2 ranks, not 3",
+        lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2) for _ in range(3)]),
+    ),
+    "an input that is too small": (
+        "reduce_scatter: the input is torch.float32 .*holds 2 times",
+        lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)),
+    ),
+    "a list for all of the wrong length": (
+        "all_to_all: there is one tensor for each of 2 ranks, not 3",
+        lambda: dist.all_to_all([torch.empty(1), torch.empty(1)], [torch.ones(1)] * 3),
+    ),
+    "rows that do not divide by the ranks": (
+        r"dim 0 of \[3\] does not divide by the 2 ranks",
+        lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
     ),
     "split sizes": (
         "add up to dim 0",
@@ -343,4 +425,4 @@ def test_monitored_barrier_with_a_timeout_of_0_does_not_wait_for_that_of_the_gro
             dist.group.WORLD.monitored_barrier(timedelta(0))
         return str(caught.value)
 
-    assert "Rank 0 timed out in monitoredBarrier after 1e-06 s: Rank 1 failed" in run(act)[0]
+    assert "Rank 0 timed out in monitoredBarrier after 0 s: Rank 1 failed" in run(act)[0]

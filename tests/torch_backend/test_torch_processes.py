@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import jobs
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_blame
+from torch.distributed import distributed_c10d as c10d
 
 SOON = 20.0  # seconds, for a machine on which much else runs; `torch_blame.py` measures
 
@@ -84,10 +86,10 @@ def fork(rank: int) -> str:
             dist.all_reduce(torch.ones(2))
             os.write(theirs, b"it called")
         except RuntimeError as error:
-            os.write(theirs, str(error).encode()[:200])
+            os.write(theirs, str(error).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    said = os.read(ours, 200).decode()
+    said = os.read(ours, 1000).decode()
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
@@ -97,4 +99,47 @@ def fork(rank: int) -> str:
 def test_a_child_that_was_forked_may_not_call() -> None:
     for outcome in jobs.run(fork, 2).values():
         assert outcome.how == "returned", outcome
-        assert "closed" in outcome.value
+        assert (
+            "in this process, which was forked: only the one that has joined may" in outcome.value
+        )
+
+
+def interrupted(rank: int) -> tuple[str, str]:
+    """Ctrl-C while rank 0 waits for rank 1, which comes later."""
+    store = c10d._get_default_store()
+    if rank == 1:
+        store.wait(["interrupted"])
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(1))
+        return "", str(caught.value)
+    waits = dist.group.WORLD.backend.engine.watchdog.waits  # type: ignore[union-attr]
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while not waits and not over.wait(0.01):
+            pass
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    over.set()
+    thread.join()
+    with pytest.raises(RuntimeError) as again:
+        work.wait()
+    with pytest.raises(RuntimeError) as caught:
+        dist.barrier()
+    store.set("interrupted", "")
+    return str(again.value), str(caught.value)
+
+
+def test_an_interrupted_wait_is_an_error_on_all_ranks() -> None:
+    outcomes = jobs.run(interrupted, 2)
+    given_up = "was given up: interrupted by KeyboardInterrupt"
+    for outcome in outcomes.values():
+        assert outcome.how == "returned", outcome
+        assert given_up in outcome.value[1]
+    assert given_up in outcomes[0].value[0]

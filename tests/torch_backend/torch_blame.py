@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,56 +28,81 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import DistributedError
-
 Step = Callable[[], object]
 CULPRIT, SIZE = 1, 3
 
 
-def all_reduce() -> Step:
+def all_reduce(midway: Step) -> Step:
     tensor = torch.ones(1000)
-    return lambda: dist.all_reduce(tensor)
+
+    def step() -> None:
+        midway()
+        dist.all_reduce(tensor)
+
+    return step
 
 
-def ddp() -> Step:
-    model = DistributedDataParallel(_layers(), bucket_cap_mb=0.05)
-    return lambda: model(torch.ones(8, 64)).sum().backward()
+def ddp(midway: Step) -> Step:
+    layers = _layers()
+    return _training(DistributedDataParallel(layers, bucket_cap_mb=0.05), layers[2], midway)
 
 
-def fsdp2() -> Step:
-    model = _layers()
-    for layer in model:
+def fsdp2(midway: Step) -> Step:
+    layers = _layers()
+    for layer in layers:
         fully_shard(layer)
-    fully_shard(model)
-    return lambda: model(torch.ones(8, 64)).sum().backward()
+    return _training(fully_shard(layers), layers[2], midway)
 
 
 def _layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
 
-STEPS: Mapping[str, Callable[[], Step]] = MappingProxyType(
+def _training(model: nn.Module, layer: nn.Module, midway: Step) -> Step:
+    def watch(layer: nn.Module, given: object, out: torch.Tensor) -> None:
+        out.register_hook(lambda gradient: midway())
+
+    layer.register_forward_hook(watch)
+    return lambda: model(torch.ones(8, 64)).sum().backward()
+
+
+STEPS: Mapping[str, Callable[[Step], Step]] = MappingProxyType(
     {"all_reduce": all_reduce, "ddp": ddp, "fsdp2": fsdp2}
 )
+"""What makes a step, of what it calls midway: before the all_reduce, or in the backward pass."""
 SIGNALS = MappingProxyType({"killed": signal.SIGKILL, "stopped": signal.SIGSTOP})
 
 
-class Heard(NamedTuple):
-    """What a survivor caught, twice: the type, the peer that it names, the text; when, first."""
+class Caught(NamedTuple):
+    """An error that a survivor caught: its attributes, if it is one of ours; the text; where."""
 
-    caught: list[tuple[str, int | None, str]]
+    kind: str
+    rank: int | None
+    peer: int | None
+    op: str | None
+    sequence: int | None
+    text: str
+    in_backward: bool
+
+
+class Heard(NamedTuple):
+    """What a survivor caught in the step, and in the one after; when, first."""
+
+    caught: list[Caught]
     at: float
 
 
 def act(rank: int, what: str, how: str, steps: int, note: str) -> Heard:
-    step = STEPS[what]()
-    for _ in range(steps):
-        step()
-    if rank == CULPRIT:
-        Path(note).write_text(str(time.monotonic()))
-        os.kill(os.getpid(), SIGNALS[how])
-        time.sleep(60)
-    caught: list[tuple[str, int | None, str]] = []
+    passes = itertools.count()
+
+    def midway() -> None:
+        if rank == CULPRIT and next(passes) == steps:
+            Path(note).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), SIGNALS[how])
+            time.sleep(60)
+
+    step = STEPS[what](midway)
+    caught: list[Caught] = []
     at = 0.0
     for _ in range(2):
         try:
@@ -82,8 +110,13 @@ def act(rank: int, what: str, how: str, steps: int, note: str) -> Heard:
                 step()
         except RuntimeError as error:
             at = at or time.monotonic()
-            peer = error.peer if isinstance(error, DistributedError) else None
-            caught.append((type(error).__name__, peer, str(error).splitlines()[0]))
+            ours = [getattr(error, name, None) for name in ("rank", "peer", "op", "sequence")]
+            backward = any(
+                frame.name == "_engine_run_backward"
+                for frame in traceback.extract_tb(error.__traceback__)
+            )
+            text = str(error).splitlines()[0]
+            caught.append(Caught(type(error).__name__, *ours, text, backward))  # type: ignore[arg-type]
     return Heard(caught, at)
 
 
@@ -95,7 +128,10 @@ class Verdict(NamedTuple):
 
 
 def once(what: str, how: str, *, steps: int = 3, heartbeat: str = "3") -> Verdict:
-    """One job; all survivors have to name the rank, in the step that fails and in the one after."""
+    """One job; all survivors have to name the rank, in the step that fails and in the one after.
+
+    The texts name rank, peer, operation, its number, and the user's line, which is in this file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         outcomes = jobs.run(
             act,
@@ -116,8 +152,11 @@ def once(what: str, how: str, *, steps: int = 3, heartbeat: str = "3") -> Verdic
         heard: Heard = outcome.value
         latest = max(latest, heard.at)
         first, then = heard.caught
-        named = then[:2] == ("PeerLostError", CULPRIT)
-        if not named or f"rank {CULPRIT} " not in first[2]:  # out of C++ only the text comes
+        where = rf"rank {rank}: \w+ #\d+ \(.*\) at torch_blame\.py:\d+: .*rank {CULPRIT} "
+        named = all(re.search(where, each.text) for each in heard.caught)
+        typed = then[:3] == ("PeerLostError", rank, CULPRIT) and None not in then
+        in_step = first.in_backward == (what != "all_reduce")
+        if not (named and typed and in_step):  # out of C++ only the text of the first comes
             problems.append(f"rank {rank}: {heard.caught}")
     return Verdict("; ".join(problems), latest - began)
 
@@ -127,7 +166,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     times = parser.parse_args().times
     good = True
-    for how, within in (("killed", 1.0), ("stopped", 3.5)):
+    for how, within in (("killed", 1.0), ("stopped", 3.0)):
         for what in STEPS:
             verdicts = [once(what, how, steps=3 + n % 5) for n in range(times)]
             right = [each for each in verdicts if not each.wrong and each.seconds <= within]

@@ -33,7 +33,9 @@ from phalanx.wire.memory import copy_bits, is_plain, plain
 
 PendingCollective = Work  # its public name
 
-SMALL = 64 << 10  # bytes up to which a tensor is copied in any case, also where memory is shared
+# Bytes that a rank gives at most in a small collective, which copies them in any case, also where
+# memory is shared.
+SMALL = 64 << 10
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
+from phalanx.collectives.request import SMALL
 from phalanx.core.reduce_op import BLOCK, RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
@@ -100,7 +101,6 @@ SHM_DIRECT: Mapping[str, str] = MappingProxyType(
 
 # ------------------------------------------------------------------------------
 
-SMALL = 64 << 10  # bytes that a member gives at most in a small collective
 PIECE = STAGE // PARTS  # bytes staged at a time
 STEP = 1 << 20  # bytes of a slice reduced at a time where nothing is staged
 

@@ -52,6 +52,7 @@ class Engine(Poster):
     ready      works whose step is complete; shared likewise
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
+    process    which this rank is; a child that was forked is another one
     native     for each group, what another library carries out whole
     copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
@@ -81,6 +82,7 @@ class Engine(Poster):
         self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
         self.groups: dict[int, GroupBase] = {}
         self.closed = False
+        self.process = os.getpid()
         self.strict = os.environ.get("PHALANX_STRICT", "") == "1"
         self.left: set[int] = set()  # peers that have closed in good order
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
@@ -88,7 +90,9 @@ class Engine(Poster):
         self.history = History(rank)
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
-        self.watchdog = Watchdog(rank, world_size, self._tell, self.matching.unexpected_bytes)
+        self.watchdog = Watchdog(
+            rank, world_size, self._tell, self.matching.unexpected_bytes, self.history.last
+        )
         self.native: Callable[[GroupBase], Native | None] = _no_library
         self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
@@ -182,11 +186,11 @@ class Engine(Poster):
     def wait(self, until: Wait) -> None:
         """Block until that is over. Lock not held."""
         began = self.now()
-        self.watchdog.waits.append(until)
+        self.watchdog.waits.setdefault(until, began)
         try:
             self.transport.wait(until)
         finally:
-            self.watchdog.waits.remove(until)
+            self.watchdog.waits.pop(until, None)  # another thread may have waited for it, too
             if until.over and self.watchdog.queries:
                 self.watchdog.forget(until)
             until.group.was_blocked(self.now() - began)

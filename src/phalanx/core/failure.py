@@ -55,10 +55,11 @@ class Failure(NamedTuple):
 # Error texts: a failure, as seen from one operation of one rank.
 
 
-def closed_error(call: Call, group: Members) -> MisuseError:
-    """The error of a call on a backend that is closed."""
+def closed_error(call: Call, group: Members, *, forked: bool = False) -> MisuseError:
+    """The error of a call on a backend that is closed, as all are in a child that was forked."""
+    why = " in this process, which was forked: only the one that has joined may call"
     return MisuseError(
-        f"rank {group.rank}: {call.describe()} on a backend that is closed",
+        f"rank {group.rank}: {call.describe()} on a backend that is closed{why if forked else ''}",
         rank=group.rank,
         op=call.name,
         sequence=call.sequence,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import struct
 import weakref
 from collections import Counter, deque
@@ -269,6 +270,7 @@ class Group(GroupBase):
         head = self._queue[0] if work.is_collective and self._queue else work
         first = min(work, head, key=lambda each: each.deadline)
         due = min(due, self.engine.watchdog.check_deadline(first, now))
+        due = min(due, self.engine.watchdog.check_patience(work, now))
         if head.is_collective and not head.over:
             if now >= head.ask_at:
                 head.ask_at = now + self.engine.ask_every
@@ -359,7 +361,7 @@ class Group(GroupBase):
         if work.is_collective and later:
             self.checker.calls.pop()
         if self.closed or self.engine.closed or failure is None:
-            raise closed_error(call, self)
+            raise closed_error(call, self, forked=os.getpid() != self.engine.process)
         self._unraised = False
         error = self._error_for(failure, call, later=later)
         self.engine.history.note_on(error)

@@ -33,6 +33,10 @@ class History:
         if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
             error.add_note("\n".join(self._lines()))
 
+    def last(self) -> str:
+        """The last call in words, or "" if there was none."""
+        return self.calls[-1].describe() if self.calls else ""
+
     def _lines(self) -> Iterator[str]:
         yield f"the last operations of rank {self._rank}, which ended in this order:"
         for call in self.calls:

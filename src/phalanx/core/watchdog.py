@@ -7,20 +7,30 @@ answer because it is in no call:
     rank 0  waits for  rank 1  waits for  rank 2  ... which has not called: it is named
 
 A chain without an end is a cycle: the ranks wait for each other, or bytes move too slowly.
+
+A deadline may be half an hour away. So a call that has blocked for 30 s says the same in the log,
+once for each group, and goes on waiting.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from phalanx.core.matching import is_full
 from phalanx.core.posted import GroupBase, Wait
-from phalanx.errors import CollectiveTimeoutError
+from phalanx.errors import CollectiveTimeoutError, MisuseError
 from phalanx.wire.control import Answer, Ask, shortened
 
+log = logging.getLogger("phalanx")
+
+VARIABLE = "PHALANX_WARN_AFTER"
+WARN_AFTER = "30"  # seconds
 LONGEST_QUERY = 0.4  # seconds before the deadline at which it begins
 NOT_ASKED = Ask(-1, 0, "")
 
@@ -30,7 +40,9 @@ class Watchdog:
 
     tell              sends a peer a control message about a group
     unexpected_bytes  how much of each peer's messages this rank keeps
-    waits             what threads of this rank wait for, oldest first
+    last_call         describes what this rank did last; "" if it did nothing
+    warn_after        seconds after which a call that blocks is worth a line in the log
+    waits             what threads of this rank wait for, and since when; oldest first
     queries           the waits near their deadline, and whom they have asked
     full              peers that take no more messages for now, and what they said last
     """
@@ -41,14 +53,18 @@ class Watchdog:
         world_size: int,
         tell: Callable[[int, int, Ask | Answer], None],
         unexpected_bytes: Mapping[int, int],
+        last_call: Callable[[], str],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.tell = tell
         self.unexpected_bytes = unexpected_bytes
-        self.waits: list[Wait] = []
+        self.last_call = last_call
+        self.warn_after = warn_after(os.environ)
+        self.waits: dict[Wait, float] = {}
         self.full: dict[int, Answer] = {}
         self.queries: dict[Wait, WaitForGraph] = {}
+        self._warned: set[int] = set()  # groups of which the log has said that a call waits
         self._numbers = itertools.count(1)
 
     def check_deadline(self, wait: Wait, now: float) -> float:
@@ -60,12 +76,38 @@ class Watchdog:
         ask_at = wait.deadline - query_lead_time(wait.timeout)
         if now < ask_at:
             return ask_at
-        if wait not in self.queries and not wait.over:
+        if not wait.over:
+            query = self._query(wait)
+            if now >= wait.deadline:
+                wait.expire(query.timeout_error())
+        return wait.deadline
+
+    def check_patience(self, wait: Wait, now: float) -> float:
+        """Log that a thread has waited long in a call, once for each group; when to check again."""
+        began = self.waits.get(wait)
+        if began is None:
+            return math.inf
+        warn_at = began + self.warn_after
+        if wait.deadline <= warn_at or wait.over or wait.group.id in self._warned:
+            return math.inf
+        ask_at = warn_at - query_lead_time(self.warn_after)
+        if now < ask_at:
+            return ask_at
+        query = self._query(wait)
+        if now < warn_at:
+            return warn_at
+        self._warned.add(wait.group.id)
+        self.forget(wait)  # its deadline asks again
+        log.warning("%s", query.warning(self.warn_after))
+        return math.inf
+
+    def _query(self, wait: Wait) -> WaitForGraph:
+        """The question who waits for whom, for this wait; it is asked if it was not."""
+        query = self.queries.get(wait)
+        if query is None:
             query = self.queries[wait] = WaitForGraph(self, wait, next(self._numbers))
             query.begin()
-        if now >= wait.deadline and not wait.over:
-            wait.expire(self.queries[wait].timeout_error())
-        return wait.deadline
+        return query
 
     def forget(self, wait: Wait) -> None:
         """A wait is over, or has another deadline."""
@@ -75,7 +117,7 @@ class Watchdog:
         """Tell a peer what this rank waits for, and how many bytes of its messages are kept."""
         kept = self.unexpected_bytes[peer]
         obstacle = self._obstacle(group, ask.sequence)
-        answer = Answer([], "", kept, ask.query)
+        answer = Answer([], shortened(self.last_call()), kept, ask.query)
         if obstacle is not None:
             answer = Answer(
                 obstacle.waits_for(),
@@ -108,6 +150,24 @@ class Watchdog:
         for query in list(self.queries.values()):
             if query.number == answer.query:
                 query.answered(peer, answer)
+
+
+def warn_after(environ: Mapping[str, str]) -> float:
+    """The seconds that `PHALANX_WARN_AFTER` says; infinity for never.
+
+    Raises `MisuseError` for what is not a number of seconds.
+    """
+    text = environ.get(VARIABLE, "") or WARN_AFTER
+    try:
+        seconds = 0.0 if text == "off" else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise MisuseError(
+            f"{VARIABLE}={text!r}: it is the seconds after which a call that waits says so in the "
+            f'log, such as {WARN_AFTER}; 0 or "off" for never'
+        )
+    return seconds or math.inf
 
 
 def query_lead_time(timeout: float) -> float:
@@ -181,20 +241,31 @@ class WaitForGraph:
         """The error for the deadline that has passed."""
         wait = self._wait
         group = wait.group
-        chain, ends = chain_of_waits(self._first, self._answers)
+        chain, _ = chain_of_waits(self._first, self._answers)
         # The end of the chain may be no member: then the last one that is, in this group's numbers.
         members = [rank for rank in chain if rank in group.to_local]
-        culprit = group.to_local[members[-1]] if members else None
-        head = group.head_of_queue(wait)
-        behind = f" (it is queued behind {head.describe()})" if head is not wait else ""
         return CollectiveTimeoutError(
-            f"rank {group.rank}: {wait.describe()} waited {wait.timeout:g} s for "
-            f"{self._whom(chain)}{behind}{''.join(self._explain(chain, ends))}",
+            self._text(f"waited {wait.timeout:g} s", "timeout="),
             rank=group.rank,
-            peer=culprit,
+            peer=group.to_local[members[-1]] if members else None,
             op=wait.name,
             sequence=wait.sequence,
             seconds=wait.timeout,
+        )
+
+    def warning(self, seconds: float) -> str:
+        """What the log says of a wait that has lasted so long."""
+        return f"{self._text(f'has waited {seconds:g} s', VARIABLE)}; it goes on waiting"
+
+    def _text(self, waited: str, limit: str) -> str:
+        """Who waits for whom. `limit` is what sets how slow a rank may be."""
+        wait, group = self._wait, self._wait.group
+        chain, ends = chain_of_waits(self._first, self._answers)
+        head = group.head_of_queue(wait)
+        behind = f" (it is queued behind {head.describe()})" if head is not wait else ""
+        return (
+            f"rank {group.rank}: {wait.describe()} {waited} for {self._whom(chain)}{behind}"
+            f"{''.join(self._explain(chain, ends, limit))}"
         )
 
     def _whom(self, chain: list[int]) -> str:
@@ -205,7 +276,7 @@ class WaitForGraph:
         names = ", ".join(self._wait.group.name_of_global(rank) for rank in ranks)
         return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
-    def _explain(self, chain: list[int], ends: bool) -> Iterator[str]:
+    def _explain(self, chain: list[int], ends: bool, limit: str) -> Iterator[str]:
         name = self._wait.group.name_of_global
         kept = self._watchdog.unexpected_bytes[chain[-1]] if chain else 0
         if chain and self._answers.get(chain[-1]) is None and is_full(kept):
@@ -225,14 +296,16 @@ class WaitForGraph:
             it = ", which"
         if not chain:
             return
+        last = self._answers.get(chain[-1])
         if not ends:
             yield ": either they wait for each other, or moving the bytes takes longer than "
-            yield "timeout= allows"
-        elif self._answers.get(chain[-1]) is None:
+            yield f"{limit} allows"
+        elif last is None:
             yield f"{it} does not answer: it has made no matching call, and is in no other; or it "
-            yield "is slower than timeout= allows"
+            yield f"is slower than {limit} allows"
         else:
-            yield f"{it} has made no matching call, or is slower than timeout= allows"
+            last_call = f" (its last is {last.what})" if last.what else ""
+            yield f"{it} has made no matching call{last_call}, or is slower than {limit} allows"
 
     def _beyond(self, chain: list[int]) -> list[int]:
         """In a circle, whom the last rank of its first steps waits for."""

@@ -246,8 +246,9 @@ class AnyOf(Wait):
     @override
     def attend(self) -> float:
         due = min(each.attend() for each in self.works)
-        now = self.group.engine.now()
-        due = min(due, self.group.engine.watchdog.check_deadline(self, now) - now)
+        now, watchdog = self.group.engine.now(), self.group.engine.watchdog
+        due = min(due, watchdog.check_deadline(self, now) - now)
+        due = min(due, watchdog.check_patience(self, now) - now)
         return 0.0 if self.over else due
 
     @override

@@ -5,14 +5,24 @@ Programs for torch.distributed catch `RuntimeError`. What the error says, and it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed
 
-from phalanx.errors import CollectiveTimeoutError, DistributedError
+from phalanx.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
 dist: Any = torch.distributed
+
+FAMILIAR: Mapping[type[DistributedError], tuple[str, str]] = MappingProxyType(
+    {
+        CollectiveTimeoutError: (" timeout ", "; the timeout of this call has passed"),
+        PeerLostError: ("Connection closed", "; in Gloo's words: Connection closed by peer"),
+    }
+)
+"""What scripts, and torch's own tests, look for in the text of an error; and what adds it."""
 
 
 def as_torch(error: DistributedError) -> DistributedError:
@@ -20,8 +30,9 @@ def as_torch(error: DistributedError) -> DistributedError:
     if isinstance(error, dist.DistBackendError):
         return error.again()  # type: ignore[no-any-return]
     message = error.message
-    if isinstance(error, CollectiveTimeoutError) and " timeout " not in message:
-        message += "; the timeout of this call has passed"  # the word that scripts look for
+    words, addition = FAMILIAR.get(type(error), ("", ""))
+    if words not in message:
+        message += addition
     attributes = {**error.__dict__, "message": message}
     return _rebuild(type(error), message, attributes).with_traceback(error.__traceback__)
 

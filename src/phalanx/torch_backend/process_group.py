@@ -68,6 +68,7 @@ class Calls:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
+        self._backward_failed = False  # whether a backward pass has
         self._together: list[ProcessGroupWork] | None = None
 
     def __repr__(self) -> str:
@@ -147,7 +148,11 @@ class Calls:
                 return self._begun(ProcessGroupWork(asked.tensors))
             work = asked.request.issue()
         except DistributedError as error:
-            raise as_torch(error) from None
+            failure = as_torch(error)
+            in_backward = torch._C._current_graph_task_id() != -1
+            if blocking or not in_backward or self._backward_failed:
+                raise failure from None
+            return ProcessGroupWork((), at_end=self._wait_at_end, error=failure)
         return self._begun(ProcessGroupWork(asked.tensors, work, self._wait_at_end))
 
     def _settings(
@@ -205,7 +210,8 @@ class Calls:
     def _end_of_backward(self) -> None:
         (_, works), self._backward = self._backward, (-1, [])
         for work in works:
-            work.settle()  # an error comes out of the future, or DDP would not finish this pass
+            work.settle()  # an error comes out of the future, or DDP would not finish this pass,
+            self._backward_failed |= not work.is_success()  # and refuse the next one
 
     # Messages -------------------------------------------------------------------------------
 
@@ -248,10 +254,10 @@ class Calls:
         The errors have the words of Gloo's, for which torch's tests look.
         """
         backend, nothing = self.backend, torch.empty(0)
+        allowed = backend.timeout
         if timeout is not None and timeout >= UNSET:
-            seconds = max(timeout, timedelta.resolution).total_seconds()
-        else:
-            seconds = backend.timeout
+            allowed = timeout.total_seconds()
+        seconds = allowed or timedelta.resolution.total_seconds()
         late: list[int] = []
         try:
             if backend.rank:
@@ -279,12 +285,12 @@ class Calls:
             if late:
                 names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
                 raise CollectiveTimeoutError(
-                    f"Rank 0 timed out in monitoredBarrier after {seconds:g} s: {names} failed to "
+                    f"Rank 0 timed out in monitoredBarrier after {allowed:g} s: {names} failed to "
                     "pass monitoredBarrier",
                     rank=0,
                     peer=late[0],
                     op="monitored_barrier",
-                    seconds=seconds,
+                    seconds=allowed,
                 )
             for other in others:
                 backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)

@@ -10,6 +10,7 @@ the group: under torchrun a second `init_process_group` finds the keys of the fi
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ import msgspec
 from phalanx import errors
 from phalanx.core.backend import Backend
 from phalanx.errors import (
+    AuthenticationError,
     BackendUnavailableError,
     CollectiveTimeoutError,
     DistributedError,
@@ -29,6 +31,7 @@ from phalanx.errors import (
 from phalanx.launch.environment import ELSEWHERE, World
 from phalanx.launch.init import listen, make_backend
 from phalanx.launch.store import tries
+from phalanx.transport.tcp.admission import find_token
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import Endpoint
 
@@ -39,19 +42,25 @@ OP = "init_process_group"
 
 
 class Presence(msgspec.Struct):
-    """What a rank puts into the store: where it is, and how many it takes the ranks for."""
+    """What a rank puts into the store: where it is, and what it was told.
+
+    token   "" without one; else 16 bits of its hash: they show that two differ, which would be
+            known at the deadline only, and are too few to find it by trying
+    """
 
     host: str
     process: int
     world_size: int
+    token: str = ""
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: float) -> Backend:
     """Return the backend of this rank among those that meet through `store`.
 
     Blocks until all have come: `CollectiveTimeoutError` names who has not in `timeout` seconds.
-    `InvalidWorldSizeError` if ranks disagree on their number, `MisuseError` if two processes are
-    one rank, `BackendUnavailableError` for a store that is gone.
+    `InvalidWorldSizeError` if ranks disagree on their number, `AuthenticationError` on the job's
+    token; `MisuseError` if two processes are one rank; `BackendUnavailableError` for a store that
+    is gone.
     """
     if world_size == 1:
         return make_backend("auto", World(rank=0, world_size=1), timeout)
@@ -77,6 +86,8 @@ class _Meeting:
         self.world_size = world_size
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
+        token = find_token().encode()
+        self.token = hashlib.blake2b(token, digest_size=2).hexdigest() if token else ""
         self.count = store.add(f"{PREFIX}/count/{rank}", 1)
 
     def meet(self) -> Backend:
@@ -111,10 +122,8 @@ class _Meeting:
 
     def _come(self) -> None:
         """Put this rank into the store, unless another process that lives is this rank, too."""
-        place, mine = (
-            f"{PREFIX}/last/{self.rank}",
-            Presence(host_id(), os.getpid(), self.world_size),
-        )
+        place = f"{PREFIX}/last/{self.rank}"
+        mine = Presence(host_id(), os.getpid(), self.world_size, self.token)
         if self.store.check([place]):
             last = _presence(self.store.get(place))
             if last.host == mine.host and last.process != mine.process and _lives(last.process):
@@ -138,6 +147,14 @@ class _Meeting:
                 raise InvalidWorldSizeError(
                     f"rank {self.rank} was told that there are {self.world_size} ranks, and rank "
                     f"{rank} that there are {other.world_size}: give all the same world_size",
+                    rank=self.rank,
+                    peer=rank,
+                    op=OP,
+                )
+            if other.token != self.token:
+                raise AuthenticationError(
+                    f"rank {self.rank} and rank {rank} do not hold the same token (PHALANX_TOKEN, "
+                    "on all or none)",
                     rank=self.rank,
                     peer=rank,
                     op=OP,

@@ -4,7 +4,9 @@
     WorkFuture         torch's `Future` of it, for Python code
 
 **Futures.** The value is a list of tensors, always: DDP's C++ code reads it without a look at its
-type. So an error reaches C++ by way of a `then` that raises.
+type. So an error reaches C++ by way of a `then` that raises. FP16_COMPRESS, a hook of DDP's in C++,
+wants a list that is not Python's. Only a future that is complete can hold one: so `get_future`
+waits for float16.
 
 **Order.** What a hook of DDP puts on a future (`then`) may issue collectives, as PowerSGD's does,
 and these have to come in one order on all ranks. So inside a backward pass, and inside a callback,
@@ -50,7 +52,9 @@ class ProcessGroupWork(c10d.Work):
 
     tensors   its results
     work      ours, while it is under way; None when it is done
-    at_end    called with this, once, where its future is waited for in C++ in a backward pass
+    at_end    called with this, once, if its future is wanted in a backward pass while it is under
+              way, or it has failed
+    error     with which it ended, if it never began
     """
 
     def __init__(
@@ -58,12 +62,13 @@ class ProcessGroupWork(c10d.Work):
         tensors: Sequence[Tensor],
         work: Work[Any] | None = None,
         at_end: Callable[[ProcessGroupWork], None] | None = None,
+        error: DistributedError | None = None,
     ) -> None:
         super().__init__()
         self._tensors = tensors
         self._work = work
         self._at_end = at_end
-        self._error: DistributedError | None = None
+        self._error = error
         self._sender = -1
         self._future: Any = None
 
@@ -142,21 +147,30 @@ class ProcessGroupWork(c10d.Work):
     def _make_future(self) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         for_cpp = in_backward and _called_by_engine()
-        if not for_cpp and self._work is not None and (in_backward or _callbacks.running):
-            self.wait()
-        work = self._work
-        if work is None or not for_cpp:
+        if for_cpp:
+            waits = any(tensor.dtype is torch.float16 for tensor in self._tensors)
+        else:
+            waits = in_backward or _callbacks.running
+        if waits:
+            self.settle()
+        work, failed = self._work, self._error is not None
+        if in_backward and self._at_end is not None and (work is not None or failed):
+            self._at_end(self)
+        if not for_cpp:
             future = WorkFuture(self)
             if work is None:
                 future.complete()
             else:
                 work.on_done(lambda _: future.complete())
             return future
+        if work is None and not failed:
+            return torch._C.fork(lambda: list(self._tensors))  # complete, and the list is C++'s
         base: Any = Future()
         future = base.then(self._value)  # which raises as it should in C++
-        work.on_done(lambda _: base.set_result(list(self._tensors)))
-        if self._at_end is not None:
-            self._at_end(self)
+        if work is None:
+            base.set_result([])
+        else:
+            work.on_done(lambda _: base.set_result([]))
         return future
 
     def _value(self, _: object) -> list[Tensor]:

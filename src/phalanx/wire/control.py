@@ -119,7 +119,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank waits for: `what` in words, or "" if it waits in no call."""
+    """What a rank waits for: in words, `what`; if it waits in no call, that is its last one."""
 
     waits_for: list[int]  # global ranks
     what: str
