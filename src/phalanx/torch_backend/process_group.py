@@ -23,8 +23,15 @@ from phalanx.torch_backend.operations import (
     REDUCE_OPS,
     Operation,
     Settings,
+    with_memory,
 )
-from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
+from phalanx.torch_backend.work import (
+    UNSET,
+    ProcessGroupWork,
+    TogetherWork,
+    seconds_of,
+    untraced,
+)
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
@@ -236,7 +243,7 @@ class PhalanxProcessGroup(ProcessGroup):
         (tensor,) = tensors
         try:
             with recorded(name, tensors) if _profiled() else nullcontext():
-                work = begin(tensor)
+                work = begin(with_memory(tensor))
         except DistributedError as error:
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
@@ -317,3 +324,4 @@ for _name, _operation in OPERATIONS.items():
     setattr(PhalanxProcessGroup, _name, _method(_operation))
 for _old, _new in OLD_NAMES.items():
     setattr(PhalanxProcessGroup, _old, getattr(PhalanxProcessGroup, _new))
+untraced(PhalanxProcessGroup)
