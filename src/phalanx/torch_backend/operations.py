@@ -125,7 +125,8 @@ def only(tensors: Any, backend: Backend, op: str) -> Any:
 def with_memory(tensor: Tensor) -> Tensor:
     """The tensor; waits for the result of a functional collective, which has no memory before."""
     if type(tensor) is not Tensor and isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.trigger_wait()
+        waiting: Any = tensor
+        tensor = waiting.trigger_wait()
     return tensor
 
 
