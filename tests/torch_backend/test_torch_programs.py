@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
-from forms import LONG
+from forms import LONG, sizes
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
+from torch_power_sgd import WIDTH, problem
 from torch_training import PROGRAMS, check, layers, plain, sgd, shard, train, whole
 
 from phalanx import DesyncError
@@ -55,6 +56,15 @@ def test_torch_s_debug_level_of_most_detail() -> None:
     for text in returned(in_detail, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
         assert "float32 [2]" in text
         assert "float32 [3]" in text
+
+
+# PowerSGD --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", sizes([3], [2, 3]))
+@pytest.mark.parametrize("approximation_rank", sizes([WIDTH], [1, WIDTH]))
+def test_collectives_in_callbacks_of_power_sgd(size: int, approximation_rank: int) -> None:
+    assert problem(size, 3, approximation_rank) == ""
 
 
 # Asynchronous checkpoints ----------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """PowerSGD's hook, which runs collectives in callbacks: does it end, and with which losses?
 
-`python tests/torch_backend/torch_power_sgd.py [--times N]`: 6 buckets, 6 steps, on 2 and 3 ranks,
-which are processes. Gradients and parameters have to be equal on all ranks, and in all runs. An
-approximation of full rank is exact: its numbers have to be those of one process.
+`python tests/torch_backend/torch_power_sgd.py [--times N]`: 6 buckets, 6 steps, on 2 and 3 ranks.
+These are processes, since the hook draws from torch's generator, of which threads share one.
+Gradients and parameters have to be equal on all ranks, and in all runs. An approximation of full
+rank is exact: its numbers have to be those of one process.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
-    powerSGD_hook,
 )
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -270,20 +269,6 @@ def ddp_post_local_sgd_hook(rank: int, size: int) -> State:
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     optimizer = PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(period=2, warmup_steps=0))
     return train(model, optimizer, rank, size).module.state_dict()
-
-
-def power_sgd(rank: int, size: int, approximation_rank: int = 1) -> State:
-    """In several buckets, as which it hangs with Gloo."""
-    state = powerSGD_hook.PowerSGDState(
-        None, approximation_rank, start_powerSGD_iter=2, min_compression_rate=0
-    )
-    return ddp(rank, size, powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=SMALL)
-
-
-@like(plain, tolerance=1e-4)
-def ddp_power_sgd_hook(rank: int, size: int) -> State:
-    """An approximation of full rank is exact."""
-    return power_sgd(rank, size, WIDTH)
 
 
 @like(plain)
