@@ -27,11 +27,12 @@
 #   make fuzz      bytes that nobody should send
 #   make flood     how long a job takes to form with a crowd of strangers at its door
 #   make wide      64, 256 and 1,024 ranks: how soon they form, and hear that one of them died
-#   make two-hosts algorithms side by side between two hosts; needs root
+#   make two-hosts algorithms side by side between two hosts, and torch's wrappers; needs root
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
+#   make torch     a stock program for torch.distributed under every launcher, and PowerSGD's hook
 #   make device    tensors on a GPU beside those of the CPU, and NCCL beside torch.distributed; says
 #                  what was skipped where there is none
 #
@@ -71,7 +72,8 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .PHONY: demo test test-torch-next lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
-	two-hosts links kill-saves mutants agreement device loss-against-bytes slow-link pipeline-bubble gate main-path clean
+	two-hosts links kill-saves mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+	main-path clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
@@ -126,6 +128,7 @@ wide: $(READY)
 
 two-hosts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/two_hosts.py $(ARGS)
+	$(BIN)/python tests/torch_backend/torch_two_hosts.py
 
 links: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/links.py $(ARGS)
@@ -138,6 +141,10 @@ mutants: $(READY)
 
 agreement: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py $(ARGS)
+
+torch: $(READY)
+	$(BIN)/python tests/torch_backend/torch_ways.py
+	$(BIN)/python tests/torch_backend/torch_power_sgd.py $(ARGS)
 
 device: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/device.py $(ARGS)

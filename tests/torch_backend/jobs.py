@@ -59,13 +59,10 @@ def run(
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, fn, rank, size, f"{folder}/store", timeout, args)
+                target=_rank,
+                args=(theirs, fn, rank, size, f"{folder}/store", timeout, args, environment),
             )
-            before = {name: os.environ.get(name) for name in environment}
-            os.environ.update(environment)
             process.start()
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
             theirs.close()
             started.append((process, ours))
         try:
@@ -99,7 +96,10 @@ def _rank(
     store: str,
     timeout: float,
     args: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
+    os.environ.update(environment)  # which the fork server has from when it was started
+    dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     try:
         phalanx.torch_backend.register()

@@ -6,7 +6,7 @@ the newest torch; older ones have all of these tests, but for those in `BY_NAME`
 
     python tests/torch_backend/torch_own.py > tests/torch_backend/torch_own_passes.txt
 
-The arguments are the name, or a part of it, of the tests to run.
+The arguments are the name, or a part of it, of the tests to run, and another backend: gloo.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tests_for(backend: str) -> Any:
     return module
 
 
-def outcomes(rank: int, folder: str, pattern: str) -> dict[str, str]:
+def outcomes(rank: int, folder: str, pattern: str, tested: str) -> dict[str, str]:
     """What became of each test on this rank: "" if it passed; "skipped"; or why it failed."""
     warnings.simplefilter("ignore")  # of torch's tests, about torch's names
     dist.destroy_process_group()
@@ -72,12 +72,12 @@ def outcomes(rank: int, folder: str, pattern: str) -> dict[str, str]:
             if asked and (backend == "mpi") == name.startswith(ALL_TO_ALL):
                 faulthandler.dump_traceback_later(LIMIT, exit=True)
                 seconds = module.CUSTOM_PG_TIMEOUT.get(name, LIMIT)
-                found[name] = _one(tests, name, rank, f"{folder}/{name}", seconds)
+                found[name] = _one(tests, name, rank, f"{folder}/{name}", seconds, tested)
     faulthandler.cancel_dump_traceback_later()
     return found
 
 
-def _one(tests: Any, name: str, rank: int, path: str, seconds: float) -> str:
+def _one(tests: Any, name: str, rank: int, path: str, seconds: float, tested: str) -> str:
     function = getattr(tests, name)
     if getattr(function, "__unittest_skip__", False):
         return "skipped"
@@ -88,7 +88,7 @@ def _one(tests: Any, name: str, rank: int, path: str, seconds: float) -> str:
     random.seed(1)
     store = dist.FileStore(f"{path}.store", SIZE)
     timeout = timedelta(seconds=seconds)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=SIZE, timeout=timeout)
+    dist.init_process_group(tested, store=store, rank=rank, world_size=SIZE, timeout=timeout)
     try:
         function(test)
     except SystemExit as end:
@@ -106,12 +106,12 @@ def _one(tests: Any, name: str, rank: int, path: str, seconds: float) -> str:
     return ""
 
 
-def run(pattern: str = "") -> dict[str, str]:
+def run(pattern: str = "", backend: str = "phalanx") -> dict[str, str]:
     """What became of each test: "" if it passed on all ranks, "skipped", or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_dir").mkdir()  # where some of torch's tests keep files
         environment = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(SIZE), "TEMP_DIR": folder}
-        found = jobs.run(outcomes, SIZE, folder, pattern, **environment)
+        found = jobs.run(outcomes, SIZE, folder, pattern, backend, **environment)
     results: dict[str, str] = {}
     for rank, outcome in found.items():
         if outcome.how != "returned":

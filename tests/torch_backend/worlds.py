@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -76,6 +77,21 @@ def run(
         if kind != "auto":
             patch.setattr(rendezvous, "make_backend", make_backend)
         return TorchWorld().run(lambda backend: fn(backend.rank), size, timeout=timeout)
+
+
+def run_gloo(fn: Callable[[int], T], size: int) -> list[T]:
+    """The same with Gloo: what it gives is what others are compared with."""
+    store = dist.HashStore()
+
+    def act(rank: int) -> T:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        try:
+            return fn(rank)
+        finally:
+            dist.destroy_process_group()
+
+    with world_of_each_thread(), ThreadPoolExecutor(size) as pool:
+        return list(pool.map(act, range(size)))
 
 
 @contextmanager

@@ -122,6 +122,9 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 # Checks of a collective's tensors, before anything is sent.
 
 
+NO_DISPATCH = Tensor.__torch_dispatch__  # of classes of tensors that have memory of their own
+
+
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
     if not isinstance(tensor, Tensor):
@@ -133,6 +136,8 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
         problem = f"a {tensor.layout} one; convert it with .to_dense()"
     elif tensor.is_quantized:
         problem = "a quantized one; send its .int_repr(), and its scale"
+    elif type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not NO_DISPATCH:
+        problem = f"one of class {type(tensor).__name__}, without memory; use .to_local()"
     if problem is not None:
         places = " and ".join(sorted(device.upper() for device in backend.devices))
         raise UnsupportedOperationError(

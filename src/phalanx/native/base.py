@@ -15,6 +15,7 @@ each rank tells the next one the rolling hash of all collectives of the group.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -434,7 +435,10 @@ def _listen(host: str | None) -> tuple[socket.socket, bytes]:
     """On rank 0: listen for the other ranks; the socket, and what it tells them."""
     if host is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_ELSEWHERE)  # nothing is sent
+            try:
+                probe.connect(_ELSEWHERE)  # nothing is sent
+            except OSError:  # no default route
+                probe.connect((os.environ.get("MASTER_ADDR") or "localhost", _ELSEWHERE[1]))
             host = str(probe.getsockname()[0])
     listener = listen_at(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
     endpoint = Endpoint(host, listener.getsockname()[1])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp as TorchReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from typing_extensions import override
 
 from phalanx import collectives as ours
@@ -115,15 +116,23 @@ def refuse(problem: str, backend: Backend, op: str) -> SizeMismatchError:
 def only(tensors: Any, backend: Backend, op: str) -> Any:
     """The one element of a list of one; or what is no list."""
     if not isinstance(tensors, (list, tuple)):
-        return tensors
+        return with_memory(tensors)
     if len(tensors) != 1:
         raise refuse(f"it takes a list of one, not of {len(tensors)}", backend, op)
-    return tensors[0]
+    return with_memory(tensors[0])
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """The tensor; waits for the result of a functional collective, which has no memory before."""
+    if type(tensor) is not Tensor and isinstance(tensor, AsyncCollectiveTensor):
+        waiting: Any = tensor
+        tensor = waiting.trigger_wait()
+    return tensor
 
 
 def flat(tensor: Tensor) -> Tensor:
     """The values of a tensor, in one dimension: its memory, or a contiguous copy."""
-    return plain(tensor).view(-1)
+    return plain(with_memory(tensor)).view(-1)
 
 
 def check_list(
@@ -182,7 +191,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
         if tensor.data_ptr() != place or not is_plain(tensor) or tensor.device != first.device:
             return None
         place += tensor.nbytes
-    if place - first.data_ptr() == 0:
+    if place - first.data_ptr() == 0 or first.data_ptr() == 0:  # without elements, or memory
         return None
     storage = first.untyped_storage()
     if place > storage.data_ptr() + storage.nbytes():
@@ -272,7 +281,8 @@ def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request
 
 
 def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> Asked:
-    request = _ask(ours.all_reduce_coalesced_, tensors, backend, s.op, timeout=s.timeout)
+    memory = list(map(with_memory, tensors))
+    request = _ask(ours.all_reduce_coalesced_, memory, backend, s.op, timeout=s.timeout)
     return Asked(request, tensors)
 
 

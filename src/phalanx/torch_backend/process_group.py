@@ -29,8 +29,15 @@ from phalanx.torch_backend.operations import (
     REDUCE_OPS,
     Operation,
     Settings,
+    with_memory,
 )
-from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
+from phalanx.torch_backend.work import (
+    UNSET,
+    ProcessGroupWork,
+    TogetherWork,
+    seconds_of,
+    untraced,
+)
 
 NAME = "phalanx"
 CPU = torch.device("cpu")
@@ -221,7 +228,7 @@ class Calls:
         (tensor,) = tensors
         try:
             with recorded(name, tensors) if _profiled() else nullcontext():
-                work = begin(tensor)
+                work = begin(with_memory(tensor))
         except DistributedError as error:
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
@@ -311,8 +318,10 @@ for _name, _operation in OPERATIONS.items():
     setattr(Calls, _name, _method(_operation))
 for _old, _new in OLD_NAMES.items():
     setattr(Calls, _old, getattr(Calls, _new))
+untraced(Calls)
 
 
+@untraced
 class PhalanxBackend(Calls, TorchBackend):
     """The backend in a process group, for tensors on the CPU, from torch 2.14 on."""
 
@@ -321,6 +330,7 @@ class PhalanxBackend(Calls, TorchBackend):
         Calls.__init__(self, backend)
 
 
+@untraced
 class PhalanxProcessGroup(Calls, ProcessGroup):
     """One rank of a process group, for torch.
 

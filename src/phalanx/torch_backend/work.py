@@ -22,7 +22,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from phalanx.torch_backend.errors import as_torch
 if TYPE_CHECKING:
     from phalanx.core.work import Work
 
+T = TypeVar("T")
 UNSET = timedelta(0)
 ENGINE = "torch.autograd.graph"  # the module of the frame that is innermost under autograd's C++
 
@@ -47,6 +49,23 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
+def untraced(kind: type[T]) -> type[T]:
+    """The class, whose methods torch.compile runs as they are, with all that they call.
+
+    Else it takes the frames of methods that torch's own code calls for functions to compile, and
+    fails on the first one: a process group has no attributes for it. The marks are on the code, and
+    cost nothing where nothing is compiled.
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            torch._C._dynamo.eval_frame.set_code_exec_strategy(method.__code__, strategy)
+            method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return kind
+
+
+@untraced
 class ProcessGroupWork(c10d.Work):
     """A call on a process group, which may still be under way.
 
@@ -193,6 +212,7 @@ class BoundedWait(AnyOf):
         return self.works[0].describe()
 
 
+@untraced
 class TogetherWork(ProcessGroupWork):
     """Some works as one: done when all are. `_end_coalescing` gives one."""
 
@@ -235,6 +255,7 @@ class _Callbacks(threading.local):
 _callbacks = _Callbacks()
 
 
+@untraced
 class WorkFuture(Future[list[Tensor]]):
     """The future of a work, for Python code: who waits for it moves the work on."""
 

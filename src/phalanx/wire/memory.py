@@ -29,7 +29,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     count = tensor.nbytes
     if count == 0:
         return memoryview(bytearray())
-    array = (ctypes.c_char * count).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:
+        raise UnsupportedOperationError(
+            f"a tensor of class {type(tensor).__name__} has no memory; use .to_local()"
+        )
+    array = (ctypes.c_char * count).from_address(address)
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
