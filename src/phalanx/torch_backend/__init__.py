@@ -45,7 +45,7 @@ def create(options: Any, backend_options: object = None) -> Any:
     """Make a process group, as torch asks for one: what `register` gives to torch."""
     from phalanx.torch_backend.creation import create_group  # noqa: PLC0415
 
-    return create_group(options)
+    return create_group(options, backend_options)
 
 
 register()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +24,9 @@ from phalanx.torch_backend.operations import (
     Operation,
     Settings,
 )
+from phalanx.torch_backend.other_devices import NAME, OtherDevices
 from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
 
-NAME = "phalanx"
-CPU = torch.device("cpu")
 autograd: Any = torch.autograd
 _profiled: Callable[[], bool] = autograd._profiler_enabled
 
@@ -56,12 +55,14 @@ class PhalanxProcessGroup(ProcessGroup):
 
     backend   ours, which this closes
     store     torch's, through which the ranks have met, if they have
+    others    what takes the tensors that are on other devices
     """
 
-    def __init__(self, backend: Backend, store: Any = None) -> None:
+    def __init__(self, backend: Backend, store: Any, others: OtherDevices) -> None:
         super().__init__(backend.rank, backend.world_size)  # type: ignore[call-arg] # torch's stub
         self.backend = backend
         self._store = store
+        self._others = others
         self._name = self._description = ""
         self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
         self._together: list[ProcessGroupWork] | None = None
@@ -98,12 +99,13 @@ class PhalanxProcessGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [CPU]
+        return self._others.device_types
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        if torch.device(device).type == "cpu":
+        device = torch.device(device)
+        if device.type in self._others.ours:
             return self
-        raise RuntimeError(f"this {NAME} group has no backend for {device}")
+        return self._others.backend_for(device, "_get_backend").backend
 
     def get_group_store(self) -> Any:
         """The store through which the ranks have met."""
@@ -115,14 +117,19 @@ class PhalanxProcessGroup(ProcessGroup):
     supports_shrinking = False
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
-        """Whether `allocate_tensor` gives memory on the device."""
-        return torch.device(device).type == "cpu"
+        """Whether `allocate_tensor` of `_get_backend(device)` gives memory on the device."""
+        backend = self._get_backend(device)
+        if backend is self:
+            return torch.device(device).type == "cpu"
+        return bool(backend.supports_tensor_alloc(device))
 
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
         """A tensor in memory that the group sends without a copy."""
-        return self.backend.empty(size, dtype=dtype, device=torch.device(device))
+        backend = self._get_backend(device)
+        make = self.backend.empty if backend is self else backend.allocate_tensor
+        return make(size, dtype=dtype, device=torch.device(device))  # type: ignore[no-any-return]
 
     def _get_sequence_number_for_group(self) -> int:
         return self.backend.finished
@@ -133,6 +140,7 @@ class PhalanxProcessGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits at most."""
         self.backend.timeout = timeout.total_seconds()
+        self._others.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -140,11 +148,17 @@ class PhalanxProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave in good order: whoever waits for this rank is told so."""
-        self.backend.close()
+        with ExitStack() as ends:
+            ends.callback(self.backend.close)
+            for group in self._others.end():
+                ends.callback(group.shutdown)
 
     def abort(self) -> None:
         """Leave at once: to the others this rank is lost."""
-        self.backend.abort()
+        with ExitStack() as ends:
+            ends.callback(self.backend.abort)
+            for group in self._others.end():
+                ends.callback(group.abort)
 
     # Calls ----------------------------------------------------------------------------------
 
@@ -207,9 +221,14 @@ class PhalanxProcessGroup(ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        if device.type not in self._others.ours:
+            self._others.call("_start_coalescing", "coalescing", device, device)
+        else:
+            self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> ProcessGroupWork:
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type not in self._others.ours:
+            return self._others.call("_end_coalescing", "coalescing", device, device)
         works, self._together = self._together or [], None
         return TogetherWork(works)
 
@@ -241,20 +260,26 @@ class PhalanxProcessGroup(ProcessGroup):
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> ProcessGroupWork:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         """Begin to send a tensor to rank `dst` of the group."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("send", tensors, dst, tag)
         return self._message(
             "send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag)
         )
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> ProcessGroupWork:
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Any:
         """Begin to receive a tensor from rank `src` of the group."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("recv", tensors, src, tag)
         return self._message(
             "recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag)
         )
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ProcessGroupWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         """Begin to receive the first tensor that anyone sends with this tag."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("recv_anysource", tensors, tag)
         return self._message(
             "recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag)
         )
@@ -304,8 +329,15 @@ class PhalanxProcessGroup(ProcessGroup):
             raise as_torch(error) from None
 
 
-def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
-    def call(self: PhalanxProcessGroup, *arguments: Any, **named: Any) -> ProcessGroupWork:
+def _method(name: str, operation: Operation) -> Callable[..., Any]:
+    def call(self: PhalanxProcessGroup, *arguments: Any, **named: Any) -> Any:
+        first = arguments[0] if arguments else None
+        if type(first) is list and first:
+            first = first[0]
+        if not getattr(first, "is_cpu", False):  # which costs those of the CPU 0.1 us
+            device = self._others.device(arguments, named)
+            if device is not None:
+                return self._others.call(name, operation.name, device, *arguments, **named)
         return self._call(operation, arguments, named)
 
     call.__name__ = operation.name
@@ -314,6 +346,6 @@ def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
 
 
 for _name, _operation in OPERATIONS.items():
-    setattr(PhalanxProcessGroup, _name, _method(_operation))
+    setattr(PhalanxProcessGroup, _name, _method(_name, _operation))
 for _old, _new in OLD_NAMES.items():
-    setattr(PhalanxProcessGroup, _old, getattr(PhalanxProcessGroup, _new))
+    setattr(PhalanxProcessGroup, _old, _method(_old, OPERATIONS[_new]))

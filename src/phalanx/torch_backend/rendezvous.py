@@ -38,6 +38,11 @@ FAILED = "! "  # the beginning of rank 0's word, if it could not listen
 OP = "init_process_group"
 
 
+def times_met(store: Store, rank: int, *, more: int = 0) -> int:
+    """How often this rank has met here, and now `more` often: a number that all ranks have."""
+    return int(store.add(f"{PREFIX}/count/{rank}", more))
+
+
 class Presence(msgspec.Struct):
     """What a rank puts into the store: where it is, and how many it takes the ranks for."""
 
@@ -77,7 +82,7 @@ class _Meeting:
         self.world_size = world_size
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self.count = store.add(f"{PREFIX}/count/{rank}", 1)
+        self.count = times_met(store, rank, more=1)
 
     def meet(self) -> Backend:
         """Say that this rank is here, hear of the others, and connect."""
