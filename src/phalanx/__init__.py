@@ -290,4 +290,4 @@ def _create_torch_group(options: Any, backend_options: object = None) -> Any:
     """Make a process group, as torch asks for one."""
     from phalanx.torch_backend.creation import create_group  # noqa: PLC0415
 
-    return create_group(options)
+    return create_group(options, backend_options)

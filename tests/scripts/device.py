@@ -10,6 +10,8 @@ tests is installed, its simulated one, which has streams. Ranks share devices wh
     order        what a stream was given before a collective is in it, and its result is there for
                  what the stream is given next, though nobody waits for the device
     training     DDP, and FSDP of every strategy, over tcp and shm: the parameters of plain training
+    torch        `init_process_group("cpu:phalanx,cuda:nccl")` and the other order: collectives,
+                 messages, groups and torch's DDP, of tensors on both. Ranks with a GPU each
     nccl         NCCL by way of `TorchBackend`, beside torch.distributed on the same group, in
                  rounds that take turns: at least 99 % of its bandwidth. Two GPUs and more
 
@@ -36,6 +38,7 @@ from clusters import Cluster, Hybrid, SharedMemory, SubOf, Tcp, loopback_listene
 from torch import Tensor, nn
 
 import phalanx
+import phalanx.torch_backend
 from phalanx import (
     DDP,
     FSDP,
@@ -277,6 +280,70 @@ def training(ranks: int) -> Iterator[tuple[str, int, list[str]]]:
 
 
 # ------------------------------------------------------------------------------
+# torch.distributed, with a backend for each device.
+
+BOTH_ORDERS = ("cpu:phalanx,cuda:nccl", "cuda:nccl,cpu:phalanx")
+
+
+def use_both(port: int, names: str, backend: Backend) -> tuple[int, list[str]]:
+    """How many calls gave what they should on the CPU and on this rank's device, and which not."""
+    rank, size, device = backend.rank, backend.world_size, device_of(backend.rank)
+    torch.accelerator.set_device_index(device)
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(names, init_method=method, rank=rank, world_size=size)
+    came: dict[str, bool] = {}
+    for place in (torch.device("cpu"), device):
+
+        def full(value: float, place: torch.device = place) -> Tensor:
+            return torch.full((1000,), float(value), device=place)
+
+        for what, group in (("world", None), ("group", dist.new_group(range(size)))):
+            tensor, gathered = full(rank + 1), [full(-1) for _ in range(size)]
+            dist.all_reduce(tensor, group=group)
+            dist.all_gather(gathered, full(rank), group=group)
+            came[f"all_reduce on {place.type}, {what}"] = bool(
+                (tensor == size * (size + 1) / 2).all()
+            )
+            firsts = [each[0].item() for each in gathered]
+            came[f"all_gather on {place.type}, {what}"] = firsts == list(range(size))
+        found, right, left = full(-1), (rank + 1) % size, (rank - 1) % size
+        if size > 1:
+            sent = dist.P2POp(dist.isend, full(rank), right)
+            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, found, left)]):
+                work.wait()
+            came[f"batch_isend_irecv on {place.type}"] = bool((found == left).all())
+        pairs = zip(train_torch(place), train_alone(size), strict=True)
+        came[f"DDP on {place.type}"] = all(torch.allclose(*pair, atol=1e-4) for pair in pairs)
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, rank)
+    came["objects"] = objects == list(range(size))
+    dist.barrier(device_ids=[device.index])
+    dist.destroy_process_group()
+    return sum(came.values()), [f"{what} on rank {rank}" for what in came if not came[what]]
+
+
+def train_torch(device: torch.device) -> list[Tensor]:
+    """What `train` does, with torch's DDP."""
+    wrapped = nn.parallel.DistributedDataParallel(model_of().to(device))
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.5, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(inputs_of(step, dist.get_rank()).to(device)).pow(2).mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in wrapped.parameters()]
+
+
+def torch_groups(ranks: int) -> Iterator[tuple[str, int, list[str]]]:
+    for names in BOTH_ORDERS:
+        with loopback_listener() as listener:
+            port = listener.getsockname()[1]
+        size = min(ranks, torch.accelerator.device_count())
+        results = spawn(partial(use_both, port, names), size, "tcp", timeout=TIMEOUT)
+        wrong = [each for _, wrong in results for each in wrong]
+        yield f"{names}, {size} ranks", sum(right for right, _ in results), wrong
+
+
+# ------------------------------------------------------------------------------
 # NCCL: what Phalanx costs on top of torch.distributed.
 
 NCCL_BYTES = (1 << 20, 16 << 20, 256 << 20)
@@ -328,20 +395,28 @@ def nccl(ranks: int) -> Iterator[tuple[str, int, list[str]]]:
 # ------------------------------------------------------------------------------
 
 PARTS: Mapping[str, Callable[[int], Iterator[tuple[str, int, list[str]]]]] = MappingProxyType(
-    {"collectives": collectives, "order": order, "training": training, "nccl": nccl}
+    {
+        "collectives": collectives,
+        "order": order,
+        "training": training,
+        "torch": torch_groups,
+        "nccl": nccl,
+    }
 )
+
+GPUS_FOR_NCCL: Mapping[str, int] = MappingProxyType({"torch": 1, "nccl": 2})
 
 
 def why_skipped(part: str, device: torch.device) -> str:
     """Why a part cannot be run here; nothing if it can."""
     if device.type == "cpu":
         return "torch has no accelerator here, and torch_openreg is not installed"
-    if part != "nccl":
+    if part not in GPUS_FOR_NCCL:
         return ""
     if device.type != "cuda" or not dist.is_nccl_available():
         return f"the device is {device.type}, and NCCL is for cuda"
-    gpus = torch.cuda.device_count()
-    return "" if gpus > 1 else f"it takes two GPUs, and there are {gpus}"
+    gpus, least = torch.cuda.device_count(), GPUS_FOR_NCCL[part]
+    return "" if gpus >= least else f"it takes {least} GPUs, and there are {gpus}"
 
 
 def main() -> int:

@@ -34,13 +34,16 @@ class TorchWorld(Threads):
 
     name = "torch"
 
+    def __init__(self, backend: str = "phalanx") -> None:
+        self.backend = backend
+
     def makers(self, size: int, timeout: float) -> list[Maker]:
         store = dist.HashStore()
 
         def maker(rank: int) -> Maker:
             def make() -> Backend:
                 dist.init_process_group(
-                    "phalanx",
+                    self.backend,
                     store=store,
                     rank=rank,
                     world_size=size,
@@ -54,11 +57,17 @@ class TorchWorld(Threads):
 
 
 def run(
-    fn: Callable[[int], T], size: int = 2, *, timeout: float = TIMEOUT, kind: str = "auto"
+    fn: Callable[[int], T],
+    size: int = 2,
+    *,
+    timeout: float = TIMEOUT,
+    kind: str = "auto",
+    backend: str = "phalanx",
 ) -> list[T]:
     """`fn(rank)` on every rank; the results in rank order.
 
-    kind   "auto" is shared memory; "tcp"; "hybrid" has ranks with odd numbers on another host
+    kind     "auto" is shared memory; "tcp"; "hybrid" has ranks with odd numbers on another host
+    backend  what torch is asked for
     """
     phalanx.torch_backend.register()
 
@@ -76,7 +85,7 @@ def run(
     with world_of_each_thread(), MonkeyPatch.context() as patch:
         if kind != "auto":
             patch.setattr(rendezvous, "make_backend", make_backend)
-        return TorchWorld().run(lambda backend: fn(backend.rank), size, timeout=timeout)
+        return TorchWorld(backend).run(lambda backend: fn(backend.rank), size, timeout=timeout)
 
 
 def run_gloo(fn: Callable[[int], T], size: int) -> list[T]:

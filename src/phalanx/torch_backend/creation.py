@@ -11,13 +11,14 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.torch_backend.errors import as_torch
+from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import VERSION, PhalanxProcessGroup
 from phalanx.torch_backend.rendezvous import meet
 
 OLDEST = (2, 9)
 
 
-def create_group(options: Any) -> PhalanxProcessGroup:
+def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
     """Make this rank's process group, of the options that torch gives to a backend.
 
     A group of some ranks of a default group that is ours has its connections, and nothing is sent.
@@ -25,23 +26,26 @@ def create_group(options: Any) -> PhalanxProcessGroup:
     """
     try:
         check_version()
+        named = named_for_devices(options.group_rank)
         timeout = options.timeout.total_seconds()
-        backend = _of_default_group(list(options.global_ranks_in_group), timeout)
-        if backend is None:
-            backend = meet(options.store, options.group_rank, options.group_size, timeout)
+        default = _default_group() if options.global_ranks_in_group else None
+        if default is not None:
+            ranks = options.global_ranks_in_group
+            parent, store, world_rank = default.backend, default.get_group_store(), default.rank()
+            backend: Backend = SubBackend(parent, ranks, in_order=True, timeout=timeout)
+        else:
+            store, world_rank = options.store, options.group_rank
+            backend = meet(store, world_rank, options.group_size, timeout)
+        others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:
         raise as_torch(error) from None
-    return PhalanxProcessGroup(backend, options.store)
+    return PhalanxProcessGroup(backend, options.store, others)
 
 
-def _of_default_group(ranks: list[int], timeout: float) -> Backend | None:
-    """Some ranks of the default group, in that order, if that is ours."""
-    if not ranks or not torch.distributed.is_initialized():
-        return None
-    default = c10d._get_default_group()
-    if not isinstance(default, PhalanxProcessGroup):
-        return None
-    return SubBackend(default.backend, ranks, in_order=True, timeout=timeout)
+def _default_group() -> PhalanxProcessGroup | None:
+    """The default group, if it is ours."""
+    default = c10d._get_default_group() if torch.distributed.is_initialized() else None
+    return default if isinstance(default, PhalanxProcessGroup) else None
 
 
 def check_version() -> None:

@@ -8,7 +8,7 @@ Calls                  the calls of both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from phalanx.torch_backend.operations import (
     Settings,
     with_memory,
 )
+from phalanx.torch_backend.other_devices import NAME, OtherDevices
 from phalanx.torch_backend.work import (
     UNSET,
     ProcessGroupWork,
@@ -39,7 +40,6 @@ from phalanx.torch_backend.work import (
     untraced,
 )
 
-NAME = "phalanx"
 CPU = torch.device("cpu")
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CONTAINS_BACKENDS = (2, 14)  # the version from which on a group consists of backends
@@ -70,10 +70,12 @@ class Calls:
     """What a process group and a backend of torch's share: all calls, those of `OPERATIONS` too.
 
     backend   ours, which this closes
+    others    what takes the tensors that are on other devices
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, others: OtherDevices) -> None:
         self.backend = backend
+        self._others = others
         self._backward: tuple[int, list[ProcessGroupWork]] = (-1, [])
         self._backward_failed = False  # whether a backward pass has
         self._together: list[ProcessGroupWork] | None = None
@@ -103,13 +105,21 @@ class Calls:
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
         """Whether `allocate_tensor` gives memory on the device."""
-        return torch.device(device).type == "cpu"
+        device = torch.device(device)
+        if device.type in self._others.ours:
+            return device.type == "cpu"
+        backend = self._others.backend_for(device, "allocate_tensor").backend
+        return bool(backend.supports_tensor_alloc(device))
 
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
         """A tensor in memory that the group sends without a copy."""
-        return self.backend.empty(size, dtype=dtype, device=torch.device(device))
+        device = torch.device(device)
+        if device.type in self._others.ours:
+            return self.backend.empty(size, dtype=dtype, device=device)
+        backend = self._others.backend_for(device, "allocate_tensor").backend
+        return backend.allocate_tensor(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
     def _get_sequence_number_for_group(self) -> int:
         return self.backend.finished
@@ -120,6 +130,7 @@ class Calls:
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits at most."""
         self.backend.timeout = timeout.total_seconds()
+        self._others.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -127,11 +138,17 @@ class Calls:
 
     def shutdown(self) -> None:
         """Leave in good order: whoever waits for this rank is told so."""
-        self.backend.close()
+        with ExitStack() as ends:
+            ends.callback(self.backend.close)
+            for group in self._others.end():
+                ends.callback(group.shutdown)
 
     def abort(self) -> None:
         """Leave at once: to the others this rank is lost."""
-        self.backend.abort()
+        with ExitStack() as ends:
+            ends.callback(self.backend.abort)
+            for group in self._others.end():
+                ends.callback(group.abort)
 
     # Calls ----------------------------------------------------------------------------------
 
@@ -198,9 +215,14 @@ class Calls:
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        if device.type not in self._others.ours:
+            self._others.call("_start_coalescing", "coalescing", device, device)
+        else:
+            self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> ProcessGroupWork:
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type not in self._others.ours:
+            return self._others.call("_end_coalescing", "coalescing", device, device)
         works, self._together = self._together or [], None
         return TogetherWork(works)
 
@@ -233,20 +255,26 @@ class Calls:
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> ProcessGroupWork:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         """Begin to send a tensor to rank `dst` of the group."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("send", tensors, dst, tag)
         return self._message(
             "send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag)
         )
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> ProcessGroupWork:
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Any:
         """Begin to receive a tensor from rank `src` of the group."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("recv", tensors, src, tag)
         return self._message(
             "recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag)
         )
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ProcessGroupWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         """Begin to receive the first tensor that anyone sends with this tag."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message("recv_anysource", tensors, tag)
         return self._message(
             "recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag)
         )
@@ -305,8 +333,15 @@ class Calls:
             raise as_torch(error) from None
 
 
-def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
-    def call(self: Calls, *arguments: Any, **named: Any) -> ProcessGroupWork:
+def _method(name: str, operation: Operation) -> Callable[..., Any]:
+    def call(self: Calls, *arguments: Any, **named: Any) -> Any:
+        first = arguments[0] if arguments else None
+        if type(first) is list and first:
+            first = first[0]
+        if not getattr(first, "is_cpu", False):  # which costs those of the CPU 0.1 us
+            device = self._others.device(arguments, named)
+            if device is not None:
+                return self._others.call(name, operation.name, device, *arguments, **named)
         return self._call(operation, arguments, named)
 
     call.__name__ = operation.name
@@ -315,9 +350,9 @@ def _method(operation: Operation) -> Callable[..., ProcessGroupWork]:
 
 
 for _name, _operation in OPERATIONS.items():
-    setattr(Calls, _name, _method(_operation))
+    setattr(Calls, _name, _method(_name, _operation))
 for _old, _new in OLD_NAMES.items():
-    setattr(Calls, _old, getattr(Calls, _new))
+    setattr(Calls, _old, _method(_old, OPERATIONS[_new]))
 untraced(Calls)
 
 
@@ -325,9 +360,9 @@ untraced(Calls)
 class PhalanxBackend(Calls, TorchBackend):
     """The backend in a process group, for tensors on the CPU, from torch 2.14 on."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, others: OtherDevices) -> None:
         TorchBackend.__init__(self, backend.rank, backend.world_size)
-        Calls.__init__(self, backend)
+        Calls.__init__(self, backend, others)
 
 
 @untraced
@@ -340,17 +375,18 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
 
     backend   ours, which this closes
     store     torch's, through which the ranks have met, if they have
+    others    what takes the tensors that are on other devices
     """
 
-    def __init__(self, backend: Backend, store: Any = None) -> None:
+    def __init__(self, backend: Backend, store: Any, others: OtherDevices) -> None:
         ProcessGroup.__init__(self, backend.rank, backend.world_size)  # type: ignore[call-arg]
-        Calls.__init__(self, backend)
+        Calls.__init__(self, backend, others)
         self._store = store
         self._name = self._description = ""
         if VERSION >= CONTAINS_BACKENDS:
             custom = ProcessGroup.BackendType.CUSTOM
             self._set_default_backend(custom)
-            self._register_backend(CPU, custom, PhalanxBackend(backend))
+            self._register_backend(CPU, custom, PhalanxBackend(backend, others))
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         """The name that torch has given to the group."""
@@ -375,12 +411,13 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [CPU]
+        return self._others.device_types
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        if torch.device(device).type == "cpu":
+        device = torch.device(device)
+        if device.type in self._others.ours:
             return super()._get_backend(CPU) if VERSION >= CONTAINS_BACKENDS else self
-        raise RuntimeError(f"this {NAME} group has no backend for {device}")
+        return self._others.backend_for(device, "_get_backend").backend
 
     def get_group_store(self) -> Any:
         """The store through which the ranks have met."""

@@ -41,6 +41,11 @@ FAILED = "! "  # the beginning of rank 0's word, if it could not listen
 OP = "init_process_group"
 
 
+def times_met(store: Store, rank: int, *, more: int = 0) -> int:
+    """How often this rank has met here, and now `more` often: a number that all ranks have."""
+    return int(store.add(f"{PREFIX}/count/{rank}", more))
+
+
 class Presence(msgspec.Struct):
     """What a rank puts into the store: where it is, and what it was told.
 
@@ -88,7 +93,7 @@ class _Meeting:
         self.deadline = time.monotonic() + timeout
         token = find_token().encode()
         self.token = hashlib.blake2b(token, digest_size=2).hexdigest() if token else ""
-        self.count = store.add(f"{PREFIX}/count/{rank}", 1)
+        self.count = times_met(store, rank, more=1)
 
     def meet(self) -> Backend:
         """Say that this rank is here, hear of the others, and connect."""

@@ -1,0 +1,350 @@
+"""Tensors that are not on the CPU: handed to the backend that the program names for their device.
+
+    init_process_group("cpu:phalanx,cuda:nccl")     and `new_group` of that world
+
+torch makes one backend for each device of such a name, but stops at one that is a `ProcessGroup`,
+as ours is up to torch 2.13. So ours makes those that torch has not made, each at the first tensor
+of its device, with torch's own function.
+
+    a tensor on                             goes to
+    the CPU                                 ours
+    a device that is named with phalanx     ours, by way of host memory
+    another device that is named            the backend of that name
+    a device that is not named              nobody: the error says what to write
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from phalanx.core.backend import Backend
+from phalanx.core.device import device_kinds
+from phalanx.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    MisuseError,
+    UnsupportedOperationError,
+)
+from phalanx.torch_backend.errors import as_torch
+from phalanx.torch_backend.rendezvous import times_met
+
+NAME = "phalanx"
+ALMOST = 0.9  # of a timeout: backends round
+c10d: Any = torch.distributed.distributed_c10d
+
+
+class Named(NamedTuple):
+    """What a program has named for the devices of one group.
+
+    backends  kind of device -> name of its backend
+    made      torch's group of those backends that it has made before ours; None if there are none
+    """
+
+    backends: Mapping[str, str]
+    made: ProcessGroup | None = None
+
+
+def named_for_devices(rank: int) -> Named:
+    """What is named for the group that torch is about to make by calling us.
+
+    torch does not tell a creator. They are variables of its function that calls the creator.
+    Raises `UnsupportedOperationError` if another backend is named for the CPU.
+    """
+    frame = _caller(c10d._new_process_group_helper)
+    if frame is None:
+        return Named({"cpu": NAME})
+    config, group = frame.f_locals["backend_config"], frame.f_locals["pg"]
+    backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
+    if backends.get("cpu", NAME) != NAME:
+        raise UnsupportedOperationError(
+            f"rank {rank}: init_process_group({_written(backends)!r}): a group of {NAME} takes the "
+            f"tensors of the CPU: write cpu:{NAME}",
+            rank=rank,
+            op="init_process_group",
+        )
+    return Named(backends, group if group._device_types else None)
+
+
+def _written(backends: Mapping[str, str]) -> str:
+    """The backends as `init_process_group` takes them."""
+    return ",".join(f"{kind}:{name}" for kind, name in backends.items())
+
+
+def _place(arguments: Any) -> torch.device | None:
+    """Where the first tensor is among arguments, which may be lists of lists; None without one."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument.device
+        if isinstance(argument, (list, tuple)) and (device := _place(argument)) is not None:
+            return device
+    return None
+
+
+def _caller(function: Any) -> FrameType | None:
+    """The frame of `function`, if it has called us."""
+    code = inspect.unwrap(function).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+class Other(NamedTuple):
+    """Torch's group for the tensors of one kind of device, and its backend."""
+
+    group: ProcessGroup
+    backend: Any
+
+    @classmethod
+    def of(cls, group: ProcessGroup, kind: str) -> Other:
+        """A group that is written in Python is its own backend."""
+        is_torch_s = type(group) is ProcessGroup
+        return cls(group, group._get_backend(torch.device(kind)) if is_torch_s else group)
+
+
+class OtherDevices:
+    """What one rank's group does with tensors that are not on the CPU.
+
+    backend  ours; from now on it takes tensors only of the devices that are named with it
+    options  what torch has given for the group; `backend_options` for other backends, too
+    store    of the world that the group belongs to, where this is rank `world_rank`
+
+    Every rank makes a backend at its own first tensor of the device. Then it waits for the others
+    as that backend does, for at most the group's timeout: Gloo for all ranks, while it is made;
+    NCCL for those that take part, in its first collective.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        named: Named,
+        options: Any,
+        backend_options: object,
+        store: Any,
+        world_rank: int,
+    ) -> None:
+        self.named = named.backends
+        self.ours = {"cpu"} | {kind for kind, name in self.named.items() if name == NAME}
+        backend.devices = frozenset(self.ours) & device_kinds()
+        self.timeout: timedelta = options.timeout
+        self._rank: int = options.group_rank
+        self._size: int = options.group_size
+        self._ranks = list(options.global_ranks_in_group)
+        self._backend_options = backend_options
+        self._store, self._world_rank = store, world_rank
+        self._group = backend.group
+        self._lock = threading.Lock()
+        made = named.made
+        kinds = [] if made is None else [device.type for device in made._device_types]
+        self._made = {kind: Other.of(made, kind) for kind in kinds if made is not None}
+        self._failed: dict[str, DistributedError] = {}
+
+    @property
+    def device_types(self) -> list[torch.device]:
+        """All devices whose tensors the group takes, the CPU first."""
+        return [torch.device(kind) for kind in dict.fromkeys(("cpu", *self.named))]
+
+    def device(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> torch.device | None:
+        """Where the first tensor of a call is; None if the call is ours.
+
+        A barrier has no tensor: it is for another backend if `device_ids` say so, and there is one.
+        """
+        device = _place(arguments)
+        if device is None:
+            device = getattr(arguments[-1] if arguments else named.get("opts"), "device", None)
+            if device is None or device.type not in self.named:
+                return None
+        return None if device.type in self.ours else device
+
+    # Calls ----------------------------------------------------------------------------------
+
+    def call(self, name: str, op: str, device: torch.device, *arguments: Any, **named: Any) -> Any:
+        """Call torch's method `name` on the group of the device, and return what that does.
+
+        op   what errors call it
+        """
+        other = self.backend_for(device, op)
+        began = time.monotonic()
+        try:
+            return getattr(other.group, name)(*arguments, **named)
+        except RuntimeError as error:
+            missing = self._missing(device.type, began)
+            if not missing:
+                raise
+            raise as_torch(self._not_come(device.type, op, missing, error)) from error
+
+    def message(self, name: str, tensors: Sequence[Tensor], *arguments: int) -> Any:
+        """The same for `send`, `recv` and `recv_anysource`.
+
+        NCCL wants the messages of one `batch_isend_irecv` together, or two ranks that send to each
+        other would wait for each other. torch does so for its own groups only. So this does: the
+        last of them gives a work for all, the others None.
+        """
+        device = tensors[0].device
+        backend = self.backend_for(device, name).backend
+        frame = None
+        if getattr(backend, "supports_coalescing", False):
+            frame = _caller(c10d.batch_isend_irecv)
+        if frame is None:
+            return self.call(name, name, device, tensors, *arguments)
+        batch, now = frame.f_locals["p2p_op_list"], frame.f_locals["p2p_op"]
+        if now is batch[0]:
+            self.call("_start_coalescing", name, device, device)
+        self.call(name, name, device, tensors, *arguments)
+        return self.call("_end_coalescing", name, device, device) if now is batch[-1] else None
+
+    # Making them ----------------------------------------------------------------------------
+
+    def backend_for(self, device: torch.device, op: str) -> Other:
+        """The backend of the device. The first call makes it, which may block for other ranks.
+
+        Raises `UnsupportedOperationError` if none is named, `BackendUnavailableError` if it cannot
+        be made, and `CollectiveTimeoutError`, which says who has not come; the same one ever after.
+        """
+        kind = device.type
+        if kind not in self._made:
+            if kind not in self.named:
+                raise as_torch(self._not_named(device, op))
+            with self._lock:
+                if kind not in self._made and kind not in self._failed:
+                    self._try_to_make(kind, op)
+            if kind in self._failed:
+                raise as_torch(self._failed[kind])
+        return self._made[kind]
+
+    def _try_to_make(self, kind: str, op: str) -> None:
+        if self._group.closed:
+            raise as_torch(
+                MisuseError(
+                    f"rank {self._rank}: {op} on a group that is closed", rank=self._rank, op=op
+                )
+            )
+        began = time.monotonic()
+        try:
+            self._made[kind] = self._make(kind)
+        except Exception as error:
+            missing = self._missing(kind, began)
+            if missing:
+                failed: DistributedError = self._not_come(kind, op, missing, error)
+            else:
+                failed = self._not_made(kind, op, error)
+            self._failed[kind] = failed
+
+    def _make(self, kind: str) -> Other:
+        """What torch makes for the device, under a name and keys that all members know."""
+        store = self._keys()
+        store.set(f"{kind}/{self._rank}", "")
+        group, _ = c10d._new_process_group_helper(
+            self._size,
+            self._rank,
+            self._ranks,
+            c10d.Backend(f"{kind}:{self.named[kind]}"),
+            store,
+            f"{NAME}/{self._group.id:x}/{kind}",
+            backend_options=self._backend_options,
+            timeout=self.timeout,
+        )
+        _forget(group)
+        return Other.of(group, kind)
+
+    def _keys(self) -> Any:
+        """Where this group's ranks meet for other backends. A store may outlive the group."""
+        times = times_met(self._store, self._world_rank)
+        return c10d.PrefixStore(f"{NAME}/devices/{times}/{self._group.id:x}", self._store)
+
+    # Errors ---------------------------------------------------------------------------------
+
+    def _missing(self, kind: str, began: float) -> list[int]:
+        """Whom a call that began then has waited for: who has not begun to make the backend.
+
+        Nobody, if it failed before the timeout passed, or torch has made the backend before ours.
+        """
+        missing = []
+        if time.monotonic() - began >= ALMOST * self.timeout.total_seconds():
+            with suppress(RuntimeError):  # of a store that is gone
+                store = self._keys()
+                ranks = range(self._size)
+                missing = [rank for rank in ranks if not store.check([f"{kind}/{rank}"])]
+        return [] if self._rank in missing else missing
+
+    def _not_come(
+        self, kind: str, op: str, missing: list[int], error: Exception
+    ) -> CollectiveTimeoutError:
+        seconds = self.timeout.total_seconds()
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return CollectiveTimeoutError(
+            f"rank {self._rank}: {op}: {ranks} of {self._size} gave the group no tensor on "
+            f"{kind}, and the backend {self.named[kind]!r} is made for all: every rank makes it at "
+            f"its first one. {self.named[kind]} says: {error}",
+            rank=self._rank,
+            peer=missing[0],
+            op=op,
+            seconds=seconds,
+        )
+
+    def _not_made(self, kind: str, op: str, error: Exception) -> BackendUnavailableError:
+        name = self.named[kind]
+        return BackendUnavailableError(
+            f"rank {self._rank}: {op}: the backend {name!r}, which init_process_group was told for "
+            f"{kind}, cannot be made: {error}",
+            rank=self._rank,
+            op=op,
+        )
+
+    def _not_named(self, device: torch.device, op: str) -> UnsupportedOperationError:
+        name = c10d.Backend.default_device_backend_map.get(
+            device.type, NAME if device.type in device_kinds() else None
+        )
+        write = ""
+        if name is not None:
+            names = _written({"cpu": NAME, **self.named, device.type: name})
+            write = f" write init_process_group({names!r}), or"
+        takes = " and ".join(str(each) for each in self.device_types)
+        return UnsupportedOperationError(
+            f"rank {self._rank}: {op}: this group takes tensors on {takes}, not on {device}:"
+            f"{write} move it with .cpu()",
+            rank=self._rank,
+            op=op,
+        )
+
+    # The end --------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call on another device waits at most, for those made and to be made."""
+        self.timeout = timeout
+        for other in self._made.values():
+            other.backend.set_timeout(timeout)
+
+    def end(self) -> list[ProcessGroup]:
+        """Torch's groups that were made, each once; the caller ends them. None is made from now."""
+        groups = dict.fromkeys(other.group for other in self._made.values())
+        self._made.clear()
+        return list(groups)
+
+
+def _forget(group: ProcessGroup) -> None:
+    """Take a group out of what torch keeps of groups: it is a part of ours, which will end it."""
+    world = c10d._world
+    name = world.pg_names.pop(group)
+    for kept in (world.pg_map, world.pg_backend_config, world.pg_to_tag):
+        kept.pop(group, None)
+    for tag, groups in list(world.tags_to_pg.items()):
+        if group in groups:
+            groups.remove(group)
+        if not groups:
+            del world.tags_to_pg[tag]
+    c10d._unregister_process_group(name)
