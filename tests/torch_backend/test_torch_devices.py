@@ -13,9 +13,11 @@ from stand_in import DEVICE, DeviceTensor, on_device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers itself
 from worlds import run
 
 from phalanx import BackendUnavailableError, CollectiveTimeoutError, UnsupportedOperationError
+from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION
 
 BOTH = "cpu:phalanx,meta:stand_in"
 
@@ -177,7 +179,7 @@ def test_it_is_made_at_the_first_tensor_and_objects_go_by_the_cpu() -> None:
         dist.all_reduce(torch.ones(1))
         assert group._others._made == {}
         assert c10d._get_object_coll_device(group) == "cpu"
-        assert group._get_backend("cpu") is group
+        assert group._get_backend("cpu").backend is group.backend
         dist.all_reduce(numbers(on_device, 1))
         assert list(group._others._made) == ["meta"]
         assert dist.get_backend() == BOTH
@@ -270,7 +272,10 @@ def test_a_backend_of_torch_s_own_before_or_after_ours(backend: str) -> None:
         assert (made_before, theirs, ours, set(devices)) == (before, 2.0, 2.0, expected)
 
 
-@pytest.mark.parametrize("backend", ["cpu:phalanx,cuda:fake", "cuda:fake,cpu:phalanx"])
+FAKE = ["cpu:phalanx,cuda:fake", "cuda:fake,cpu:phalanx"]
+
+
+@pytest.mark.parametrize("backend", FAKE[VERSION >= CONTAINS_BACKENDS :])
 def test_torch_s_group_takes_tensors_of_its_device(backend: str) -> None:
     def act(rank: int) -> str:
         with FakeTensorMode():
@@ -282,6 +287,19 @@ def test_torch_s_group_takes_tensors_of_its_device(backend: str) -> None:
         return dist.group.WORLD._get_backend("cuda").name()
 
     assert run(act, 1, backend=backend) == ["fake"]
+
+
+@pytest.mark.skipif(VERSION < CONTAINS_BACKENDS, reason="this fake backend asks for nothing")
+def test_a_backend_that_asks_for_itself_while_it_is_made() -> None:
+    def act(rank: int) -> str:
+        with pytest.raises(BackendUnavailableError) as caught:
+            dist.group.WORLD._get_backend("cuda")
+        return str(caught.value)
+
+    assert (
+        "'fake', which init_process_group was told for cuda, cannot be"
+        in run(act, 1, backend=FAKE[0])[0]
+    )
 
 
 # Errors -------------------------------------------------------------------------------------------

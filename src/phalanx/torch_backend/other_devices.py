@@ -147,7 +147,9 @@ class OtherDevices:
         self._backend_options = backend_options
         self._store, self._world_rank = store, world_rank
         self._group = backend.group
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._making: set[str] = set()
+        self._together = False  # torch has begun to put messages together
         made = named.made
         kinds = [] if made is None else [device.type for device in made._device_types]
         self._made = {kind: Other.of(made, kind) for kind in kinds if made is not None}
@@ -187,17 +189,22 @@ class OtherDevices:
                 raise
             raise as_torch(self._not_come(device.type, op, missing, error)) from error
 
+    def coalesce(self, name: str, device: torch.device) -> Any:
+        """Call `_start_coalescing` or `_end_coalescing` on the group of the device."""
+        self._together = name == "_start_coalescing"
+        return self.call(name, "coalescing", device, device)
+
     def message(self, name: str, tensors: Sequence[Tensor], *arguments: int) -> Any:
         """The same for `send`, `recv` and `recv_anysource`.
 
         NCCL wants the messages of one `batch_isend_irecv` together, or two ranks that send to each
-        other would wait for each other. torch does so for its own groups only. So this does: the
-        last of them gives a work for all, the others None.
+        other would wait for each other. torch up to 2.13 does so for its own groups only. So this
+        does: the last of them gives a work for all, the others None.
         """
         device = tensors[0].device
         backend = self.backend_for(device, name).backend
         frame = None
-        if getattr(backend, "supports_coalescing", False):
+        if getattr(backend, "supports_coalescing", False) and not self._together:
             frame = _caller(c10d.batch_isend_irecv)
         if frame is None:
             return self.call(name, name, device, tensors, *arguments)
@@ -227,13 +234,15 @@ class OtherDevices:
         return self._made[kind]
 
     def _try_to_make(self, kind: str, op: str) -> None:
-        if self._group.closed:
+        problem = "that is closed" if self._group.closed else ""
+        if kind in self._making:
+            problem = f"whose backend for {kind} is just being made: that one asks for itself"
+        if problem:
             raise as_torch(
-                MisuseError(
-                    f"rank {self._rank}: {op} on a group that is closed", rank=self._rank, op=op
-                )
+                MisuseError(f"rank {self._rank}: {op} on a group {problem}", rank=self._rank, op=op)
             )
         began = time.monotonic()
+        self._making.add(kind)
         try:
             self._made[kind] = self._make(kind)
         except Exception as error:
@@ -243,6 +252,8 @@ class OtherDevices:
             else:
                 failed = self._not_made(kind, op, error)
             self._failed[kind] = failed
+        finally:
+            self._making.remove(kind)
 
     def _make(self, kind: str) -> Other:
         """What torch makes for the device, under a name and keys that all members know."""
