@@ -322,6 +322,7 @@ class Backend:
             name, program, buffers, combine, signature, fingerprint, timeout, result
         )
         if isinstance(begun, Call):
+            self.engine.transport.glance(begun.ended)  # nobody will wait for it, and look
             channel = Channel(self.group.id, Kind.COLLECTIVE, begun.sequence)
             work: Work[T] = Work(self.group, begun, channel, (), result=result)
             work.over = True
@@ -371,7 +372,8 @@ class Backend:
         group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
             now, before = engine.now(), group.checker.issued
-            engine.transport.glance(now)
+            if blocking:
+                engine.transport.glance(now)
             steps: Iterator[Program] = iter(program)
             step: Program | None = None
             is_free = group.is_free()
