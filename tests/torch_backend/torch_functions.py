@@ -98,7 +98,8 @@ def check_all_reduce(rank: int, size: int) -> None:
 def check_all_reduce_coalesced(rank: int, size: int) -> None:
     for later in BOTH:
         tensors = [torch.full((2, 2), float(rank)), strided(3).add_(1), torch.tensor(2.0)]
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             work = dist.all_reduce_coalesced(tensors, async_op=later)
         if later:
             work.wait()  # a future
@@ -153,7 +154,8 @@ def check_all_gather_coalesced(rank: int, size: int) -> None:
     for later in BOTH:
         found = [[torch.empty(2), torch.empty(3)] for _ in range(size)]
         given = [torch.full((2,), float(rank)), torch.full((3,), float(rank + 1))]
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             work = dist.all_gather_coalesced(found, given, async_op=later)
         if later:
             work.wait()
