@@ -19,7 +19,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
@@ -84,14 +84,13 @@ def _written(backends: Mapping[str, str]) -> str:
     return ",".join(f"{kind}:{name}" for kind, name in backends.items())
 
 
-def _place(arguments: Any) -> torch.device | None:
-    """Where the first tensor is among arguments, which may be lists of lists; None without one."""
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of a call, which may be lists of lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            return argument.device
-        if isinstance(argument, (list, tuple)) and (device := _place(argument)) is not None:
-            return device
-    return None
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_in(argument)
 
 
 def _caller(function: Any) -> FrameType | None:
@@ -165,7 +164,8 @@ class OtherDevices:
 
         A barrier has no tensor: it is for another backend if `device_ids` say so, and there is one.
         """
-        device = _place(arguments)
+        tensor = next(tensors_in(arguments), None)
+        device: torch.device | None = tensor.device if tensor is not None else None
         if device is None:
             device = getattr(arguments[-1] if arguments else named.get("opts"), "device", None)
             if device is None or device.type not in self.named:

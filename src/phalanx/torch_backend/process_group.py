@@ -31,7 +31,7 @@ from phalanx.torch_backend.operations import (
     Settings,
     with_memory,
 )
-from phalanx.torch_backend.other_devices import NAME, OtherDevices
+from phalanx.torch_backend.other_devices import NAME, OtherDevices, tensors_in
 from phalanx.torch_backend.work import (
     UNSET,
     ProcessGroupWork,
@@ -50,20 +50,12 @@ _profiled: Callable[[], bool] = autograd._profiler_enabled
 @contextmanager
 def recorded(name: str, arguments: Sequence[Any]) -> Iterator[None]:
     """An event `phalanx:name` of the profiler, with the shapes of the tensors."""
-    tensors = list(_tensors_in(arguments))
+    tensors = list(tensors_in(arguments))
     event = autograd._record_function_with_args_enter(f"{NAME}:{name}", *tensors)
     try:
         yield
     finally:
         autograd._record_function_with_args_exit(event)
-
-
-def _tensors_in(arguments: Any) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors_in(argument)
 
 
 class Calls:
