@@ -50,6 +50,13 @@ def values_of(arguments: Any) -> Any:
     return tree_map_only(DeviceTensor, lambda tensor: tensor.values, arguments)
 
 
+def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
+    """Return when all ranks are here: a Gloo that ends makes that of a rank that still connects
+    fail. torch does the same after it has made Gloo."""
+    store.set(f"made by {rank}", "")
+    store.wait([f"made by {each}" for each in range(size)])
+
+
 class StandInGroup(dist.ProcessGroup):
     """The backend. Making it blocks until all ranks do, as with Gloo; and it wants the messages of
     a batch together, as NCCL does.
@@ -63,6 +70,7 @@ class StandInGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        _wait_for_all(store, rank, size)
         self.gloo = dist.ProcessGroup(store, rank, size)
         self.gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self.called: list[str] = []
