@@ -15,10 +15,12 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'phalanx[ray]'")
 
+import numpy as np
 import ray
 import ray.train
 import torch
 from ray.cluster_utils import Cluster
+from ray.experimental import internal_kv
 from ray.train import (
     Checkpoint,
     CheckpointUploadMode,
@@ -29,10 +31,14 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.collective import collective
+from ray.util.collective.backend_registry import register_collective_backend
+from ray.util.collective.types import ReduceOp
 from torch import nn
 
 import phalanx
 from phalanx.integrations.ray import PhalanxConfig, places
+from phalanx.integrations.ray_collective import PhalanxGroup
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers do not import it
 
@@ -48,6 +54,7 @@ def ray_cluster() -> Iterator[Cluster]:
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = POLL
     for name in ("ENABLE_PREEMPTION_WATCHER", "METRICS_ENABLED"):  # which take time to start
         os.environ[f"RAY_TRAIN_{name}"] = "0"
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "15"  # of a placement on dead nodes
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
     )
@@ -86,10 +93,11 @@ class WriteErrors(UserCallback):
             (self.folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
-def kill_after_report() -> None:
-    """Kill this process, when Ray knows of all that was reported."""
+def kill_after_report(*, node: bool = False) -> None:
+    """Kill this process, or its node, when Ray knows of all that was reported."""
     ray.train.get_all_reported_checkpoints()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid() if node else os.getpid(), signal.SIGKILL)
+    signal.pause()
 
 
 # Who is where -------------------------------------------------------------------------------------
@@ -167,7 +175,7 @@ def train_and_save(config: dict[str, Any], backend: phalanx.Backend | None = Non
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
         if checkpoint is None and step + 1 == config["killed_after"] and backend.rank == 1:
-            kill_after_report()
+            kill_after_report(node=config["kill_node"])
     weights = [value for each in model.parameters() for value in each.flatten().tolist()]
     found = {"start": start, "ranks": backend.world_size, "weights": weights}
     backend.close()
@@ -175,11 +183,21 @@ def train_and_save(config: dict[str, Any], backend: phalanx.Backend | None = Non
 
 
 def test_a_run_whose_worker_is_killed_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    found = fit(train_and_save, tmp_path, killed_after=2, max_failures=1)
+    found = fit(train_and_save, tmp_path, killed_after=2, kill_node=False, max_failures=1)
     uninterrupted = phalanx.simulate(partial(train_and_save, {}), 2)
     assert found == {**uninterrupted[0], "start": 2}
     survivors = (tmp_path / "error-0").read_text()
     assert re.match(r"PeerLostError: rank 0: all_reduce #\d+ .*: rank 1 ", survivors)
+
+
+def test_an_elastic_run_that_loses_a_node_goes_on_with_fewer_ranks(
+    tmp_path: Path, ray_cluster: Cluster
+) -> None:
+    for _ in range(2):
+        ray_cluster.add_node(num_cpus=0, resources={"slot": 1})
+    elastic = {"workers": (1, 2), "resources": {"slot": 1}, "max_failures": 1}
+    found = fit(train_and_save, tmp_path, killed_after=2, kill_node=True, **elastic)
+    assert (found["start"], found["ranks"]) == (2, 1)
 
 
 # A stock script of Ray's for torch ----------------------------------------------------------------
@@ -230,3 +248,142 @@ def test_rays_error_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     survivor = told.value.worker_failures[0]
     assert isinstance(survivor, phalanx.PeerLostError)
     assert survivor.peer == 1
+
+
+# Collectives among actors -------------------------------------------------------------------------
+
+
+class Actor:
+    """Runs what it is told."""
+
+    def __init__(self) -> None:
+        register_collective_backend("PHALANX", PhalanxGroup)
+
+    def run(self, fn: Callable[..., Any], *arguments: Any) -> Any:
+        return fn(*arguments)
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: Cluster) -> list[Any]:
+    """Two, which have joined the group "pair" as its ranks."""
+    actors = [ray.remote(Actor).options(num_cpus=0).remote() for _ in range(2)]
+    on_each(actors, partial(join, name="pair"))
+    return actors
+
+
+def on_each(actors: list[Any], fn: Callable[[int], Any]) -> list[Any]:
+    """Run `fn(rank)` on each actor; the results in rank order."""
+    return ray.get([actor.run.remote(fn, rank) for rank, actor in enumerate(actors)])
+
+
+def join(rank: int, *, name: str) -> None:
+    collective.init_collective_group(2, rank, backend="PHALANX", group_name=name)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "arrays"])
+def test_the_collectives_of_a_group_of_actors(actors: list[Any], kind: str) -> None:
+    def run(rank: int) -> dict[str, list[Any]]:
+        def new(*values: float) -> Any:
+            return torch.tensor(values) if kind == "tensors" else np.array(values)
+
+        def of_both(call: Callable[..., None], *arguments: Any, **options: Any) -> list[Any]:
+            call(*arguments, group_name="pair", **options)
+            return arguments[0].tolist()
+
+        found = {}
+        for name in ("SUM", "PRODUCT", "MIN", "MAX"):
+            found[name] = of_both(collective.allreduce, new(rank + 2, 5), op=ReduceOp[name])
+        found["reduce"] = of_both(collective.reduce, new(rank + 1, 1), dst_rank=1)
+        found["broadcast"] = of_both(collective.broadcast, new(rank + 7, 0), src_rank=1)
+        gathered = [new(0, 0), new(0, 0)]
+        collective.allgather(gathered, new(rank, 9), group_name="pair")
+        found["allgather"] = [each.tolist() for each in gathered]
+        parts = [new(1, rank), new(2, rank)]
+        found["reducescatter"] = of_both(collective.reducescatter, new(0, 0), parts)
+        if rank == 0:
+            found["message"] = of_both(collective.send, new(4, 2), dst_rank=1)
+        else:
+            found["message"] = of_both(collective.recv, new(0, 0), src_rank=0)
+        collective.barrier(group_name="pair")
+        return found
+
+    same = {
+        "SUM": [5.0, 10.0],
+        "PRODUCT": [6.0, 25.0],
+        "MIN": [2.0, 5.0],
+        "MAX": [3.0, 5.0],
+        "broadcast": [8.0, 0.0],
+        "allgather": [[0.0, 9.0], [1.0, 9.0]],
+        "message": [4.0, 2.0],
+    }
+    assert on_each(actors, run) == [
+        {**same, "reduce": [1.0, 1.0], "reducescatter": [2.0, 1.0]},
+        {**same, "reduce": [3.0, 2.0], "reducescatter": [4.0, 1.0]},
+    ]
+
+
+def test_what_a_group_cannot_use_is_refused_before_anything_is_sent(actors: list[Any]) -> None:
+    def refused(rank: int) -> list[str]:
+        constant = np.zeros(2)
+        constant.flags.writeable = False
+        calls = [
+            partial(collective.allreduce, constant),
+            partial(collective.allgather, [torch.zeros(2), torch.zeros(3)], torch.zeros(2)),
+            partial(collective.reducescatter, torch.zeros(2), [torch.zeros(2), np.zeros(2)]),
+        ]
+        told = []
+        for call in calls:
+            with pytest.raises(phalanx.DistributedError) as info:
+                call(group_name="pair")
+            told.append(f"{type(info.value).__name__}: {info.value}")
+        total = torch.ones(1)
+        collective.allreduce(total, group_name="pair")
+        return [*told, str(total.item())]
+
+    (told, _) = on_each(actors, refused)
+    assert told[0].startswith("MisuseError: rank 0: allreduce writes to the array")
+    assert "read-only" in told[0]
+    assert "number 1 of the list is torch.float32 [3]" in told[1]
+    assert "number 1 of the list is torch.float64 [2]" in told[2]
+    assert told[3] == "2.0"
+
+
+def test_a_group_is_left_and_made_anew_under_the_same_name(actors: list[Any]) -> None:
+    def run(rank: int) -> list[float]:
+        found = []
+        for _ in range(5):
+            join(rank, name="again")
+            total = torch.tensor([rank + 1.0])
+            collective.allreduce(total, group_name="again")
+            found.append(total.item())
+            collective.destroy_collective_group("again")
+        return found
+
+    assert on_each(actors, run) == [[3.0] * 5] * 2
+    assert not [key for key in internal_kv._internal_kv_list("phalanx/") if b"again" in key]
+
+
+def test_a_group_that_the_driver_declares(actors: list[Any]) -> None:
+    register_collective_backend("PHALANX", PhalanxGroup)
+    collective.create_collective_group(actors, 2, [1, 0], backend="PHALANX", group_name="declared")
+
+    def run(number: int) -> tuple[int, float]:
+        total = torch.tensor([number + 1.0])
+        collective.allreduce(total, group_name="declared")
+        return collective.get_rank("declared"), total.item()
+
+    assert on_each(actors, run) == [(1, 3.0), (0, 3.0)]
+
+
+def test_the_survivor_of_a_killed_actor_names_its_rank(actors: list[Any]) -> None:
+    def run(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        collective.allreduce(torch.ones(2), group_name="pair")
+
+    survivor, killed = (actor.run.remote(run, rank) for rank, actor in enumerate(actors))
+    with pytest.raises(phalanx.PeerLostError, match=r"rank 0: all_reduce .*: rank 1 ") as told:
+        ray.get(survivor)
+    assert told.value.cause.peer == 1
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(killed)
