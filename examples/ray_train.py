@@ -33,7 +33,7 @@ def train() -> float:
         x = torch.randn(64, 8, generator=torch.Generator().manual_seed(2 * step + backend.rank))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 10 == 0:
             # Each rank writes its part into Ray's folder, which all hosts see.
