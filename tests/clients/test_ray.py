@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -119,6 +120,16 @@ def test_local_ranks_come_from_the_nodes_whatever_the_order_of_ranks() -> None:
         "4 1 2 1 3",
         "5 2 3 0 3",
     ]
+
+
+@pytest.mark.parametrize("module", ["ray", "ray_collective"])
+def test_without_ray_the_error_says_what_to_install(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"phalanx.integrations.{module}")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"needs Ray.*pip install 'phalanx\[ray\]'"):
+        importlib.import_module(f"phalanx.integrations.{module}")
 
 
 # A function of one's own --------------------------------------------------------------------------
