@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import select
 import selectors
 import threading
@@ -91,7 +92,7 @@ class LiveRankLines:
     def write(self, rank: int, data: bytes) -> None:
         """Take what `rank` has written, any part of it."""
         text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
-        *lines, rest = text.replace(f"{_UP}\n", "").split("\n")
+        *lines, rest = _MOVES.sub("", text).split("\n")
         if len(rest) >= LONGEST_LINE:
             lines, rest = [*lines, rest], ""
         prefix, live = f"[rank {rank}] ", "" if rank == self._owner else self._live
@@ -128,6 +129,7 @@ class LiveRankLines:
 
 
 _UP = "\x1b[A"  # what moves a terminal's cursor one line up
+_MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
 
 
 def _seen(line: str) -> str:

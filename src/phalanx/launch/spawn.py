@@ -27,8 +27,10 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.spawn import get_preparation_data
 from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -96,7 +98,10 @@ def spawn(
         while ranks.state() == "running" and not interrupts.received:
             ranks.wait()
     if (root := root_cause(ranks.exits())) is not None:
-        raise root.error()
+        error = root.error()
+        if "IPython" in sys.modules and error.__cause__ is not None:
+            vars(error)["_render_traceback_"] = partial(_render_rank_last, error)
+        raise error
     return [ended.report.result() for ended in ranks.exits() if ended.report is not None]
 
 
@@ -132,6 +137,15 @@ def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
             "is sent along; make inside the function what cannot be"
         ) from error
     return sent
+
+
+def _render_rank_last(error: BaseException) -> list[str]:
+    """Return what a cell of IPython shows: where it called `spawn`, then the rank's traceback."""
+    inside = __file__, *sys.modules["IPython"].__path__
+    frames = traceback.extract_tb(error.__traceback__)
+    called = [frame for frame in frames if not frame.filename.startswith(inside)]
+    shown = ["".join(["spawn was called here:\n", *traceback.format_list(called)])]
+    return [*shown, str(error.__cause__).strip().strip('"').strip()]
 
 
 class _Interrupts:
