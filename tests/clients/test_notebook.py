@@ -42,6 +42,8 @@ class Trained:
 
 class Diverged(Exception):
     pass
+
+__file__ = "train.py"  # as some tools set, and some people
 """
 
 TRAIN = """

@@ -107,15 +107,20 @@ def spawn(
 
 def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
     """Return `fn` pickled, and put into `preparation` what ranks need to know about that."""
-    importable = preparation.keys() & {"init_main_from_name", "init_main_from_path"}
+    main = {name for name in preparation if name.startswith("init_main_from_")}
+    typed = hasattr(sys.modules["__main__"], "_ih")  # in IPython, even if it has a __file__, too
     preparation |= {"pickler": "pickle", "sources": {}}
     try:
         call = pickle.dumps(fn)
-        if importable or b"__main__" not in call:
-            return call
+        by_name = b"__main__" not in call or (bool(main) and not typed)
         why = "it is defined in a notebook or console, which a fresh process cannot import"
     except Exception as error:
-        why = error_line(error)
+        by_name, why = False, error_line(error)
+    if typed or not by_name:
+        for name in main:
+            del preparation[name]
+    if by_name:
+        return call
     try:
         import cloudpickle  # noqa: PLC0415 -- an extra
     except ImportError:
@@ -124,8 +129,6 @@ def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
             "module and import it from there, or install what sends functions by value: "
             "pip install 'phalanx[notebook]'"
         ) from None
-    for name in importable:
-        del preparation[name]  # it brings along what it needs of that module
     # The source code that is in no file, for tracebacks.
     sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
     preparation |= {"pickler": "cloudpickle", "sources": sources}
