@@ -197,7 +197,6 @@ def test_progress_bars_are_in_the_cell(cells: dict[str, Any]) -> None:
     ]
     moves = [move for move in re.split("[\r\n]", text(cell, "stderr")) if move.strip()]
     assert all(move.startswith("[rank 0] tqdm:") for move in moves)
-    assert "  0%|" in moves[0]
     assert "100%|" in moves[-1]
     assert text(cell, "stderr").count("\n") == 1, "one bar, which is written over"
     assert re.search(r"^\[rank 1\] rich .*100%", text(cell), flags=re.MULTILINE)
@@ -246,9 +245,9 @@ def test_the_example_runs_and_keeps_no_output(tmp_path: Path) -> None:
 
 
 PROMPT = """
-import phalanx
+import os, phalanx
 def double(backend):
-    print("rank", backend.rank, "is here")
+    os.write(1, f"rank {backend.rank} is here.".encode())  # in one piece
     return 2 * backend.rank
 
 print("results", phalanx.spawn(double, 2))
@@ -266,5 +265,5 @@ def test_a_function_typed_at_the_prompt_of_ipython(tmp_path: Path) -> None:
         env={**os.environ, "IPYTHONDIR": str(tmp_path)},
     )
     assert "results [0, 2]" in ended.stdout
-    assert {"rank 0 is here", "rank 1 is here"} <= set(ended.stdout.splitlines())
+    assert all(f"rank {rank} is here." in ended.stdout for rank in range(2))
     assert "Traceback" not in ended.stdout + ended.stderr
