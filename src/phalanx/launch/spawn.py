@@ -40,7 +40,7 @@ from phalanx.launch.environment import World, threads_per_rank
 from phalanx.launch.init import check_name
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import error_line, root_cause
+from phalanx.launch.report import RankTraceback, error_line, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.admission import listen_at
@@ -97,10 +97,11 @@ def spawn(
         _start(ranks, preparation, call, world_size, backend, timeout, environ)
         while ranks.state() == "running" and not interrupts.received:
             ranks.wait()
+        ranks.stop(hurry=interrupts.again)
     if (root := root_cause(ranks.exits())) is not None:
         error = root.error()
-        if "IPython" in sys.modules and error.__cause__ is not None:
-            vars(error)["_render_traceback_"] = partial(_render_rank_last, error)
+        if "IPython" in sys.modules and isinstance(error.__cause__, RankTraceback):
+            vars(error)["_render_traceback_"] = partial(_render, error, error.__cause__)
         raise error
     return [ended.report.result() for ended in ranks.exits() if ended.report is not None]
 
@@ -142,13 +143,13 @@ def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
     return sent
 
 
-def _render_rank_last(error: BaseException) -> list[str]:
-    """Return what a cell of IPython shows: where it called `spawn`, then the rank's traceback."""
+def _render(error: BaseException, cause: RankTraceback) -> list[str]:
+    """Return what IPython shows of `error`: where `spawn` was called, and last the rank's part."""
     inside = __file__, *sys.modules["IPython"].__path__
     frames = traceback.extract_tb(error.__traceback__)
     called = [frame for frame in frames if not frame.filename.startswith(inside)]
-    shown = ["".join(["spawn was called here:\n", *traceback.format_list(called)])]
-    return [*shown, str(error.__cause__).strip().strip('"').strip()]
+    where = "".join(traceback.format_list(called))
+    return [f"spawn was called here:\n{where}", f"Rank {cause.rank}:\n{cause.text.rstrip()}"]
 
 
 class _Interrupts:
@@ -161,6 +162,10 @@ class _Interrupts:
     def __init__(self) -> None:
         self.received = 0
         self._before: Any = None
+
+    def again(self) -> bool:
+        """Return whether a second one has come: the user does not want to wait."""
+        return self.received > 1
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received += 1
@@ -194,7 +199,7 @@ def _open_output(
     try:
         yield pipes.open
     finally:
-        pipes.close(lambda: interrupts.received > 1)
+        pipes.close(interrupts.again)
 
 
 def _start(
