@@ -29,7 +29,6 @@ from ray.train import (
     FailureConfig,
     RunConfig,
     ScalingConfig,
-    UserCallback,
 )
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
