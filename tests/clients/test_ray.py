@@ -197,7 +197,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_the_last_checkpoint(tmp_path:
 def test_rays_error_has_the_line_that_names_the_killed_rank(tmp_path: Path) -> None:
     with pytest.raises(ray.train.WorkerGroupError) as told:
         fit(train_and_save, tmp_path, killed_after=2, kill_node=False)
-    line = r"PeerLostError: rank 0: all_reduce #\d+ .*: rank 1 was lost: its connection ended"
+    line = r"PeerLostError: rank 0: all_reduce #\d+ .*: rank 1 was lost"
     assert re.search(line, str(told.value))  # which Ray cuts in the middle
     survivor = told.value.worker_failures[0]
     assert isinstance(survivor, phalanx.PeerLostError)
