@@ -92,6 +92,13 @@ def run_command(
         int,
         typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
     ] = 0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long ranks may take to end after a signal (30 after SIGTERM, else 2).",
+        ),
+    ] = None,
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -108,7 +115,7 @@ def run_command(
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
     """
     words = tuple(args or ())
-    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts)
+    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts, grace)
     raise typer.Exit(run(job))
 
 

@@ -38,7 +38,13 @@ import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
 from phalanx.launch.reaper import Reaper, die_with_parent
-from phalanx.launch.report import RankExit, describe_exit_code, describe_failure, root_cause
+from phalanx.launch.report import (
+    AGAIN,
+    RankExit,
+    describe_exit_code,
+    describe_failure,
+    root_cause,
+)
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -168,7 +174,7 @@ class NodeExit(msgspec.Struct, frozen=True):
     failed: bool
     summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
     follows: bool = False  # whether the failure of another rank led to it
-    code: int = 0  # the exit code of the launcher for this failure
+    code: int = 0  # the exit code of the launcher for this failure; 75 where ranks left with it
     final: bool = False  # whether the job ends with it, whatever restarts are left
 
     @classmethod
@@ -176,7 +182,8 @@ class NodeExit(msgspec.Struct, frozen=True):
         """Return how the generation whose ranks ended so has ended on `node`."""
         root = root_cause(exits)
         if root is None:
-            return cls(node, failed=False)
+            left = any(one.code == AGAIN for one in exits)
+            return cls(node, failed=False, code=AGAIN if left else 0)
         return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
 
 

@@ -222,18 +222,29 @@ class Supervisor:
         """Return how the ranks have ended, or will, of which that is known; in rank order."""
         return [rank for rank in self._ranks if rank.time < math.inf]
 
-    def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
+    def send(self, signum: int) -> None:
+        """Send a signal to each rank that runs, and to it alone: not to what it has started."""
+        for rank in self._ranks:
+            if rank.report is None and not rank.has_ended():
+                os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
+
+    def stop(
+        self,
+        signum: int = signal.SIGTERM,
+        hurry: Callable[[], bool] = lambda: False,
+        *,
+        grace: float = GRACE,
+    ) -> None:
         """End every rank; return when all have ended.
 
         A rank that has not reported is sent `signum`, and it alone: what it has started ends with
-        it. Those that are left after `GRACE` seconds, or when `hurry()` is true, are killed.
+        it. Those that are left after `grace` seconds, or when `hurry()` is true, are killed.
         """
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         try:
             for rank in self._ranks:
-                if rank.report is None and not rank.has_ended():
-                    rank.told_to_stop = True
-                    os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
+                rank.told_to_stop |= rank.report is None and not rank.has_ended()
+            self.send(signum)
             while self._alive() and time.monotonic() < deadline and not hurry():
                 self.wait()
         finally:
