@@ -247,8 +247,8 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     """Write the report of the first failure to stderr.
 
     Ranks that ended with exit code 0 or 75 are named, too: they ended too soon for the others, if
-    these lost a peer or waited in vain. `elsewhere` says in one line what has failed on another node;
-    failures here follow from that.
+    these lost a peer or waited in vain. `elsewhere` says in one line what has failed on another
+    node; failures here follow from that.
     """
     root = root_cause(exits)
     lines: list[str] = []
@@ -256,9 +256,9 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
         lines.append(elsewhere if root is None else f"{elsewhere}; here, because of it:")
     if root is not None:
         lines.append(describe_failure(root))
-    for code in (0, AGAIN):
+    for code in () if elsewhere else (0, AGAIN):
         left = sorted(one.rank for one in exits if (one.code, one.report) == (code, None))
-        if left and not elsewhere:
+        if left:
             who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
             lines.append(f"{who} ended with exit code {code}")
     sys.stderr.write("".join(f"{line}\n" for line in lines))

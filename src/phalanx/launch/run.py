@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from multiprocessing import connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
@@ -359,8 +360,7 @@ class Signals:
         for signum in (*ending, signal.SIGUSR1, signal.SIGUSR2):
             before = signal.getsignal(signum)
             if before is not signal.SIG_IGN:
-                heard = self.received if signum in ending else self._passed
-                signal.signal(signum, lambda signum, _, heard=heard: heard.append(signum))
+                signal.signal(signum, self._hear if signum in ending else self._pass_on)
                 self._undo.callback(self._restore, signum, before)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._undo.callback(signal.set_wakeup_fd, -1)
@@ -369,6 +369,12 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
         self.descriptors.clear()
+
+    def _hear(self, signum: int, _: FrameType | None) -> None:
+        self.received.append(signum)
+
+    def _pass_on(self, signum: int, _: FrameType | None) -> None:
+        self._passed.append(signum)
 
     def _restore(self, signum: int, before: Any) -> None:
         # The interpreter's own end takes a moment, too.
