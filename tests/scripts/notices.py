@@ -3,11 +3,11 @@
     python tests/scripts/notices.py [--times N] [--seed S] [--ranks N]
 
 `phalanx run` trains a small model, with momentum and random inputs. At a random moment one rank is
-sent SIGTERM or SIGUSR1, or the launcher is, which passes it on. Then all ranks have to end with exit
-code 75 and the launcher, too; they have written one checkpoint more, of the step that each of them
-printed; and the launcher has restarted nothing. The same command goes on from there, and is told to
-leave again. After some notices it comes to its end: the weights have to be those of a run that was
-never interrupted, bit for bit.
+sent SIGTERM or SIGUSR1, or the launcher is, which passes it on. Then all ranks have to end with
+exit code 75 and the launcher, too; they have written one checkpoint more, of the step that each of
+them printed; and the launcher has restarted nothing. The same command goes on from there, and is
+told to leave again. After some notices it comes to its end: the weights have to be those of a run
+that was never interrupted, bit for bit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 def notify(folder: Path, ranks: int, steps: int, draw: random.Random) -> str:
-    """Start a run, and tell it to leave; what was told, and to whom. AssertionError: it was wrong."""
+    """Start a run, and tell it to leave; what was told, and to whom. AssertionError if wrong."""
     before = steps_saved(folder)
     with start(folder, ranks, steps, 0.004) as launcher:
         deadline = time.monotonic() + PATIENCE
