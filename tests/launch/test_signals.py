@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Programs that were told to end ignore signals from then on; this one goes on."""
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = [signal.getsignal(kind) for kind in kinds]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
