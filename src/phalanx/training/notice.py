@@ -70,7 +70,7 @@ class Notice:
         backend: Backend,
         *,
         signals: Iterable[int] = (signal.SIGTERM,),
-        every: float = 0.1,
+        every: float = 0.5,
     ) -> None:
         if not isinstance(backend, Backend):
             raise TypeError(f"Notice takes a backend, such as phalanx.init(), not {backend!r}")
