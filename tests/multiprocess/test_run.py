@@ -176,6 +176,32 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path, environ: dict[str, 
     assert code == 0
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs Linux, and two cores that this process may use",
+)
+def test_bound_ranks_run_on_cores_that_no_other_rank_has(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    script = write(
+        tmp_path,
+        "import os, threading\n"
+        "cores = os.sched_getaffinity(0)\n"
+        "thread = threading.Thread(target=lambda: cores.update(os.sched_getaffinity(0)))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "assert int(os.environ['OMP_NUM_THREADS']) == len(cores)\n"
+        "print(*cores)\n",
+    )
+    environ.pop("OMP_NUM_THREADS", None)
+    code, lines, errors = run([*PHALANX, "run", "-n", "2", "--bind", "cores", script], environ)
+    assert (code, errors) == (0, "")
+    first, second = ({int(number) for number in line.split()[2:]} for line in lines)
+    assert first
+    assert second
+    assert not first & second
+
+
 def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
     """Two nodes of one rank each; the first to start is not the one with the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:

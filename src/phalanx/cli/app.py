@@ -92,6 +92,16 @@ def run_command(
         int,
         typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
     ] = 0,
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="cores|numa",
+            help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
+            "more ranks than cores are refused. numa: on the cores of a memory node, or of as "
+            "many as each rank gets; ranks of a node share them. OMP_NUM_THREADS, if unset, "
+            "follows.",
+        ),
+    ] = "",
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -108,7 +118,7 @@ def run_command(
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
     """
     words = tuple(args or ())
-    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts)
+    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts, bind)
     raise typer.Exit(run(job))
 
 

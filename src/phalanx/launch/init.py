@@ -28,11 +28,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.launch.environment import ELSEWHERE, World, address_toward, read_environment
+from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
-from phalanx.transport.tcp.admission import listen_at, resolve
+from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward, resolve
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
@@ -214,17 +214,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
 
 def listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
     """For rank 0: where it listens, with a token for those who were given none; the listener."""
-    try:
-        host = address_toward(*toward, one_host=world.one_host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = listen_at(family, (host, 0))
-    except OSError as error:
-        raise BackendUnavailableError(
-            f"rank 0 found no address at which other ranks reach it by way of "
-            f"{toward.host!r} ({error}): is the name right (MASTER_ADDR), and the network up?",
-            rank=0,
-        ) from error
-    address = Endpoint(host, listener.getsockname()[1])
+    listener, address = listen_toward(toward, one_host=world.one_host)
     # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
     given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
     return f"{address} {'' if given else secrets.token_hex(32)}", listener

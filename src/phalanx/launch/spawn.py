@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import socket
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,13 +22,14 @@ from multiprocessing.spawn import get_preparation_data
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import World, threads_per_rank
+from phalanx.launch.binding import threads_per_rank
+from phalanx.launch.environment import World
 from phalanx.launch.init import check_name
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
-from phalanx.transport.tcp.admission import listen_at
+from phalanx.transport.tcp.addresses import listen_on
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -93,7 +93,7 @@ def _start(
     preparation["authkey"] = bytes(preparation["authkey"])
     environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **os.environ}
     inputs: list[IO[bytes] | None] = []
-    with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
+    with listen_on("127.0.0.1") as listener:
         address, held = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
         for rank in range(world_size):
             process = ranks.start(

@@ -28,7 +28,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from phalanx.errors import AuthenticationError, DistributedError
-from phalanx.launch.environment import address_toward, read_environment, usable_cores
+from phalanx.launch.binding import usable_cores
+from phalanx.launch.environment import read_environment
+from phalanx.transport.tcp.addresses import address_toward
 from phalanx.wire.control import is_loopback
 
 MIB, GIB = 1 << 20, 1 << 30

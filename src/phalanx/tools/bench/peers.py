@@ -35,7 +35,6 @@ import phalanx.collectives as ours
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
 from phalanx.fsdp import FSDP, ShardingStrategy
-from phalanx.launch.environment import address_toward
 from phalanx.launch.init import init
 from phalanx.launch.store import connect_store, hold_store
 from phalanx.parallel import DDP
@@ -50,6 +49,7 @@ from phalanx.tools.bench.operations import (
     replicated,
     task_of,
 )
+from phalanx.transport.tcp.addresses import address_toward
 from phalanx.wire.memory import tensor_bytes
 
 T = TypeVar("T")
