@@ -425,6 +425,10 @@ class LibraryBackend(MeshBackend):
         self.devices = library.devices | self.devices
 
     @override
+    def describe(self) -> str:
+        return f"{self._natives.world.name} on {super().describe()}"
+
+    @override
     def _leave(self, *, farewell: float) -> None:
         super()._leave(farewell=farewell)
         self._natives.close()

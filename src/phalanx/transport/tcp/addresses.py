@@ -19,8 +19,10 @@ import ctypes
 import errno
 import ipaddress
 import os
+import re
 import socket
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 from phalanx.errors import BackendUnavailableError, MisuseError
@@ -166,6 +168,13 @@ def interfaces() -> list[Interface]:
     return found
 
 
+def with_interface(address: str) -> str:
+    """Return an address of this host behind the name of its interface, where that is known."""
+    with suppress(OSError, AttributeError):  # of a system that does not list them
+        return next((str(one) for one in interfaces() if one.address == address), address)
+    return address
+
+
 _UP = 1  # IFF_UP
 
 
@@ -262,10 +271,9 @@ def allowed_ports() -> range:
     text = os.environ.get(PORTS, "").strip()
     if not text:
         return _ANY
-    first, _, last = text.partition("-")
-    numbers = [part.strip() for part in (first, last or first)]
-    if all(number.isascii() and number.isdigit() for number in numbers):
-        low, high = map(int, numbers)
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    if match is not None:
+        low, high = int(match[1]), int(match[2] or match[1])
         if 0 < low <= high < 65536:
             return range(low, high + 1)
     raise MisuseError(

@@ -19,6 +19,7 @@ millisecond, a handshake and two messages, and nobody with all others.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import resource
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,6 +55,8 @@ from phalanx.wire.control import (
     is_loopback,
 )
 from phalanx.wire.frame import FrameError, Kind
+
+log = logging.getLogger("phalanx")
 
 OWN_FILES = 64  # that rank 0 may need beside its connections
 GRACE = 1.0  # seconds that a rank waits longer than rank 0, which knows who is missing
@@ -255,6 +258,7 @@ class Rendezvous:
     def _listen(self, listener: socket.socket) -> Address:
         """Accept peers at this socket; where that is, for the others."""
         mesh, name = self.mesh, listener.getsockname()
+        log.debug("rank %d listens at %s", mesh.rank, Endpoint(*name[:2]))
         domain = mesh.domain
         self._acceptor = Acceptor(mesh, listener)
         if self.wide is not None:
