@@ -21,6 +21,7 @@ from phalanx.launch.environment import World
 from phalanx.launch.init import listen
 from phalanx.launch.store import listen_for_store
 from phalanx.native.base import _listen
+from phalanx.native.torch_formation import GroupFormer
 from phalanx.transport.tcp.addresses import (
     ELSEWHERE,
     address_on_interface,
@@ -41,7 +42,7 @@ TWO_HOSTS = World(0, 2)
 
 @pytest.fixture(autouse=True)
 def _not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PHALANX_INTERFACE", "PHALANX_PORTS", "MASTER_ADDR"):
+    for name in ("PHALANX_INTERFACE", "PHALANX_PORTS", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -209,14 +210,26 @@ def test_what_rank_0_says_of_itself_follows_both_variables(
     """By the launcher's store, by torch's, or by MPI; and what a library tells of its mesh."""
     monkeypatch.setenv("PHALANX_INTERFACE", LOOPBACK.name)
     monkeypatch.setenv("MASTER_ADDR", toward.host)
-    words, listener = listen(TWO_HOSTS, toward)
-    told, library_listener = [words.split()[0]], None
-    library_listener, word = _listen(None)
-    told.append(word.decode().split()[0])
+    said, listener = listen(TWO_HOSTS, toward)
+    library_listener, told = _listen(None)
     with listener, library_listener:
-        for address in map(parse_address, told):
+        for address in (parse_address(word.split()[0]) for word in (said, told.decode())):
             assert address.host == "127.0.0.1"
             assert address.port in range_of_ports
+
+
+@needs_proc
+@needs_network
+@pytest.mark.parametrize("variable", ["PHALANX_INTERFACE", "GLOO_SOCKET_IFNAME"])
+def test_gloo_between_hosts_listens_there_too(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, OTHERS[0].name)
+    before = listening()
+    former = GroupFormer("gloo", 0, None, "", topology=(0, 1))
+    devices = former._devices_of_gloo()
+    assert {host for host, _ in listening() - before} == {OTHERS[0].address}
+    del devices
 
 
 def test_ranks_of_one_host_stay_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,6 @@ class Job:
                 parse_address(self.master)
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
-        check_listening()
-        self.processors()
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
             # Only the outermost name: looking further would import it, here.
@@ -99,6 +97,8 @@ class Job:
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
+        check_listening()
+        self.processors()
 
     def processors(self) -> list[Processors]:
         """Return those on which each rank of this host runs; empty ones for all. See `check`."""
