@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from listening import listening, needs_proc
@@ -19,6 +20,7 @@ from test_tcp_rendezvous import (  # noqa: F401
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.launch.environment import World
 from phalanx.launch.init import listen
+from phalanx.launch.run import Job
 from phalanx.launch.store import listen_for_store
 from phalanx.native.base import _listen
 from phalanx.native.torch_formation import GroupFormer
@@ -119,12 +121,24 @@ def test_the_first_free_port_of_the_range_is_taken(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("PHALANX_PORTS", str(taken))
         with pytest.raises(BackendUnavailableError) as caught:
             listen_on("127.0.0.1")
-        assert f"PHALANX_PORTS={taken}: all 1 ports are in use at 127.0.0.1" in str(caught.value)
+        assert f"PHALANX_PORTS={taken}: every port of it is in use at 127.0.0.1" in str(
+            caught.value
+        )
         assert "give more ports, or end what holds them" in str(caught.value)
         if taken < 65500:
             monkeypatch.setenv("PHALANX_PORTS", f"{taken}-{taken + 30}")
             found = held.enter_context(listen_on("127.0.0.1")).getsockname()[1]
             assert taken < found <= taken + 30
+
+
+def test_fewer_ports_than_ranks_are_refused_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").touch()
+    monkeypatch.setenv("PHALANX_PORTS", "30000-30001")
+    Job(2, str(tmp_path / "script.py")).check()
+    with pytest.raises(MisuseError, match="has fewer ports than this host has ranks, 3"):
+        Job(3, str(tmp_path / "script.py")).check()
 
 
 @needs_proc

@@ -97,9 +97,9 @@ def run_command(
         typer.Option(
             metavar="cores|numa",
             help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
-            "more ranks than cores are refused. numa: on the cores of a memory node, or of as "
-            "many as each rank gets; ranks of a node share them. OMP_NUM_THREADS, if unset, "
-            "follows.",
+            "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
+            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
+            "if unset, follows.",
         ),
     ] = "",
 ) -> None:

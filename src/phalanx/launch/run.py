@@ -97,7 +97,7 @@ class Job:
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
-        check_listening()
+        check_listening(self.ranks)
         self.processors()
 
     def processors(self) -> list[Processors]:

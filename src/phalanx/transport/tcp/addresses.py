@@ -242,9 +242,9 @@ def listen_on(host: str, *scope: object) -> socket.socket:
             if error.errno != errno.EADDRINUSE or ports == _ANY:
                 raise
     raise BackendUnavailableError(
-        f"{PORTS}={os.environ[PORTS]}: all {len(ports)} ports are in use at {host}. Each rank "
-        "of a host needs one of its own while the ranks meet, and beyond 16 ranks until it ends: "
-        "give more ports, or end what holds them (ss -ltnp shows it)"
+        f"{PORTS}={os.environ[PORTS]}: every port of it is in use at {host}. Each rank of a host "
+        "needs one of its own while the ranks meet, and beyond 16 ranks until it ends: give more "
+        "ports, or end what holds them (ss -ltnp shows it)"
     )
 
 
@@ -282,10 +282,15 @@ def allowed_ports() -> range:
     )
 
 
-def check_listening() -> None:
-    """Raise what is wrong with PHALANX_INTERFACE or PHALANX_PORTS, before anything is sent."""
+def check_listening(ranks: int = 1) -> None:
+    """Raise what is wrong with the two variables for so many ranks of this host."""
     chosen_interfaces()
-    allowed_ports()
+    ports = allowed_ports()
+    if ports != _ANY and len(ports) < ranks:
+        raise MisuseError(
+            f"{PORTS}={os.environ[PORTS]} has fewer ports than this host has ranks, {ranks}, each "
+            "of which needs one of its own: give more"
+        )
 
 
 def listen_as_master(endpoint: Endpoint) -> socket.socket:
