@@ -34,13 +34,15 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
+from phalanx.launch.binding import Processors, bind, threads_per_rank
+from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
 from phalanx.launch.store import NodeExit, Nodes
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_SCRIPT
+from phalanx.transport.tcp.addresses import check_listening
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import parse_address
 
@@ -66,6 +68,7 @@ class Job:
     max_restarts: int = 0  # how often all ranks of all hosts are started again when one has failed
     # Seconds that ranks have after a signal; None: 30 after SIGTERM, and else `GRACE`.
     grace: float | None = None
+    bind: str = ""  # to which cores ranks are bound: one of `binding.WAYS`
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
@@ -102,6 +105,12 @@ class Job:
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
+        check_listening(self.ranks)
+        self.processors()
+
+    def processors(self) -> list[Processors]:
+        """Return those on which each rank of this host runs; empty ones for all. See `check`."""
+        return bind(self.bind, self.ranks) if self.bind else [frozenset[int]()] * self.ranks
 
 
 def run(job: Job) -> int:
@@ -143,6 +152,7 @@ class _Launch:
         self._job = job
         self._reaper = reaper
         self._signals = signals
+        self._processors = job.processors()
         self._fresh_token = "" if find_token() or job.nodes > 1 else secrets.token_hex(32)
         self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
         self._generation = 0
@@ -212,7 +222,13 @@ class _Launch:
                 for local_rank in range(job.ranks):
                     rank = str(first_rank + local_rank)
                     own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
-                    ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
+                    ranks.start(
+                        int(rank),
+                        RUN_SCRIPT,
+                        words,
+                        environ=environ | own,
+                        processors=self._processors[local_rank],
+                    )
                 while ranks.state() == "running" and not self._nodes.failed(self._generation):
                     ranks.wait(also=signals.descriptors)
                     self._nodes.check()
@@ -260,6 +276,13 @@ class _Launch:
             self._last_call = min(self._last_call, time.monotonic() + _LAST_CALL)
         return time.monotonic() > self._last_call
 
+    def _threads(self) -> int:
+        """Return how many threads each rank has to compute with: as many as it has cores."""
+        bound = self._processors
+        if not bound[0]:
+            return threads_per_rank(self._job.ranks)
+        return max(1, min(len(own) // bound.count(own) for own in bound))
+
     def _environment(self, world_size: int) -> dict[str, str]:
         """Return what all ranks of this host find in their environment: as under `torchrun`."""
         job, one_host, endpoint = self._job, self._job.nodes == 1, self._nodes.endpoint
@@ -268,7 +291,7 @@ class _Launch:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
         environ = {
-            "OMP_NUM_THREADS": str(threads_per_rank(job.ranks)),
+            "OMP_NUM_THREADS": str(self._threads()),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **os.environ,
             "WORLD_SIZE": str(world_size),

@@ -45,6 +45,7 @@ from phalanx.launch.report import (
     describe_failure,
     root_cause,
 )
+from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -74,14 +75,18 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     """Return a socket that listens where a store of `host` belongs; port 0 is any free one.
 
     That is the one interface of `host`. Where `host` is a name that means loopback on this host
-    alone, no other host could connect there: the socket listens on all interfaces, and the log says
-    so. `OSError` when the address is taken or another host's.
+    alone, no other host could connect there: the socket listens on PHALANX_INTERFACE; without it
+    on all interfaces, and the log says so. `OSError` when the address is taken or another host's.
     """
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    if is_loopback(own) and not is_loopback(host):
+    means_loopback = is_loopback(own) and not is_loopback(host)
+    if means_loopback and (chosen := address_on_interface()):
+        own = chosen
+    elif means_loopback:
         log.warning(
             "%s means %s on this host, so the launcher's store listens on all of its interfaces: "
-            "give the address of the one that the other hosts use, instead of a name",
+            "give the address of the one that the other hosts use, instead of a name, or set "
+            "PHALANX_INTERFACE",
             host,
             own,
         )

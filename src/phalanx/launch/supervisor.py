@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -145,12 +145,14 @@ class Supervisor:
         options: Sequence[str] = (),
         inherit: Sequence[int] = (),
         stdin: int | None = None,
+        processors: Collection[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Start a rank: `python options -c program PARENT CHANNEL words`.
 
         PARENT is this process's id, and CHANNEL the descriptor by which the rank reports; it begins
         when it has read a byte from there, and the reaper knows it. It starts with SIGINT blocked:
         Ctrl-C says nothing while the interpreter starts. The descriptors in `inherit` stay open.
+        It runs on these `processors` only, before it has begun, or threads of its own.
         `BackendUnavailableError` when the system starts no more processes.
         """
         theirs: list[int] = []
@@ -192,6 +194,9 @@ class Supervisor:
                 os.close(descriptor)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._reaper.hold(process.pid)
+        if processors:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.sched_setaffinity(process.pid, processors)
         with suppress(ConnectionError):  # it has ended already
             ours.send(b"!")
         return process
