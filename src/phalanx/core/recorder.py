@@ -29,9 +29,13 @@ class History:
         self.calls: deque[Call] = deque(maxlen=SHOWN)
 
     def note_on(self, error: BaseException) -> None:
-        """Add a note to an error, once, that lists the last operations (Python 3.11 shows it)."""
+        """Add a note to an error, once, that lists the last operations (Python 3.11 shows it).
+
+        The error follows once more: of long texts many a log keeps nothing but the end.
+        """
         if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
-            error.add_note("\n".join(self._lines()))
+            said = f"and then: {type(error).__name__}: {error}"
+            error.add_note("\n".join([*self._lines(), said]))
 
     def last(self) -> str:
         """The last call in words, or "" if there was none."""
