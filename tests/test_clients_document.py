@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-CLIENTS = Path(__file__).parent / "clients"
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "clusters.md").read_text()
-
-sys.path.insert(0, str(CLIENTS))
+sys.path.insert(0, str(Path(__file__).parent / "clients"))
 
 from trainers import TRAINERS, Trainer, as_markdown
+
+CLIENTS = Path(__file__).parent / "clients"
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "clusters.md").read_text()
 
 
 def test_the_table_of_trainers_is_that_of_the_tests() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launchers import PHALANX, environ_without_launcher
 
-PATIENCE = 180.0  # seconds for a job
+PATIENCE = 300.0  # seconds for a job
 HERE = Path(__file__).parent
 CLIENT = environ_without_launcher() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

@@ -267,7 +267,7 @@ _TOO_LONG = 20.0  # seconds for a program to answer in
 def find_client(package: str, extra: str, *, module: str = "") -> Finding:
     """Return whether `package` is there as `extra` asks for it.
 
-    module  what to import, of a package that is imported soon
+    module  of a package that is imported in no time: what to import
     """
     has, hint = installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
     if has is None:
@@ -285,7 +285,10 @@ def find_client(package: str, extra: str, *, module: str = "") -> Finding:
         if is_older(there, least):
             return warn(f"{name} {there}, and {least} is the least that was tried", hint)
     if module:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return warn(f"{has}, but its import fails: {error}", hint)
     return ok(has)
 
 
