@@ -187,11 +187,12 @@ $(READY): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
+# Of most of these packages few modules are imported: compiling all would take a minute.
 $(CLIENTS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 		"$$(grep '^torch==' constraints.txt)"
-	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 		--constraint constraints.txt --editable '.[test,clients]'
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v slurmctld > /dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $(SLURM) \
