@@ -27,7 +27,9 @@ def main(folder: str, backend: str | None = None) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerator.print("result backend", dist.get_backend(), accelerator.num_processes)
 
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)
+    )
     samples = TensorDataset(torch.randn(SAMPLES, 8), torch.randint(3, (SAMPLES,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
