@@ -58,7 +58,7 @@ warn, fail = partial(Finding, "warn"), partial(Finding, "fail")
 # Software: what is installed.
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
-_EXTRAS_FOR_USERS = ("plot", "mpi", "ray")  # the others are for work on Phalanx itself
+_EXTRAS_FOR_USERS = ("plot", "mpi")  # others are for work on Phalanx itself, or in doctor.py
 
 
 def find_phalanx() -> Finding:
@@ -97,7 +97,7 @@ def find_packages(requirements: Sequence[str] | None = None) -> Finding:
         requirements = requires("phalanx") or []
     found: list[str] = []
     wrong: list[str] = []
-    for name, least, extra in map(_parse, requirements):
+    for name, least, extra in map(parse_requirement, requirements):
         if extra:
             continue
         has = installed_version(name)
@@ -112,7 +112,7 @@ def find_packages(requirements: Sequence[str] | None = None) -> Finding:
 def find_extras() -> Finding:
     found: list[str] = []
     missing: list[str] = []
-    for name, _, extra in map(_parse, requires("phalanx") or []):
+    for name, _, extra in map(parse_requirement, requires("phalanx") or []):
         if extra in _EXTRAS_FOR_USERS:
             has = installed_version(name)
             (missing if has is None else found).append(f"{name} {has or f'[{extra}]'}")
@@ -120,7 +120,7 @@ def find_extras() -> Finding:
     return info("; ".join(words) or "nothing is known of them")
 
 
-def _parse(requirement: str) -> tuple[str, str, str]:
+def parse_requirement(requirement: str) -> tuple[str, str, str]:
     """Return the name, the least version ("0" if unsaid) and the extra ("" if none)."""
     match = _REQUIREMENT.match(requirement.replace(" ;", ";"))
     assert match is not None
