@@ -28,9 +28,10 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     MisuseError,
 )
-from phalanx.launch.environment import ELSEWHERE, World
+from phalanx.launch.environment import World
 from phalanx.launch.init import listen, make_backend
 from phalanx.launch.store import tries
+from phalanx.transport.tcp.addresses import ELSEWHERE
 from phalanx.transport.tcp.admission import find_token
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import Endpoint
