@@ -69,7 +69,7 @@ def test_a_file_of_somebody_else_is_refused(token_file: Path) -> None:
         find_token({"PHALANX_TOKEN_FILE": str(token_file)})
 
 
-# A Secret in a pod whose user is not root. The volume holds links, so that all of it changes at once:
+# A Secret in a pod whose user is not root. The volume holds links: all of it changes at once.
 #
 #     token -> ..data/token,  ..data -> ..2026_11_23_20_15_04.1/,  root:fsGroup, 0440
 
