@@ -182,10 +182,8 @@ _UNITS: Mapping[str, int] = MappingProxyType(
 
 def name_of(target: str) -> str:
     """Return what a job is called after its script: `my_package/Train_2.py` is `train-2`."""
-    stem = re.sub(r"\.py$", "", target.rstrip("/").rpartition("/")[2])
-    return (
-        re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-0123456789")[:40].strip("-") or "phalanx"
-    )
+    stem = re.sub(r"\.py$", "", target.rstrip("/").rpartition("/")[2]).lower()
+    return re.sub(r"[^a-z0-9]+", "-", stem).lstrip("-0123456789")[:40].rstrip("-") or "phalanx"
 
 
 def parse_quantity(text: str, option: str) -> int:
