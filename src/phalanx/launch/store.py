@@ -216,7 +216,7 @@ class Nodes:
             self._thread.start()
             return
         self.placement = 0, ranks
-        with self._listen() as listener:
+        with self._listen(time.monotonic()) as listener:
             self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
@@ -291,20 +291,26 @@ class Nodes:
     def _written_of(self, generation: int) -> list[NodeExit]:
         return self._log[generation * self._nodes : (generation + 1) * self._nodes]
 
-    def _listen(self) -> socket.socket:
-        try:
-            return listen_for_store(*self.endpoint)
-        except OSError as error:
-            why = f"{error}: give --master a name and a port of node 0"
-            raise BackendUnavailableError(
-                f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
-            ) from error
+    def _listen(self, deadline: float) -> socket.socket:
+        """Return node 0's listener. Its name may not be known yet, as a pod's: tries again."""
+        failure = OSError()
+        for _ in tries(deadline):
+            try:
+                return listen_for_store(*self.endpoint)
+            except OSError as error:
+                failure = error
+            if not isinstance(failure, socket.gaierror) or self._closing.is_set():
+                break
+        why = f"{failure}: give --master a name and a port of node 0"
+        raise BackendUnavailableError(
+            f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(failure.errno or 0, why)}"
+        ) from failure
 
     def _run(self) -> None:
         try:
             deadline = time.monotonic() + PATIENCE
             if self._node_rank == 0:
-                listener = self._listen()
+                listener = self._listen(deadline)
                 store = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
             else:
                 try:
