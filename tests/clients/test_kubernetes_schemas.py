@@ -25,7 +25,7 @@ models = pytest.importorskip("kubeflow_trainer_api.models")
 yaml = pytest.importorskip("yaml")
 
 TOKEN = "0123456789abcdef" * 4
-CLUSTERS = ("1.27", "1.31", "1.37")
+CLUSTERS = ("1.31", "1.34", "1.37")  # the first has podFailurePolicy in its final form
 MODELS = {
     "JobSet": models.JobsetV1alpha2JobSet,
     "TrainJob": models.TrainerV1alpha1TrainJob,
