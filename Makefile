@@ -30,6 +30,8 @@
 #   make two-hosts algorithms side by side between two hosts, and torch's wrappers; needs root
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
+#   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
+#                  goes on comes to the weights of one that was never interrupted
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
 #   make torch     a stock program for torch.distributed under every launcher, and PowerSGD's hook
@@ -72,7 +74,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .PHONY: demo test test-torch-next lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
-	two-hosts links kill-saves mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+	two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
 	main-path clean
 
 demo: $(READY)
@@ -135,6 +137,9 @@ links: $(READY)
 
 kill-saves: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)
+
+notices: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/notices.py $(ARGS)
 
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/mutants.py $(ARGS)

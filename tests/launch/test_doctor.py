@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from functools import partial
 from pathlib import Path
@@ -274,6 +275,23 @@ def test_a_temporary_folder_that_cannot_be_used_is_said(
     finding = found("Machine", "temporary files")
     assert finding.status == "warn"
     assert "cannot be used" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PHALANX_INTERFACE", "no-such"), ("PHALANX_PORTS", "many")]
+)
+def test_a_place_where_ranks_cannot_listen_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("PHALANX_INTERFACE", "127.0.0.1")
+    monkeypatch.setenv("PHALANX_PORTS", "30000-30100")
+    finding = found("Network", "route")
+    assert finding.status == "ok"
+    assert re.search(r"at lo\S* 127\.0\.0\.1, ports 30000 to 30100$", finding.what)
+    monkeypatch.setenv(name, value)
+    finding = found("Network", "route")
+    assert finding.status == "fail"
+    assert f"{name}={value}" in finding.what
 
 
 def test_without_a_network_the_checks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

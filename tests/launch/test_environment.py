@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import World, address_toward, expand_hosts, read_environment
+from phalanx.launch.environment import World, expand_hosts, read_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -263,7 +263,3 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
         return
     assert hosts
     assert all(host and not set(host) & set("[], ") for host in hosts)
-
-
-def test_ranks_of_one_host_stay_on_it() -> None:
-    assert address_toward("node1.invalid", 29500, one_host=True) == "127.0.0.1"

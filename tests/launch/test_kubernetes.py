@@ -208,7 +208,10 @@ def test_volumes_are_those_of_claims(job: KubernetesJob) -> None:
 
 
 def test_a_pod_that_has_to_go_has_time_to_save(job: KubernetesJob) -> None:
-    assert pod_of(replace(job, grace=600))["terminationGracePeriodSeconds"] == 600
+    """And its launcher ends before the pod is killed."""
+    pod = pod_of(replace(job, grace=600))
+    assert pod["terminationGracePeriodSeconds"] == 600
+    assert pod["containers"][0]["command"][2:4] == ["--grace", "595"]
 
 
 INDEX_OF_0 = {"job": "train-0.train", "jobset": "train-node-0-0.train"}
@@ -219,7 +222,7 @@ def test_the_pods_of_a_job_meet_at_the_one_with_index_0(kind: str) -> None:
     job = KubernetesJob(target="t.py", kind=kind, name="train", image="i", nodes=3, ranks=4)
     [container] = pod_of(job)["containers"]
     words = ["--nnodes", "3", "-n", "4", "--master", f"{INDEX_OF_0[kind]}:29500"]
-    assert container["command"][2:-1] == words
+    assert container["command"][4:-1] == words
 
 
 def test_the_pods_of_a_job_have_names_before_they_are_ready() -> None:
@@ -235,7 +238,7 @@ def test_a_trainjob_says_how_many_and_its_runtime_where() -> None:
     spec = make_manifest(job, TOKEN)[-1]["spec"]
     assert spec["runtimeRef"]["name"] == "torch-distributed"
     assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (3, 4)
-    assert spec["trainer"]["command"] == ["phalanx", "run", "t.py"]
+    assert spec["trainer"]["command"] == ["phalanx", "run", "--grace", "115", "t.py"]
 
 
 # A pod that ends, and what is started again -----------------------------------------------------

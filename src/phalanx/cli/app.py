@@ -115,6 +115,23 @@ def run_command(
         int,
         typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
     ] = 0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long ranks may take to end after a signal (30 after SIGTERM, else 2).",
+        ),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="cores|numa",
+            help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
+            "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
+            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
+            "if unset, follows.",
+        ),
+    ] = "",
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -135,7 +152,18 @@ def run_command(
     """
     words = tuple(args or ())
     pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
-    job = Job(pod.ranks, script, words, module, pod.nodes, pod.node_rank, pod.master, max_restarts)
+    job = Job(
+        pod.ranks,
+        script,
+        words,
+        module,
+        pod.nodes,
+        pod.node_rank,
+        pod.master,
+        max_restarts,
+        grace,
+        bind,
+    )
     raise typer.Exit(run(job))
 
 

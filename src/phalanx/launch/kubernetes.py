@@ -106,6 +106,7 @@ def _master(environ: Mapping[str, str]) -> str:
 # The manifest.
 
 PORT = 29500  # of the launcher's store on node 0; a pod has all ports for itself
+_TO_END = 5  # seconds of a pod's grace that are the launcher's, when its ranks have ended
 TOKEN_FOLDER = "/var/run/secrets/phalanx"
 SHM = "/dev/shm"
 _CONTAINER = "node"  # also of Kubeflow's runtimes
@@ -250,7 +251,8 @@ def _secret_name(job: KubernetesJob) -> str:
 def _command(job: KubernetesJob, *options: str) -> list[str]:
     """Return what a pod runs. Kubernetes puts variables for $(NAME); $$ is a plain dollar sign."""
     module = ["-m"] if job.module else []
-    words = ["phalanx", "run", *options, *module, job.target, *job.args]
+    grace = ["--grace", str(max(job.grace - _TO_END, 1))]
+    words = ["phalanx", "run", *grace, *options, *module, job.target, *job.args]
     return [word.replace("$", "$$") for word in words]
 
 

@@ -28,7 +28,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from phalanx.errors import AuthenticationError, DistributedError
-from phalanx.launch.environment import address_toward, read_environment, usable_cores
+from phalanx.launch.binding import usable_cores
+from phalanx.launch.environment import read_environment
+from phalanx.transport.tcp.addresses import address_toward, allowed_ports, with_interface
 from phalanx.wire.control import is_loopback
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -446,9 +448,13 @@ def _connect_to_self(family: int, host: str) -> Finding | None:
 def find_route() -> Finding:
     try:
         address = address_toward(socket.gethostname(), 9, one_host=False)
+        ports = allowed_ports()
+    except DistributedError as error:
+        return fail(str(error), "or unset the variable")
     except OSError as error:
         return info(f"no way to other hosts ({error}): only ranks of this host can meet")
-    return ok(f"other hosts reach this one at {address}")
+    bounds = f", ports {ports[0]} to {ports[-1]}" if ports[0] else ""
+    return ok(f"other hosts reach this one at {with_interface(address)}{bounds}")
 
 
 def find_ports() -> Finding:
