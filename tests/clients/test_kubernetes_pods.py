@@ -59,7 +59,7 @@ if step == 0:
     if backend.rank == 0:
         saved.write_text("1")
     backend.barrier()
-    print("waits", flush=True)
+    print("trains", flush=True)
     while True:
         time.sleep(0.01)
         backend.barrier()
@@ -132,7 +132,7 @@ def test_a_pod_that_is_killed_ends_the_other_one_and_both_go_on(stack: ExitStack
     for index in (0, 1):
         pods.start(index)
     for index in (0, 1):
-        pods.wait_for(index, "waits")
+        pods.wait_for(index, "trains")
     pods.signal(1, signal.SIGKILL)  # as when its memory runs out
     assert pods.exit_code(1) != 0
     pods.start(1)
