@@ -69,6 +69,33 @@ def works(*futures: Future[TcpBackend]) -> None:
         assert list(pool.map(call, backends)) == [len(backends)] * len(backends)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_0_that_comes_late_is_waited_for(
+    start: Start, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a pod does; `rank` is the one that waits."""
+    listener, address = place()
+    listener.close()
+    real, asked = socket.getaddrinfo, []
+
+    def late(host: str, *args: object, **options: object) -> object:
+        if host != "train-0.train":
+            return real(host, *args, **options)  # type: ignore[call-overload]
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return real("127.0.0.1", *args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    name = address.replace("127.0.0.1", "train-0.train")
+    places = [name if each == rank else address for each in (0, 1)]
+    works(*[start(each, 2, places[each]) for each in (0, 1)])
+    assert len(asked) >= 3
+    [told] = [one.getMessage() for one in caplog.records if "resolved" in one.getMessage()]
+    assert told.startswith(f"the host name in {name} (MASTER_ADDR) cannot be resolved")
+    assert told.endswith("Temporary failure in name resolution; it is tried for 20 s")
+
+
 def test_ranks_may_come_in_any_order_long_before_rank_0(start: Start) -> None:
     with socket.socket() as reserved:  # bound, but not listening: callers are refused
         reserved.bind(("127.0.0.1", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,62 @@ def test_a_file_of_somebody_else_is_refused(token_file: Path) -> None:
     os.chown(token_file, 12345, -1)
     with pytest.raises(AuthenticationError, match="belongs to user 12345, and this process is"):
         find_token({"PHALANX_TOKEN_FILE": str(token_file)})
+
+
+# A Secret in a pod whose user is not root. The volume holds links: all of it changes at once.
+#
+#     token -> ..data/token,  ..data -> ..2026_11_23_20_15_04.1/,  root:fsGroup, 0440
+
+FS_GROUP = 54321
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A mounted Secret, and a process of its group."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a file to a group that it chooses")
+    (tmp_path / "..2026_11_23_20_15_04.1").mkdir()
+    file = tmp_path / "..2026_11_23_20_15_04.1" / "token"
+    file.write_text(GOOD)
+    file.chmod(0o440)
+    os.chown(file, 0, FS_GROUP)
+    (tmp_path / "..data").symlink_to("..2026_11_23_20_15_04.1")
+    (tmp_path / "token").symlink_to("..data/token")
+    return tmp_path / "token"
+
+
+@pytest.fixture
+def _in_its_group() -> Iterator[None]:
+    before = os.getgroups()
+    os.setgroups([*before, FS_GROUP])
+    yield
+    os.setgroups(before)
+
+
+@pytest.mark.usefixtures("_in_its_group")
+def test_a_secret_of_a_group_of_the_process_is_a_token_file(secret: Path) -> None:
+    assert find_token({"PHALANX_TOKEN_FILE": str(secret)}) == GOOD
+
+
+@pytest.mark.usefixtures("_in_its_group")
+@pytest.mark.parametrize("mode", [0o460, 0o640, 0o450, 0o444, 0o644])
+def test_a_secret_that_is_open_to_more_is_refused(secret: Path, mode: int) -> None:
+    secret.chmod(mode)
+    in_a_pod = {"PHALANX_TOKEN_FILE": str(secret), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    with pytest.raises(AuthenticationError, match=f"mode 0{mode:o}.*defaultMode: 0400.*fsGroup"):
+        find_token(in_a_pod)
+
+
+@pytest.mark.usefixtures("_in_its_group")
+def test_a_file_of_that_mode_and_group_that_is_not_roots_is_refused(secret: Path) -> None:
+    os.chown(secret, 12345, FS_GROUP)
+    with pytest.raises(AuthenticationError, match="belongs to user 12345"):
+        find_token({"PHALANX_TOKEN_FILE": str(secret)})
+
+
+def test_a_secret_of_a_group_of_others_is_refused(secret: Path) -> None:
+    with pytest.raises(AuthenticationError, match=r"open to others \(mode 0440\)"):
+        find_token({"PHALANX_TOKEN_FILE": str(secret)})
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ def test_a_script_a_folder_and_a_module_can_be_run(job: Job, tmp_path: Path) -> 
         ({"nodes": 2, "node_rank": 2, "master": "a:1"}, InvalidRankError, "--node-rank 2"),
         ({"nodes": 2}, MisuseError, "--master"),
         ({"nodes": 2, "master": "node1"}, MisuseError, "host:port"),
+        (
+            {"nodes": 2, "master": "a..b:29500"},
+            MisuseError,
+            r"--master a\.\.b:29500: .*label empty",
+        ),
         ({"max_restarts": -1}, MisuseError, "--max-restarts"),
         ({"target": "missing.py"}, MisuseError, "missing.py is not there"),
         ({"target": "missing"}, MisuseError, "add -m"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -154,6 +156,65 @@ def test_a_node_that_cannot_resolve_the_master_says_so_while_it_tries(
     )
     with pytest.raises(BackendUnavailableError, match=r"same --master.* Name or service not known"):
         until(node)
+
+
+def test_a_name_that_comes_late_is_waited_for_also_by_the_node_that_has_it(
+    stack: ExitStack, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = socket.getaddrinfo, Counter[str]()
+
+    def late(host: str, *args: Any, **options: Any) -> Any:
+        """As in a pod: nobody knows the name, until it is known."""
+        if host != "localhost":
+            return real(host, *args, **options)
+        asked[threading.current_thread().name] += 1
+        if sum(asked.values()) < 8:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return real("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    nodes = join(stack, master.replace("127.0.0.1", "localhost"), 1, 1)
+    until(*nodes)
+    assert sum(asked.values()) >= 8
+
+
+def test_a_name_that_never_comes_is_named_by_the_node_that_has_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("phalanx.launch.store.PATIENCE", 0)
+    node = Nodes(stack.enter_context(Reaper()), nodes=2, ranks=1, master="train-0.train:29500")
+    stack.callback(node.close, PATIENCE)
+    words = r"node 0 cannot listen at train-0\.train:29500: .*Name or service not known: give --mas"
+    with pytest.raises(BackendUnavailableError, match=words):
+        until(node)
+
+
+def test_a_node_that_was_killed_comes_back_when_the_job_that_it_was_in_has_ended(
+    stack: ExitStack, master: str
+) -> None:
+    """As a pod does that is started again: node 0 waits some seconds for the last word of it."""
+    old = join(stack, master, 1, 1)
+    until(*old)
+    old[0].write(NodeExit(0, True, "rank 0 failed: it lost rank 1", code=1))
+    while not old[0].failed(0):
+        time.sleep(0.01)
+    again = Nodes(stack.enter_context(Reaper()), nodes=2, node_rank=1, ranks=1, master=master)
+    stack.callback(again.close, PATIENCE)
+    while "to end" not in again.awaited():
+        again.check()
+        time.sleep(0.01)
+    for node in reversed(old):
+        node.close(PATIENCE)
+    again.check()
+    first = Nodes(stack.enter_context(Reaper()), nodes=2, ranks=1, master=master)
+    stack.callback(first.close, PATIENCE)
+    stack.callback(lambda: [node._closing.set() for node in (first, again)])
+    until(first, again)
+    assert (first.placement, again.placement) == ((0, 2), (1, 2))
 
 
 def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:

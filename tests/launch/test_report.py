@@ -179,6 +179,12 @@ def test_the_exit_code_is_the_ranks_as_a_shell_counts_it(
     assert capsys.readouterr().err.startswith("rank 1")
 
 
+def test_a_rank_that_is_killed_while_it_ends_has_the_exit_code_that_it_reported() -> None:
+    report = RankReport(0, True, summary="sys.exit(75)", code=75)
+    assert RankExit(0, -9, report).shell_code == 75
+    assert RankExit(0, 75, report).shell_code == 75
+
+
 @pytest.mark.parametrize(
     ("failed", "line"),
     [

@@ -6,6 +6,7 @@ Nothing here imports torch: a command does, when it runs.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import bench
+from phalanx.cli import bench, kubernetes
+from phalanx.launch.kubernetes import read_pod
 from phalanx.launch.run import Job, run
 
 if TYPE_CHECKING:
@@ -71,21 +73,42 @@ def run_command(
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks on this host.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            metavar="N",
+            help="How many ranks on this host.",
+            show_default="PET_NPROC_PER_NODE, or 1",
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
     nodes: Annotated[
-        int, typer.Option("--nnodes", metavar="N", help="How many hosts, each with N ranks.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--nnodes",
+            metavar="N",
+            help="How many hosts, each with N ranks.",
+            show_default="PET_NNODES, or 1",
+        ),
+    ] = None,
     node_rank: Annotated[
-        int, typer.Option("--node-rank", metavar="K", help="Which of them this is, from 0.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--node-rank",
+            metavar="K",
+            help="Which of them this is, from 0.",
+            show_default="PET_NODE_RANK, JOB_COMPLETION_INDEX, or 0",
+        ),
+    ] = None,
     master: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="A name of node 0 and a free port on it, for several hosts."
+            metavar="HOST:PORT",
+            help="A name of node 0 and a free port on it, for several hosts.",
+            show_default="PET_MASTER_ADDR:PET_MASTER_PORT",
         ),
     ] = "",
     max_restarts: Annotated[
@@ -123,9 +146,24 @@ def run_command(
     Two hosts, the same on both but for the node rank:
 
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
+
+    In a pod of Kubernetes, options that are not given are what its controller has set: the
+    variables that stand below as defaults.
     """
     words = tuple(args or ())
-    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts, grace, bind)
+    pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
+    job = Job(
+        pod.ranks,
+        script,
+        words,
+        module,
+        pod.nodes,
+        pod.node_rank,
+        pod.master,
+        max_restarts,
+        grace,
+        bind,
+    )
     raise typer.Exit(run(job))
 
 
@@ -183,6 +221,11 @@ def trace_command(
 
 
 app.command("bench", help=bench.__doc__)(bench.bench_command)
+app.command(
+    "kubernetes",
+    help=kubernetes.__doc__,
+    context_settings={"allow_interspersed_args": False},
+)(kubernetes.kubernetes_command)
 
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}

@@ -74,6 +74,7 @@ class RankReport:
     traceback: str = field(default="", repr=False)  # "" where it says no more than the summary
     follows: bool = False  # whether another rank's failure led to this one
     time: float = field(default_factory=time.monotonic)  # the processes of a host share this clock
+    code: int = 1  # with which a rank that has failed ends
 
     def encode(self) -> bytes:
         """Return the report as it goes over a stream: its length in bytes goes before it."""
@@ -206,10 +207,13 @@ class RankExit:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell counts it: 128 more than a signal's number, and never 0."""
+        """The exit code as a shell counts it: 128 more than a signal's number, and never 0.
+
+        A rank that has reported is killed if it takes its time to end: its report has the code.
+        """
         code = self.code or 0
         if self.report is not None:
-            return max(code, 1)
+            return code if code > 0 else self.report.code
         return code if code > 0 else 128 - code
 
     def error(self) -> BaseException:

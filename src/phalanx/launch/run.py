@@ -92,7 +92,7 @@ class Job:
             )
         if self.master:
             try:
-                parse_address(self.master)
+                parse_address(self.master).host.encode("idna")  # as names are looked up
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
         path, top = Path(self.target), self.target.partition(".")[0]

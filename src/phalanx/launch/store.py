@@ -214,6 +214,7 @@ class Nodes:
         self._ranks, self._options = ranks, [nodes, max_restarts]
         self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
         self.placement: tuple[int, int] | None = None
+        self._ending = False  # whether a job that this node was in before holds the store
         # Nodes that have not joined, as far as this one knows.
         self._missing = {0} if node_rank else set(range(nodes))
         self._error: Exception | None = None
@@ -228,7 +229,7 @@ class Nodes:
             self._thread.start()
             return
         self.placement = 0, ranks
-        with self._listen() as listener:
+        with self._listen(time.monotonic()) as listener:
             self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
@@ -247,6 +248,8 @@ class Nodes:
             socket.getaddrinfo(*self.endpoint)
         except OSError as error:
             trouble = f"; the host name cannot be resolved here: {error.strerror}"
+        if self._ending:
+            trouble = "; it waits for the job that it was in before to end there"
         return (
             f"node {self._node_rank} of {self._nodes} waits for node {names} to meet at "
             f"{self.endpoint}, for {PATIENCE} s at most{trouble}"
@@ -303,26 +306,29 @@ class Nodes:
     def _written_of(self, generation: int) -> list[NodeExit]:
         return self._log[generation * self._nodes : (generation + 1) * self._nodes]
 
-    def _listen(self) -> socket.socket:
-        try:
-            return listen_for_store(*self.endpoint)
-        except OSError as error:
-            why = f"{error}: give --master a name and a port of node 0"
-            raise BackendUnavailableError(
-                f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(error.errno or 0, why)}"
-            ) from error
+    def _listen(self, deadline: float) -> socket.socket:
+        """Return node 0's listener. Its name may not be known yet, as a pod's: tries again."""
+        failure = OSError()
+        for _ in tries(deadline):
+            try:
+                return listen_for_store(*self.endpoint)
+            except OSError as error:
+                failure = error
+            if not isinstance(failure, socket.gaierror) or self._closing.is_set():
+                break
+        why = f"{failure}: give --master a name and a port of node 0"
+        raise BackendUnavailableError(
+            f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(failure.errno or 0, why)}"
+        ) from failure
 
     def _run(self) -> None:
         try:
             deadline = time.monotonic() + PATIENCE
             if self._node_rank == 0:
-                listener = self._listen()
+                listener = self._listen(deadline)
                 store = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
             else:
-                try:
-                    store = connect_store(*self.endpoint, deadline)
-                except (OSError, RuntimeError) as error:
-                    raise self._alone(str(error)) from error
+                store = self._find_store(deadline)
             self.placement = self._join(store, deadline)
             self._exchange(store)
         except DistributedError as error:
@@ -341,14 +347,32 @@ class Nodes:
             f"({why})"
         )
 
+    def _find_store(self, deadline: float) -> TCPStore:
+        """Return the store of node 0, not the one of a job that this node was in and that ends.
+
+        Who starts nodes again, as Kubernetes does, may be sooner than node 0's last words.
+        """
+        while True:
+            try:
+                store = connect_store(*self.endpoint, deadline)
+                if store.add(f"phalanx/launchers/{self._node_rank}", 1) == 1:
+                    return store
+                self._ending = store.check(["phalanx/log/0/1"])
+            except (OSError, RuntimeError) as error:
+                if time.monotonic() > deadline or self._closing.is_set():
+                    raise self._alone(str(error)) from error
+                continue
+            if not self._ending:
+                raise MisuseError(
+                    f"another launcher of this job has --node-rank {self._node_rank}, too: give "
+                    "each node a number of its own"
+                )
+            if time.monotonic() > deadline or self._closing.wait(_POLL):
+                raise self._alone("the job that it was in before has not ended")
+
     def _join(self, store: TCPStore, deadline: float) -> tuple[int, int]:
         """Wait for all nodes; return the `placement`."""
         node, nodes = self._node_rank, self._nodes
-        if store.add(f"phalanx/launchers/{node}", 1) > 1:
-            raise MisuseError(
-                f"another launcher of this job has --node-rank {node}, too: give each node a "
-                "number of its own"
-            )
         own = msgspec.json.encode([self._ranks, *self._options])
         store.set(f"phalanx/node/{node}", own.decode())
         ranks: dict[int, int] = {}

@@ -117,7 +117,8 @@ def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) ->
     else:
         summary, text = error_line(error), format_traceback(error, hide=_HIDDEN)
     rank, follows = int(os.environ["RANK"]), follows_from_another(error)
-    if not send(RankReport(rank, True, b"", summary, text, follows)):
+    ends_with = code & 0xFF or 1  # as the system counts, and not as if it had ended well
+    if not send(RankReport(rank, True, b"", summary, text, follows, code=ends_with)):
         sys.stderr.write(text)
     return code
 

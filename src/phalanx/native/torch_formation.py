@@ -23,6 +23,7 @@ from phalanx.transport.tcp.addresses import (
     chosen_interfaces,
     listen_as_master,
 )
+from phalanx.transport.tcp.dial import await_name
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import parse_address
 
@@ -99,6 +100,8 @@ def store_at(
     if world_size == 1:
         return dist.HashStore()
     endpoint = parse_address(master_addr)
+    if listener is None:
+        await_name(endpoint, timeout)
     if rank == 0:
         listener = listener or listen_as_master(endpoint)
         return dist.TCPStore(

@@ -29,6 +29,7 @@ from phalanx.errors import (
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.addresses import check_listening, listen_as_master, with_interface
 from phalanx.transport.tcp.admission import check_token, find_token
+from phalanx.transport.tcp.dial import await_name
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
 from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
@@ -115,6 +116,8 @@ class MeshBackend(Backend):
         rank, transport, mesh = self.rank, self._transport, self._transport.mesh
         domain, why_not = None, ""
         check_listening()
+        if listener is None:
+            await_name(endpoint, self.timeout)
         if self.sharing != "none":
             try:
                 domain = HostDomain(rank, self.world_size)

@@ -295,14 +295,18 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
 
     The file's content counts without white space at its ends. `AuthenticationError` when the file
     cannot be read, is readable for others than its owner, or belongs to somebody else, and when
-    the token is shorter than 128 bits.
+    the token is shorter than 128 bits. A Secret that Kubernetes mounts for a user who is not root
+    is a file of root's with mode 0440 and a group of this process's (`fsGroup`): that one is taken.
     """
     token = environ.get("PHALANX_TOKEN", "")
     if token:
         return check_token(token, "PHALANX_TOKEN")
     path = environ.get("PHALANX_TOKEN_FILE", "")
     if path:
-        return check_token(_read(path), f"the token in {path} (PHALANX_TOKEN_FILE)")
+        remedy = f"chmod 600 {path}"
+        if "KUBERNETES_SERVICE_HOST" in environ:  # where a Secret cannot be changed
+            remedy = "give the Secret's volume defaultMode: 0400, and the pod an fsGroup"
+        return check_token(_read(path, remedy), f"the token in {path} (PHALANX_TOKEN_FILE)")
     return ""
 
 
@@ -320,21 +324,22 @@ def check_token(token: str, name: str) -> str:
     return token
 
 
-def _read(path: str) -> str:
-    """The text in a file that is fit for a secret."""
+def _read(path: str, remedy: str) -> str:
+    """The text in a file that is fit for a secret; `remedy` makes one of one that is not."""
     try:
         # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise AuthenticationError(
             f"the token file {path} (PHALANX_TOKEN_FILE) cannot be read: {error.strerror}"
+            + (f"; {remedy}" if error.errno == errno.EACCES else "")
         ) from None
     try:
         problem = _problem(os.fstat(descriptor))
         if problem:
             raise AuthenticationError(
                 f"the token file {path} {problem}; it has to be a file that only you can read: "
-                f"chmod 600 {path}"
+                f"{remedy}"
             )
         content = os.read(descriptor, MOST_BYTES + 1)
     finally:
@@ -356,4 +361,6 @@ def _problem(status: os.stat_result) -> str:
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
     mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == 0 and mode == 0o440 and status.st_gid in (os.getegid(), *os.getgroups()):
+        return ""
     return f"is open to others (mode {mode:04o})" if mode & 0o077 else ""

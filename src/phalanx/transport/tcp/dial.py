@@ -1,4 +1,7 @@
-"""Dialing a peer, again and again until it accepts this rank; and what waits for it meanwhile."""
+"""Dialing a peer, again and again until it accepts this rank; and what waits for it meanwhile.
+
+Before that, `await_name` waits until the name of rank 0's host is known.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from phalanx.core.posted import PostedSend
@@ -190,6 +194,27 @@ def _check_connected(sock: socket.socket) -> None:
         code = errno.ECONNRESET
     if code:
         raise OSError(code, os.strerror(code))
+
+
+def await_name(endpoint: Endpoint, seconds: float) -> None:
+    """Block until the host's name can be resolved: that of a pod may be known some time later.
+
+    `BackendUnavailableError` when it still cannot be after so many seconds.
+    """
+    deadline = monotonic() + seconds
+    told = False
+    while True:
+        try:
+            resolve(endpoint)
+        except BackendUnavailableError as error:
+            if monotonic() + LAST_RETRY > deadline:
+                raise BackendUnavailableError(f"{error}; it was tried for {seconds:g} s") from None
+            if not told:
+                log.warning("%s; it is tried for %g s", error, seconds)
+            told = True
+            sleep(LAST_RETRY)
+        else:
+            return
 
 
 # ------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""Print the manifest of a job for Kubernetes: a pod for each node, which runs `phalanx run`.
+
+The script is one of the image, which has Phalanx installed. The token by which ranks prove
+themselves is a fresh one each time, in a Secret. Nothing is sent: give the output to kubectl.
+
+    phalanx kubernetes --nodes 2 -n 4 --image i train.py | kubectl apply -f -
+
+    phalanx kubernetes --kind jobset --nodes 2 -n 4 --image i --volume saved:/saved train.py
+
+A script that ends with exit code 75 is started again, and that is not counted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from typing import Annotated
+
+import typer
+
+from phalanx.launch.kubernetes import KINDS, KubernetesJob, as_yaml, make_manifest, name_of
+
+Kind = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(KINDS),
+        help="job: an indexed Job and a headless Service, as every cluster has them. jobset: a "
+        "JobSet (jobset.x-k8s.io/v1alpha2). trainjob: Kubeflow's TrainJob "
+        "(trainer.kubeflow.org/v1alpha1) with the runtime torch-distributed.",
+    ),
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="What a rank needs, such as 4Gi, with its part of what ranks share. The limit of a "
+        "pod is that of its ranks, and --shm.",
+        show_default="no limit",
+    ),
+]
+SharedMemory = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Room in a pod's /dev/shm, such as 1Gi, for NCCL and torch's data loaders with "
+        "workers; Phalanx needs none.",
+        show_default="the cluster's",
+    ),
+]
+Volumes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--volume",
+        metavar="CLAIM:PATH",
+        help="A PersistentVolumeClaim, and where the ranks see it: checkpoints belong on one that "
+        "all nodes may write (ReadWriteMany). Can be given several times.",
+    ),
+]
+User = Annotated[
+    int | None,
+    typer.Option(
+        metavar="UID",
+        help="The user and group of the ranks; volumes are given to this group.",
+        show_default="the image's",
+    ),
+]
+Grace = Annotated[
+    int,
+    typer.Option(metavar="SECONDS", help="From SIGTERM, when a pod has to go, until it is killed."),
+]
+Restarts = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="How often pods that have failed are started again (not for a TrainJob).",
+        show_default="3",
+    ),
+]
+
+
+# Everything after the script is the script's, whatever it looks like.
+def kubernetes_command(
+    *,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script in the image, or with -m a module.")
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
+    ] = None,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="The container image.")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many pods.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks in each pod.")
+    ] = 1,
+    kind: Kind = "job",
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the job.", show_default="the script's")
+    ] = "",
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    memory: Memory = "",
+    shm: SharedMemory = "",
+    volumes: Volumes = None,
+    user: User = None,
+    grace: Grace = 120,
+    max_restarts: Restarts = None,
+) -> None:
+    """Run `phalanx kubernetes`, whose help is this module's docstring."""
+    job = KubernetesJob(
+        target=script,
+        args=tuple(args or ()),
+        module=module,
+        kind=kind,
+        name=name or name_of(script.rpartition(".")[2] if module else script),
+        image=image,
+        nodes=nodes,
+        ranks=ranks,
+        memory=memory,
+        shm=shm,
+        volumes=tuple(volumes or ()),
+        user=user,
+        grace=grace,
+        max_restarts=max_restarts,
+    )
+    text = as_yaml(make_manifest(job, secrets.token_hex(32)))
+    if not volumes:
+        sys.stderr.write(
+            "phalanx: no --volume: what the ranks save is lost when their pods are started again\n"
+        )
+    typer.echo(text, nl=False)
