@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import bench
+from phalanx.cli import bench, slurm
 from phalanx.launch.run import Job, run
 
 if TYPE_CHECKING:
@@ -166,6 +166,9 @@ def trace_command(
 
 
 app.command("bench", help=bench.__doc__)(bench.bench_command)
+app.command("slurm", help=slurm.__doc__, context_settings={"allow_interspersed_args": False})(
+    slurm.slurm_command
+)
 
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
