@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.errors import BackendUnavailableError, MisuseError
+from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.run import Job
 from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
 
@@ -56,9 +56,9 @@ class BatchJob:
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError` or `MisuseError`."""
-        replace(self.run, nodes=1).check()
         if self.run.nodes < 1:
-            replace(self.run, node_rank=0).check()
+            raise InvalidWorldSizeError(f"--nodes {self.run.nodes}: it takes at least one")
+        replace(self.run, nodes=1).check()
         if self.time and not _TIME.fullmatch(self.time):
             raise MisuseError(
                 f"--time {self.time}: it is minutes, hours:minutes:seconds, or "
