@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
         start = phalanx.load_checkpoint(folder, model=ddp, optimizer=optimizer).step
         end = start + 3
     for step in range(start, end):
-        if phalanx.all_reduce(told, backend, op="max").item():
+        if phalanx.all_reduce(told, backend, op=phalanx.ReduceOp.MAX).item():
             phalanx.save_checkpoint(folder, model=ddp, optimizer=optimizer, step=step)
             print(f"saved at step {step}", flush=True)
             sys.exit(AGAIN)

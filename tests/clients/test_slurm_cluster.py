@@ -87,7 +87,7 @@ def test_a_job_of_a_stock_program_has_a_folder_a_token_and_a_log_a_rank(
     ended = slurm.wait_for(number, "COMPLETED", "FAILED", "TIMEOUT")
     assert ended["ExitCode"] == "0:0", (folder / "job.log").read_text()
     for rank in range(4):
-        assert (folder / f"rank-{rank}.log").read_text() == f"rank {rank} of 4: 6\n"
+        assert (folder / f"rank-{rank}.log").read_text().endswith(f"rank {rank} of 4: 6\n")
     assert not (folder / "token").exists()
 
 
@@ -103,10 +103,13 @@ def train(slurm: SlurmCluster, name: str) -> tuple[str, Path]:
     """A job that trains until it is told to end, when all its ranks do."""
     number, folder = submit(slurm, str(PROGRAM), str(slurm.home / name))
     logs = [folder / f"rank-{rank}.log" for rank in range(4)]
-    until(
-        lambda: all(log.exists() and "trains from 0" in log.read_text() for log in logs),
-        f"the ranks of job {number} train",
-    )
+
+    def trains() -> bool:
+        texts = [log.read_text() if log.exists() else "" for log in logs]
+        assert slurm.job(number)["JobState"] in ("PENDING", "RUNNING"), "\n".join(texts)
+        return all("trains from 0" in text for text in texts)
+
+    until(trains, f"the ranks of job {number} train")
     return number, folder
 
 
