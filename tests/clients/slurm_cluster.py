@@ -28,13 +28,14 @@ from networks import Network
 
 PATIENCE = 120.0  # seconds for anything that another process does
 
+# A job that is put back into the queue waits there for as long as a credential lives, and a second.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=n1(10.77.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=5
 CredType=cred/none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -179,14 +180,19 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def processes(*words: str) -> list[int]:
-    """The processes of this machine whose command line has all of these words."""
+    """The processes of this machine with this command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            line = path.read_bytes().decode(errors="replace")
-            if all(word in line for word in words):
+            if path.read_bytes().decode(errors="replace").split("\0")[:-1] == list(words):
                 found.append(int(path.parent.name))
     return found
+
+
+def variables(pid: int) -> dict[str, str]:
+    """The environment with which a process was started."""
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def parent(pid: int) -> int:

@@ -6,6 +6,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from slurm_cluster import (
     processes,
     slurm_cluster,
     until,
+    variables,
     why_not,
 )
 
@@ -137,35 +139,24 @@ def test_a_job_that_is_cancelled_stays_cancelled_and_leaves_no_process(
     slurm: SlurmCluster,
 ) -> None:
     number, _ = train(slurm, "cancelled")
-    assert len(ranks_of("cancelled")) == 4
+    ranks = partial(ranks_of, slurm, "cancelled")
+    assert len(ranks()) == 4
     slurm.ask("scancel", number)
-    until(lambda: not ranks_of("cancelled"), "no rank is left")
-    ended = slurm.wait_for(number, "CANCELLED")
-    assert ended["Restarts"] == "0"
+    until(lambda: not ranks(), "no rank is left")
+    assert slurm.wait_for(number, "CANCELLED")["Restarts"] == "0"
 
 
 def test_a_killed_slurmstepd_leaves_no_process(slurm: SlurmCluster) -> None:
     number, folder = train(slurm, "killed")
-    (slurmstepd,) = {
-        parent(pid) for pid in ranks_of("killed") if environment(pid)["SLURM_NODEID"] == "1"
-    }
+    ranks = partial(ranks_of, slurm, "killed")
+    (slurmstepd,) = {parent(pid) for pid in ranks() if variables(pid)["SLURM_NODEID"] == "1"}
     kill(slurmstepd)
-    until(lambda: not ranks_of("killed"), "no rank is left")
-    slurm.wait_for(number, "FAILED", "NODE_FAIL", "CANCELLED", "COMPLETED")
+    until(lambda: not ranks(), "no rank is left")
+    slurm.wait_for(number, "FAILED", "NODE_FAIL", "CANCELLED")
     texts = [(folder / f"rank-{rank}.log").read_text() for rank in range(4)]
     assert not any("ends at step" in text for text in texts)
 
 
-def ranks_of(name: str) -> list[int]:
-    """The processes that train into that folder, whose command line is Python's."""
-    return [
-        pid for pid in processes(str(PROGRAM), f"/{name}") if "SLURM_PROCID" in environment(pid)
-    ]
-
-
-def environment(pid: int) -> dict[str, str]:
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+def ranks_of(slurm: SlurmCluster, name: str) -> list[int]:
+    """The processes that train with checkpoints in that folder."""
+    return processes(sys.executable, str(PROGRAM), str(slurm.home / name))
