@@ -62,6 +62,8 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     """
     check_name(backend)
     world = read_environment(os.environ) or World(rank=0, world_size=1)
+    if world.source == "slurm":
+        slurm.die_with_step(os.environ)
     if backend != "mpi":  # whose ranks find each other by themselves
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)

@@ -30,6 +30,7 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     MisuseError,
 )
+from phalanx.launch.reaper import die_with_parent
 from phalanx.launch.store import tries
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token, resolve
 from phalanx.wire.control import Endpoint
@@ -108,6 +109,16 @@ def check_first_node(environ: Mapping[str, str], rank: int, endpoint: Endpoint) 
             rank=rank,
             peer=0,
         ) from error
+
+
+def die_with_step(environ: Mapping[str, str]) -> None:
+    """Let this process end with the slurmstepd that has started it, if one has.
+
+    One that is killed (memory ran out, say) leaves its ranks behind: they would go on training, and
+    Slurm would know nothing of them. A process below the task that srun started stays as it is.
+    """
+    if environ.get("SLURM_TASK_PID") == str(os.getpid()):
+        die_with_parent(os.getppid())
 
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
