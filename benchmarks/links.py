@@ -44,7 +44,8 @@ from rich.table import Table
 
 from phalanx.launch.reaper import die_with_parent
 from phalanx.tools.bench.operations import OPERATIONS, BenchOperation, PreparedCall
-from phalanx.tools.bench.peers import PEERS, Peer, PeerRow, RankContext, Socket
+from phalanx.tools.bench.peer import Peer, RankContext
+from phalanx.tools.bench.peers import PEERS, PeerRow, Socket
 from phalanx.tools.bench.rank import run_rank
 from phalanx.tools.bench.request import LeftOut, Message, ResultLine, make_request, show_size
 from phalanx.wire.memory import tensor_bytes

@@ -29,7 +29,8 @@ from phalanx.cli import bench
 from phalanx.errors import DistributedError
 from phalanx.tools.bench import peers
 from phalanx.tools.bench.operations import PreparedCall
-from phalanx.tools.bench.peers import Call, Peer, PeerRow, PeerTable, RankContext
+from phalanx.tools.bench.peer import Call, Peer, RankContext
+from phalanx.tools.bench.peers import PeerRow, PeerTable
 
 # ------------------------------------------------------------------------------
 # DeepSpeed's all_reduce in shared memory, written in C++ with AVX: for inference on processors.

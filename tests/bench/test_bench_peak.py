@@ -15,7 +15,8 @@ from torch import nn
 import phalanx
 from phalanx import Backend
 from phalanx.tools.bench.operations import OPERATIONS, PreparedCall, TrainedModel, task_of
-from phalanx.tools.bench.peers import PEERS, Alone, Call, RankContext
+from phalanx.tools.bench.peer import Call, RankContext
+from phalanx.tools.bench.peers import PEERS, Alone
 from phalanx.tools.bench.rank import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
 from phalanx.tools.bench.report import BenchReport
 from phalanx.tools.bench.request import LeftOut, Peak, make_request

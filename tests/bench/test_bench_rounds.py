@@ -28,7 +28,8 @@ from phalanx.tools.bench.operations import (
     kinds_for,
     longest_stretch,
 )
-from phalanx.tools.bench.peers import Copy, Phalanx, RankContext
+from phalanx.tools.bench.peer import RankContext
+from phalanx.tools.bench.peers import Copy, Phalanx
 from phalanx.tools.bench.rank import MANY_CALLS, busy_processes, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]

@@ -19,7 +19,8 @@ from phalanx.tools.bench.operations import (
     replicated,
     task_of,
 )
-from phalanx.tools.bench.peers import Alone, Peer, Phalanx, RankContext
+from phalanx.tools.bench.peer import Peer, RankContext
+from phalanx.tools.bench.peers import Alone, Phalanx
 from phalanx.tools.bench.rank import time_rounds
 
 WIDTH = 24

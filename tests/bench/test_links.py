@@ -21,7 +21,7 @@ from linked_hosts import bucket
 from links import BARE, GLOO, OURS, Bare, Figure, Link, both_ways
 
 from phalanx.tools.bench.operations import OPERATIONS
-from phalanx.tools.bench.peers import RankContext
+from phalanx.tools.bench.peer import RankContext
 from phalanx.tools.bench.rank import time_rounds
 from phalanx.tools.bench.request import Entry, ResultLine
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import threading
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.output import LONGEST_LINE, RankLines, RankPipes
+from phalanx.launch.output import LONGEST_LINE, LiveRankLines, RankLines, RankPipes
 
 
 class Shown:
@@ -105,6 +106,79 @@ def test_every_rank_keeps_its_bytes_and_lines_stay_whole(pieces: list[tuple[int,
         written = b"".join(piece for r, piece in pieces if r == rank)
         begun = written and not written.endswith(b"\n")
         assert seen[rank] == written + (b"\n" if begun else b"")
+
+
+def screen(text: str) -> list[str]:
+    """What a notebook shows of `text`: "\\r" goes back to the start of the line."""
+    lines = []
+    for line in text.split("\n"):
+        shown = ""
+        for piece in line.split("\r"):
+            shown = piece + shown[len(piece) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_a_progress_bar_stays_below_the_lines_and_moves() -> None:
+    stream = io.StringIO()
+    lines = LiveRankLines(stream)
+    seen = []
+    for rank, piece in (
+        (0, "\r 10%"),
+        (1, "a long line, longer than the bar\nb"),
+        (0, "\r 20"),
+        (0, "%"),
+        (1, "\nc\n"),
+        (0, "\rdone\n"),
+    ):
+        lines.write(rank, piece.encode())
+        seen.append(screen(stream.getvalue())[-1])
+    lines.finish()
+    bar = ["[rank 0]  10%", "[rank 0]  10%", "[rank 0]  20", "[rank 0]  20%", "[rank 0]  20%"]
+    assert seen == [*bar, ""]
+    assert screen(stream.getvalue()) == [
+        "[rank 1] a long line, longer than the bar",
+        "[rank 1] b",
+        "[rank 1] c",
+        "[rank 0] done",
+        "",
+    ]
+
+
+def test_bars_of_two_ranks_take_turns_and_each_ends_as_a_line() -> None:
+    stream = io.StringIO()
+    lines = LiveRankLines(stream)
+    lines.write(0, b"\rlong bar 50%")
+    lines.write(1, b"\r50%")
+    assert screen(stream.getvalue()) == ["[rank 1] 50%"]
+    lines.write(0, b"\rlong bar 100%\n")
+    assert screen(stream.getvalue()) == ["[rank 0] long bar 100%", "[rank 1] 50%"]
+    lines.write(1, b"\r    \r")  # as a bar that does not stay
+    assert screen(stream.getvalue()) == ["[rank 0] long bar 100%", ""]
+    lines.write(1, "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode()[:-1])
+    lines.write(1, "\N{LATIN SMALL LETTER E WITH ACUTE}".encode()[1:])
+    lines.finish()
+    assert screen(stream.getvalue())[-2:] == ["[rank 1] caf\N{LATIN SMALL LETTER E WITH ACUTE}", ""]
+
+
+def test_a_bar_below_another_is_no_line_for_each_of_its_moves() -> None:
+    stream = io.StringIO()
+    lines = LiveRankLines(stream)
+    lines.write(0, b"\router 0%")
+    for percent in range(100):
+        lines.write(0, b"\n\rinner %d%%\x1b[A" % percent)  # as tqdm does with position=1
+    lines.write(0, b"\router 100%\n")
+    lines.finish()
+    assert screen(stream.getvalue()) == ["[rank 0] outer 0%", "[rank 0] outer 100%", ""]
+
+
+def test_a_stream_that_takes_no_more_is_no_error() -> None:
+    stream = io.StringIO()
+    lines = LiveRankLines(stream)
+    stream.close()
+    for _ in range(2):
+        lines.write(0, b"hello\n")
+    lines.finish()
 
 
 def test_what_is_written_before_the_end_is_shown() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from phalanx.core.backend import Backend
-from phalanx.errors import PeerLostError
+from phalanx.errors import MisuseError, PeerLostError
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.report import RankTraceback
 from phalanx.launch.spawn import spawn
@@ -61,6 +63,96 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     with pytest.raises(PeerLostError, match=r"rank 1 .* signal 9 \(SIGKILL\)") as caught:
         spawn(partial(fail_on_rank_1, how="kill"), 2)
     assert caught.value.peer == 1
+
+
+def print_lines(backend: Backend) -> None:
+    for turn in range(backend.world_size):
+        backend.barrier()
+        if turn == backend.rank:
+            print(f"line of {backend.rank}")
+            print(f"error of {backend.rank}", file=sys.stderr)
+
+
+def test_where_stdout_is_an_object_the_ranks_lines_go_there_behind_their_rank() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        spawn(print_lines, 2)
+    assert out.getvalue() == "[rank 0] line of 0\n[rank 1] line of 1\n"
+    assert err.getvalue() == "[rank 0] error of 0\n[rank 1] error of 1\n"
+
+
+def test_without_cloudpickle_a_lambda_is_refused_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it were not installed
+    with pytest.raises(MisuseError) as caught:
+        spawn(lambda backend: backend.rank, 2)
+    assert "at the top level of a module" in str(caught.value)
+    assert "pip install 'phalanx[notebook]'" in str(caught.value)
+
+
+CONSOLE = """
+import sys
+import phalanx
+sys.modules["cloudpickle"] = None
+def rank(backend): return 0
+
+try: phalanx.spawn(rank, 1)
+except phalanx.MisuseError as error: print(error)
+
+"""
+
+
+def test_without_cloudpickle_a_function_of_a_console_is_refused_before_anything_starts() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-q", "-i"],
+        input=CONSOLE,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "it is defined in a notebook or console" in ended.stdout
+    assert "pip install 'phalanx[notebook]'" in ended.stdout
+
+
+# No `if __name__ == "__main__":`, since ranks do not import this module.
+BY_VALUE = """
+import phalanx
+
+class Pair:
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+class Broken(Exception):
+    pass
+
+def check(rank):
+    if rank == 1:
+        raise Broken("on purpose")
+
+def spawn(offset, fail=False):
+    def add(backend):
+        if fail:
+            check(backend.rank)
+        return Pair(backend.rank, backend.rank + offset)
+    return phalanx.spawn(add, 2)
+
+pairs = spawn(10)
+assert all(type(pair) is Pair for pair in pairs)
+assert [(pair.first, pair.second) for pair in pairs] == [(0, 10), (1, 11)]
+try:
+    spawn(10, fail=True)
+except Broken as error:
+    assert 'raise Broken("on purpose")' in error.__cause__.text
+"""
+
+
+def test_closures_and_classes_of_a_script_go_and_come_by_value(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle", reason="cloudpickle (the extra `notebook`) is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(BY_VALUE)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=60)
 
 
 DAEMON = """

@@ -458,17 +458,28 @@ class ShmDirect:
                 if peer is not None:
                     here = scratch + number * step
                     peer.read(here, address + first, count)
-                views.append(self._view(here, count))
-            self._reduction.reduce(views, self._view(out + first, count))
+                view = self._own_view if number == self.me else self._view
+                views.append(view(here, count))
+            self._reduction.reduce(views, self._own_view(out + first, count))
+
+    def _own_view(self, address: int, length: int) -> Tensor:
+        """Memory of this rank as a tensor.
+
+        Views of ordinary memory are not remembered. The next tensor may lie elsewhere, and a small
+        block of the heap that stays between large ones keeps them from being joined and used again.
+        """
+        if self.control.find(address, length) is None:
+            return tensor_at(address, length // self.dtype.itemsize, self.dtype, keeping=None)
+        return self._view(address, length)
 
     def _view(self, address: int, length: int) -> Tensor:
-        """Memory as a tensor. It keeps nothing alive, and is used while the memory is there."""
+        """Shared memory, or scratch, as a tensor. It keeps nothing alive, and is used while the
+        memory is there."""
         view = self._views.get((address, length))
         if view is None:
             if len(self._views) >= KEPT:
                 self._views.clear()
-            count = length // self.dtype.itemsize
-            view = tensor_at(address, count, self.dtype, keeping=None)
+            view = tensor_at(address, length // self.dtype.itemsize, self.dtype, keeping=None)
             self._views[address, length] = view
         return view
 

@@ -5,15 +5,22 @@
 
 The thread is not the supervisor's: when the reader of the launcher's own output pauses, the thread
 waits, and with it the ranks that print, while the supervisor goes on watching them.
+
+The stream is a descriptor, as of a terminal or a file, or an object, as `sys.stdout` is in a
+notebook. There progress bars are shown while they move.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 import select
 import selectors
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from typing import TextIO
 
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
 _PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
@@ -63,14 +70,83 @@ class RankLines:
                 os.close(nowhere)
 
 
+class LiveRankLines:
+    r"""The same for a stream that is an object, and a line that is still written over with "\r".
+
+        rank 0: "\r 10%"      rank 1: "hello\n"                       rank 0: "\r 20%\n"
+        -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
+
+    It is the last line of the stream while it changes; of several ranks' the last that changed.
+    Bars below another (tqdm's `position=1`, which goes down and up again) take turns there.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
+        self._begun: dict[int, str] = {}
+        self._live = ""  # the line that is shown and may change
+        self._owner = -1  # its rank
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Take what `rank` has written, any part of it."""
+        text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
+        *lines, rest = _MOVES.sub("", text).split("\n")
+        if len(rest) >= LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        prefix, live = f"[rank {rank}] ", "" if rank == self._owner else self._live
+        if "\r" in rest:
+            seen = _seen(rest)
+            rest = f"\r{seen}\r" if rest.endswith("\r") else f"\r{seen}"
+            if seen.strip():
+                live, self._owner = prefix + seen.replace(_UP, ""), rank
+        if rest:
+            self._begun[rank] = rest
+        self._pass_on("".join(f"{prefix}{_seen(line)}\n" for line in lines), live)
+
+    def finish(self) -> None:
+        """Pass on the lines that have begun, as whole ones."""
+        for rank in list(self._begun):
+            self.write(rank, b"\n")
+
+    def _pass_on(self, text: str, live: str) -> None:
+        if not text and live == self._live:
+            return
+        text += live
+        if self._live:  # spaces: not everything that shows "\r" knows how to erase a line
+            line, newline, rest = text.partition("\n")
+            text = f"\r{line.ljust(len(self._live))}{newline}{rest}"
+            if not (newline or live):
+                text += "\r"
+        self._live = live
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+                self._stream.flush()
+        except Exception:  # whatever it is: the ranks go on, and write to nobody
+            self._stream = None
+
+
+_UP = "\x1b[A"  # what moves a terminal's cursor one line up
+_MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
+
+
+def _seen(line: str) -> str:
+    """Return what a terminal shows of `line` when all of it has been written."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 class RankPipes:
     """Shows what ranks write to their standard output and errors, until `close()`; in a thread.
 
-    `out` and `err` are the descriptors of this process's own.
+    `out` and `err` are those of this process: descriptors, or streams.
     """
 
-    def __init__(self, out: int, err: int) -> None:
-        self._lines = RankLines(out), RankLines(err)
+    def __init__(self, out: int | TextIO, err: int | TextIO) -> None:
+        self._lines = [
+            RankLines(to) if isinstance(to, int) else LiveRankLines(to) for to in (out, err)
+        ]
         self._selector = selectors.DefaultSelector()
         reader, self._writer = os.pipe()
         self._selector.register(reader, selectors.EVENT_READ)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ _HINTS = {
 }
 
 _HEADER = 8  # bytes of the length that goes before a report
+
+Dumps = Callable[[object], bytes]  # pickle's, or cloudpickle's
 
 
 class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
@@ -109,10 +111,10 @@ class RankReport:
         return error
 
     @classmethod
-    def of_result(cls, rank: int, value: object) -> RankReport:
+    def of_result(cls, rank: int, value: object, dumps: Dumps = pickle.dumps) -> RankReport:
         """Return the report of a rank whose function returned `value`: tensors go by value."""
         try:
-            return cls(rank, failed=False, payload=pickle.dumps(value))
+            return cls(rank, failed=False, payload=dumps(value))
         except Exception as error:
             name = type(value).__name__
             misuse = MisuseError(
@@ -125,7 +127,14 @@ class RankReport:
             return cls.of_error(rank, misuse)
 
     @classmethod
-    def of_error(cls, rank: int, error: BaseException, *, hide: Collection[str] = ()) -> RankReport:
+    def of_error(
+        cls,
+        rank: int,
+        error: BaseException,
+        dumps: Dumps = pickle.dumps,
+        *,
+        hide: Collection[str] = (),
+    ) -> RankReport:
         """Return the report of a rank that raised `error`; see `format_traceback` for `hide`."""
         text, summary = format_traceback(error, hide=hide), error_line(error)
         follows = follows_from_another(error)
@@ -136,7 +145,7 @@ class RankReport:
                 peer=rank,
             )
         try:
-            payload = pickle.dumps(error)
+            payload = dumps(error)
             pickle.loads(payload)  # some errors go only one way
         except Exception as failure:
             stand_in = DistributedError(

@@ -8,25 +8,39 @@
       |  <----------------------- report ---------------------'      or a death, which is seen
 
 The supervisor (supervisor.py) watches and ends the ranks, as it does for `phalanx run`.
+
+A function goes by its name, where the ranks can import it. One that is defined in a notebook, a
+console or another function goes by value, and all that it needs of `__main__` with it: cloudpickle
+does that. In a notebook `sys.stdout` is an object, to which a thread (output.py) writes the ranks'
+lines.
 """
 
 from __future__ import annotations
 
+import io
+import linecache
 import os
 import pickle
 import secrets
+import signal
 import socket
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.spawn import get_preparation_data
+from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.launch.environment import World, threads_per_rank
 from phalanx.launch.init import check_name
+from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import root_cause
+from phalanx.launch.report import RankTraceback, error_line, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.admission import listen_at
@@ -34,6 +48,8 @@ from phalanx.transport.tcp.admission import listen_at
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
 T = TypeVar("T")
+# For ranks whose output is shown here: print at once, and no display of several lines that moves.
+_SHOWN: Mapping[str, str] = MappingProxyType({"PYTHONUNBUFFERED": "1", "TTY_INTERACTIVE": "0"})
 
 
 def spawn(
@@ -42,27 +58,25 @@ def spawn(
     """Run `fn(backend)` in `world_size` fresh processes of this host; return their results.
 
     Results are in rank order, and come by value: a tensor is a copy. `fn` and the results are
-    pickled, so `fn` is a function at the top level of a module, or a `functools.partial` of one.
-    `timeout` (seconds) is the default of every call on the backend; the run itself has none. The
-    backend is closed when `fn` returns. OMP_NUM_THREADS, if unset, is each rank's share of the
-    cores. No rank outlives this call, or this process.
+    pickled: `fn` is a function at the top level of a module, or a `functools.partial` of one. Where
+    cloudpickle is installed (`pip install 'phalanx[notebook]'`), also one of a notebook or console,
+    a lambda, or a function inside another; without, that is a `MisuseError`. `timeout` (seconds) is
+    the default of every call on the backend; the run itself has none. The backend is closed when
+    `fn` returns. OMP_NUM_THREADS, if unset, is each rank's share of the cores.
+
+    Ranks write where this process does. Where `sys.stdout` or `sys.stderr` is an object that no
+    other process can write to, as in a notebook, their lines appear there behind "[rank 3] ".
 
     When a rank fails the others are stopped, and its error is raised here with its own traceback
     as `__cause__`: the root cause, not the `PeerLostError`s that follow from it. A rank that was
     killed, or ended itself, is a `PeerLostError` whose `peer` is that rank. A result that cannot
     be pickled is a `MisuseError`. Fewer than one rank: `InvalidWorldSizeError`; a name that is no
-    backend: `BackendUnavailableError`.
+    backend: `BackendUnavailableError`. Ctrl-C, or a notebook's interrupt, is a `KeyboardInterrupt`
+    when the ranks have ended. No rank outlives this call, or this process.
     """
     if world_size < 1:
         raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
     check_name(backend)
-    try:
-        call = pickle.dumps(fn)
-    except Exception as error:
-        raise MisuseError(
-            f"spawn cannot send {fn!r} to a fresh process ({error}): define it at the top level "
-            "of a module; no lambda, no function inside another"
-        ) from error
     try:
         preparation = get_preparation_data("")
     except RuntimeError:  # which says it for `multiprocessing`
@@ -70,14 +84,122 @@ def spawn(
             "spawn was called by a module while a fresh process imported it: put the call, and "
             'what goes with it, under `if __name__ == "__main__":`'
         ) from None
+    call = _pickle(fn, preparation)
     open_standard_streams()
-    with Reaper() as reaper, Supervisor(reaper, results=True) as ranks:
-        _start(ranks, preparation, call, world_size, backend, timeout)
-        while ranks.state() == "running":
+    with (
+        _Interrupts() as interrupts,
+        Reaper() as reaper,
+        _open_output(interrupts) as open_output,
+        Supervisor(reaper, open_output, results=True) as ranks,
+    ):
+        shown = {} if open_output is None else _SHOWN
+        environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **shown, **os.environ}
+        _start(ranks, preparation, call, world_size, backend, timeout, environ)
+        while ranks.state() == "running" and not interrupts.received:
             ranks.wait()
+        ranks.stop(hurry=interrupts.again)
     if (root := root_cause(ranks.exits())) is not None:
-        raise root.error()
+        error = root.error()
+        if "IPython" in sys.modules and isinstance(error.__cause__, RankTraceback):
+            vars(error)["_render_traceback_"] = partial(_render, error, error.__cause__)
+        raise error
     return [ended.report.result() for ended in ranks.exits() if ended.report is not None]
+
+
+def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
+    """Return `fn` pickled, and put into `preparation` what ranks need to know about that."""
+    main = {name for name in preparation if name.startswith("init_main_from_")}
+    typed = hasattr(sys.modules["__main__"], "_ih")  # in IPython, even if it has a __file__, too
+    preparation |= {"pickler": "pickle", "sources": {}}
+    try:
+        call = pickle.dumps(fn)
+        by_name = b"__main__" not in call or (bool(main) and not typed)
+        why = "it is defined in a notebook or console, which a fresh process cannot import"
+    except Exception as error:
+        by_name, why = False, error_line(error)
+    if typed or not by_name:
+        for name in main:
+            del preparation[name]
+    if by_name:
+        return call
+    try:
+        import cloudpickle  # noqa: PLC0415 -- an extra
+    except ImportError:
+        raise MisuseError(
+            f"spawn cannot send {fn!r} to a fresh process ({why}): define it at the top level of a "
+            "module and import it from there, or install what sends functions by value: "
+            "pip install 'phalanx[notebook]'"
+        ) from None
+    # The source code that is in no file, for tracebacks.
+    sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+    preparation |= {"pickler": "cloudpickle", "sources": sources}
+    try:
+        sent: bytes = cloudpickle.dumps(fn)
+    except Exception as error:
+        raise MisuseError(
+            f"spawn cannot send {fn!r} to a fresh process ({error_line(error)}): what it refers to "
+            "is sent along; make inside the function what cannot be"
+        ) from error
+    return sent
+
+
+def _render(error: BaseException, cause: RankTraceback) -> list[str]:
+    """Return what IPython shows of `error`: where `spawn` was called, and last the rank's part."""
+    inside = __file__, *sys.modules["IPython"].__path__
+    frames = traceback.extract_tb(error.__traceback__)
+    called = [frame for frame in frames if not frame.filename.startswith(inside)]
+    where = "".join(traceback.format_list(called))
+    return [f"spawn was called here:\n{where}", f"Rank {cause.rank}:\n{cause.text.rstrip()}"]
+
+
+class _Interrupts:
+    """Takes note of Ctrl-C, or a notebook's interrupt, until the ranks have ended.
+
+    `KeyboardInterrupt` can come between any two lines, also of those that end the ranks; and a
+    notebook's process goes on, with what they leave. So it is raised at the end.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: Any = None
+
+    def again(self) -> bool:
+        """Return whether a second one has come: the user does not want to wait."""
+        return self.received > 1
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received += 1
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            # The program's own handlers stay; but that of an event loop would wait for this call.
+            loops = sys.modules.get("asyncio")
+            in_loop = loops is not None and loops._get_running_loop() is not None
+            if handler is signal.default_int_handler or (callable(handler) and in_loop):
+                self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        if self.received:
+            signal.default_int_handler(signal.SIGINT, None)
+
+
+@contextmanager
+def _open_output(
+    interrupts: _Interrupts,
+) -> Iterator[Callable[[int], tuple[int, int]] | None]:
+    """Give the supervisor's `open_output`, where ranks cannot write to this process's streams."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):
+        yield None
+        return
+    pipes = RankPipes(sys.stdout, sys.stderr)
+    try:
+        yield pipes.open
+    finally:
+        pipes.close(interrupts.again)
 
 
 def _start(
@@ -87,11 +209,11 @@ def _start(
     world_size: int,
     backend: str,
     timeout: float,
+    environ: dict[str, str],
 ) -> None:
     """Start all ranks, then send each what it needs: they start beside each other."""
     token, job = secrets.token_hex(32), secrets.token_hex(8)
     preparation["authkey"] = bytes(preparation["authkey"])
-    environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **os.environ}
     inputs: list[IO[bytes] | None] = []
     with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
         address, held = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()

@@ -7,6 +7,8 @@ calls the user's function. What it returned, or how it failed, goes to the super
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import linecache
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -123,24 +125,28 @@ def run_function(preparation: dict[str, Any]) -> None:
     """Call a function, report what it returned, and end this process.
 
     The command line is the parent's process id, the descriptor of the channel, and the rank. Stdin
-    holds the pickled arguments of `_call`.
+    holds the pickled arguments of `_call`. What `preparation["pickler"]`, a module, has pickled
+    is not looked for in the parent's main module, and results go back in the same way.
     """
     parent, descriptor, rank = sys.argv[1:]
     send = _begin(parent, descriptor)
+    dumps = pickle.dumps
     try:
         try:
+            arguments = pickle.load(sys.stdin.buffer)  # for which the parent waits
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdin.fileno())
+            dumps = importlib.import_module(preparation["pickler"]).dumps
+            linecache.cache.update(preparation["sources"])
             _import_main(preparation)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops us
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             signal.signal(signal.SIGTERM, _stop)
-            arguments = pickle.load(sys.stdin.buffer)
-            with open(os.devnull, "rb") as nothing:
-                os.dup2(nothing.fileno(), sys.stdin.fileno())
-            report = RankReport.of_result(int(rank), _call(*arguments))
+            report = RankReport.of_result(int(rank), _call(*arguments), dumps)
         except RankStopped:
             raise
         except BaseException as error:
-            report = RankReport.of_error(int(rank), error, hide=_HIDDEN)
+            report = RankReport.of_error(int(rank), error, dumps, hide=_HIDDEN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a report is worse than a late end
     except RankStopped:
         _leave(STOPPED)
@@ -164,8 +170,9 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
         function: Callable[[Any], Any] = pickle.loads(call)
     except Exception as error:
         raise MisuseError(
-            "a fresh process cannot find the function that was given to spawn: define it at the "
-            "top level of a module or script, not in a console or notebook"
+            f"a fresh process cannot load the function that was given to spawn "
+            f"({error_line(error)}): define it, and what it uses, at the top level of a module "
+            "that can be imported"
         ) from error
     if listener is not None:
         os.set_inheritable(listener, False)

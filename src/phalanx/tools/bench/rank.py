@@ -41,7 +41,8 @@ from phalanx.tools.bench.operations import (
     longest_stretch,
     values_of,
 )
-from phalanx.tools.bench.peers import MACHINE, PEERS, Peer, PeerTable, Phalanx, RankContext
+from phalanx.tools.bench.peer import Peer, RankContext
+from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
 from phalanx.tools.bench.request import (
     PEAK,
     BackendInfo,
