@@ -93,6 +93,20 @@ def test_a_job_of_a_stock_program_has_a_folder_a_token_and_a_log_a_rank(
     assert not (folder / "token").exists()
 
 
+# As docs/clusters.md has it.
+EXPORTS = "export MASTER_ADDR=$(hostname) MASTER_PORT=29500"
+AS_RANK = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec"
+
+
+def test_a_stock_program_runs_under_plain_srun_with_what_torch_asks_for(
+    slurm: SlurmCluster,
+) -> None:
+    (slurm.home / "plain.py").write_text(STOCK)
+    script = f"{EXPORTS}; srun bash -c '{AS_RANK} {sys.executable} plain.py'"
+    said = slurm.ask("salloc", "-N2", "-n4", "bash", "-c", script)
+    assert sorted(re.findall(r"rank \d of 4: 6", said)) == [f"rank {n} of 4: 6" for n in range(4)]
+
+
 def submit(slurm: SlurmCluster, *words: str) -> tuple[str, Path]:
     """Return the number of a job of 2 x 2 ranks, and its folder."""
     said = slurm.phalanx("slurm", "--nodes", "2", "-n", "2", *words)
