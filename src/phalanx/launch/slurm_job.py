@@ -33,6 +33,8 @@ from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
 AGAIN = 75
 """The exit code that means "end, and start me again": EX_TEMPFAIL of sysexits.h."""
 
+_WAIT = 300  # seconds
+
 # Minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...: what sbatch understands.
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
@@ -163,8 +165,9 @@ MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID * {STEPS} % {PORTS}))
 export MASTER_ADDR MASTER_PORT WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={run.ranks}
 as_rank='RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
 
-# A rank that fails ends the others by way of Phalanx, which names it.
-srun --kill-on-bad-exit=0 --open-mode=append --output={logs} \\
+# A rank that fails ends the others by way of Phalanx, which names it. srun waits {_WAIT} s for the
+# rest after the first has ended: of a slurmstepd that was killed it hears nothing.
+srun --kill-on-bad-exit=0 --wait={_WAIT} --open-mode=append --output={logs} \\
     bash -c "$as_rank" rank {shlex.join(words)}
 code=$?
 echo "job $SLURM_JOB_ID, start ${{SLURM_RESTART_COUNT:-0}}: the ranks ended with exit code $code"
