@@ -17,6 +17,13 @@
 #   make test-torch-next                         its tests on the newest torch
 #   make test-torch-next TORCH=torch==2.9.1      on another one
 #
+# The clusters and trainers that Phalanx works with (docs/clusters.md) are tested with the real ones:
+# Ray, Slurm, Kubernetes, Accelerate, Hugging Face's Trainer, Lightning, Jupyter. In an environment of
+# its own, and with Debian's packages of Slurm, which root installs where there is apt-get; what is
+# missing is skipped, with the reason. It takes up to ten minutes on two cores:
+#
+#   make test-clients                            or some: ARGS="-k lightning"
+#
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference
@@ -30,6 +37,8 @@
 #   make two-hosts algorithms side by side between two hosts, and torch's wrappers; needs root
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
+#   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
+#                  goes on comes to the weights of one that was never interrupted
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
 #   make torch     a stock program for torch.distributed under every launcher, and PowerSGD's hook
@@ -60,6 +69,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEXT_VENV ?= .venv-torch-next
+CLIENTS_VENV ?= .venv-clients
 TORCH ?= torch
 RANKS ?= 2
 WORKERS ?= 3
@@ -70,9 +80,11 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
+SLURM := slurmctld slurmd slurm-client
 
-.PHONY: demo test test-torch-next lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
-	two-hosts links kill-saves mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+.PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
+	two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
 	main-path clean
 
 demo: $(READY)
@@ -88,6 +100,9 @@ test-torch-next:
 	$(NEXT_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
 		--constraint $(NEXT_VENV)/constraints.txt --editable '.[test]'
 	$(NEXT_VENV)/bin/python -m pytest --numprocesses $(WORKERS) tests/torch_backend $(ARGS)
+
+test-clients: $(CLIENTS_READY)
+	$(CLIENTS_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check
@@ -136,6 +151,9 @@ links: $(READY)
 kill-saves: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)
 
+notices: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/notices.py $(ARGS)
+
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/mutants.py $(ARGS)
 
@@ -174,10 +192,22 @@ $(READY): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
+# Of most of these packages few modules are imported: compiling all would take a minute.
+$(CLIENTS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		"$$(grep '^torch==' constraints.txt)"
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		--constraint constraints.txt --editable '.[test,clients]'
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v slurmctld > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $(SLURM) \
+			|| echo "without $(SLURM): the tests of Slurm are skipped"; fi
+	touch $@
+
 $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		--constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEXT_VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEXT_VENV) $(CLIENTS_VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

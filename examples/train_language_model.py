@@ -8,11 +8,15 @@ Four lines are different from a script for one process; they are marked with an 
 (`--strategy full_shard`, say) a rank has a part of the model only, and a fifth line is different:
 the norm of gradients that are in shards. What else there is about ranks: each evaluates its share
 of the held-out text, all of them write and read checkpoints together, and rank 0 alone talks.
+
+Told to leave (SIGTERM, or SIGUSR1 as of SLURM's --signal=USR1@60), all ranks save at the same step,
+and end with exit code 75: started again with --resume they go on as if nothing had been.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,8 +48,13 @@ WARM_UP = 0.05  # of all steps; after it the learning rate falls to a tenth, alo
 INTERRUPTED = 130
 
 
-def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
-    """Take the steps that are left. `run` holds the result: the plain model and its history."""
+def train(
+    run: Run, backend: px.Backend, progress: TrainingProgress, notice: px.Notice | None = None
+) -> None:
+    """Take the steps that are left, or until a `notice` to leave.
+
+    `run` holds the result: the plain model and its history.
+    """
     options, history = run.options, run.history
     model = distribute(run.model, options.strategy, backend)
     optimizer = make_optimizer(model)
@@ -73,6 +82,7 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
         recorder.end(loss, rate)
 
         done = step + 1
+        leaving = notice is not None and notice.given()  # <- on all ranks at the same step
         if done == options.steps and isinstance(model, px.LocalSGD | px.DiLoCo):
             model.sync()  # ranks that have trained by themselves come to one model
         progress.advance()
@@ -80,6 +90,7 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
             done == options.steps or (every > 0 and done % every == 0)
             for every in (options.log_every, options.eval_every, options.checkpoint_every)
         )
+        save |= leaving
         if log or look or save:
             recorder.collect()
         if log:
@@ -87,15 +98,23 @@ def train(run: Run, backend: px.Backend, progress: TrainingProgress) -> None:
         if look:
             progress.evaluated(evaluate(run, model))
         if save:
-            extra = make_extra(run.identity, history)
-            with all_can(backend):  # each writes what it has; on any number of ranks it loads
-                px.save_checkpoint(
-                    options.checkpoints, model=model, optimizer=optimizer, step=done, extra=extra
-                )
-            if backend.rank == 0:
-                save_log(run, backend)
+            save_all(run, model, optimizer, done)
+        if leaving:
+            progress.say(f"Told to leave after step {done}: --resume goes on from there.")
+            break
     if isinstance(model, px.FSDP):
         model.unwrap()  # `run.model` is a plain one again, whole on every rank
+
+
+def save_all(run: Run, model: Distributed, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Save a checkpoint, of which each rank writes what it has, and the log."""
+    extra = make_extra(run.identity, run.history)
+    with all_can(model.backend):  # on any number of ranks it loads
+        px.save_checkpoint(
+            run.options.checkpoints, model=model, optimizer=optimizer, step=step, extra=extra
+        )
+    if model.backend.rank == 0:
+        save_log(run, model.backend)
 
 
 def distribute(model: GPT, strategy: str, backend: px.Backend) -> Distributed:
@@ -157,13 +176,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: 
     return rate
 
 
-def run_on(backend: px.Backend, arguments: Sequence[str] | None = None) -> Run:
-    """Prepare, train, and say what came of it."""
+def run_on(
+    backend: px.Backend,
+    arguments: Sequence[str] | None = None,
+    notice: px.Notice | None = None,
+) -> Run:
+    """Prepare, train, and say what came of it, unless the ranks leave before the end."""
     run = prepare(arguments, backend)
     done = len(run.history.steps)
     with TrainingProgress(run.options.steps, done=done, visible=backend.rank == 0) as progress:
-        train(run, backend, progress)
-    if backend.rank == 0:
+        train(run, backend, progress, notice)
+    if backend.rank == 0 and len(run.history.steps) == run.options.steps:
         progress.say(conclude(run, backend))
     return run
 
@@ -172,7 +195,8 @@ def main() -> int:
     """Run the command line; return the exit code."""
     with px.init() as backend:  # <- this process's place among the ranks
         try:
-            run_on(backend)
+            with px.Notice(backend, signals=[signal.SIGTERM, signal.SIGUSR1]) as notice:
+                run_on(backend, notice=notice)
         except KeyboardInterrupt:
             if backend.rank == 0:
                 print(
@@ -180,7 +204,7 @@ def main() -> int:
                     file=sys.stderr,
                 )
             return INTERRUPTED
-    return 0
+    return notice.exit_code  # 75 after a notice: "start me again"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["checkpoint", "training"],
     ["launch"],
     ["tools", "torch_backend"],
+    ["integrations"],
     ["cli", "__init__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -36,7 +36,7 @@ IN_TRAINING_SCRIPTS = set(
     DeviceMesh SyncBatchNorm GradScaler LocalSGD DiLoCo
     save_checkpoint load_checkpoint latest_checkpoint
     GradientAggregator LocalAggregator AllReduceAggregator CompressedAggregator ParameterServer
-    distributed_train_step train_epoch
+    distributed_train_step train_epoch Notice
     TopK TopKCompressor PowerSGD Quantized ErrorFeedback
     CompressedGradient compress_gradients decompress_gradients
     """.split()  # noqa: SIM905 - a line for each kind

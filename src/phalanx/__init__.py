@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from phalanx.tensor import gather_shards as gather_shards
     from phalanx.tensor import parallelize as parallelize
     from phalanx.tensor import shard_tensor as shard_tensor
+    from phalanx.training import Notice as Notice
     from phalanx.training import distributed_train_step as distributed_train_step
     from phalanx.training import train_epoch as train_epoch
 
@@ -185,6 +186,7 @@ _WHERE = {
         "shard_tensor",
     ),
     "phalanx.training": (
+        "Notice",
         "distributed_train_step",
         "train_epoch",
     ),

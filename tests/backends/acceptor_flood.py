@@ -28,7 +28,7 @@ from listening import listening
 from strangers import Crowd
 
 from phalanx import TcpBackend
-from phalanx.transport.tcp.admission import listen_at
+from phalanx.transport.tcp.addresses import listen_at
 
 TOKEN = "the token of the flooded job"
 ALLOWED = 1.0  # seconds

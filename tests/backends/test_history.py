@@ -41,9 +41,11 @@ def notes(error: BaseException) -> list[str]:
 
 
 def operations(error: BaseException, rank: int) -> list[str]:
-    """The operations in an error's only note, without what they took."""
+    """The operations in an error's only note, without what they took; the error follows them."""
     (note,) = notes(error)
-    first, *lines = note.split("\n")
+    said = f"\nand then: {type(error).__name__}: {error}"
+    assert note.endswith(said)
+    first, *lines = note.removesuffix(said).split("\n")
     assert first == f"the last operations of rank {rank}, which ended in this order:"
     for line in lines:
         assert re.search(TOOK, line), line

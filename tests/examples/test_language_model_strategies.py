@@ -135,6 +135,41 @@ def test_ranks_that_train_by_themselves_end_with_one_model_and_resume_as_if_unin
     assert whole[0].history.held_out[-1].loss < whole[0].history.held_out[0].loss
 
 
+class ToldAfter(TrainingProgress):
+    """Rank 1 is given notice after so many steps."""
+
+    def __init__(self, steps: int, notice: px.Notice, rank: int) -> None:
+        super().__init__(0, done=0, visible=False)
+        self._left, self._notice, self._rank = steps, notice, rank
+
+    def advance(self) -> None:
+        self._left -= 1
+        if self._left == 0 and self._rank == 1:
+            self._notice.give()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_ranks_that_are_told_to_leave_save_and_go_on_later_bit_for_bit(
+    strategy: str, tmp_path: Path
+) -> None:
+    write_text(tmp_path)
+    common = ["--checkpoint-every=0", "--eval-every=0"]
+    whole = train_on(2, arguments(tmp_path, 2, strategy, *common, f"--out={tmp_path / 'whole'}"))
+    again = arguments(tmp_path, 2, strategy, *common)
+
+    def told(backend: px.Backend) -> int:
+        with px.Notice(backend, signals=(), every=0.0) as notice:
+            run = prepare([*TINY, *again], backend)
+            train(run, backend, ToldAfter(1, notice, backend.rank), notice)
+        return notice.exit_code
+
+    assert px.simulate(told, 2) == [75, 75]
+    assert checkpoints(tmp_path / "out") == ["000001-step-3"]
+    for run in train_on(2, [*again, "--resume"]):
+        assert losses(run.history) == losses(whole[0].history)
+        assert torch.equal(parameters(run), parameters(whole[0]))
+
+
 def test_a_run_that_has_met_seldom_goes_on_with_other_ranks_and_strategies(tmp_path: Path) -> None:
     write_text(tmp_path)
     for number, (ranks, strategy) in enumerate(

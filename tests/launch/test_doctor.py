@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -276,6 +279,23 @@ def test_a_temporary_folder_that_cannot_be_used_is_said(
     assert "cannot be used" in finding.what
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("PHALANX_INTERFACE", "no-such"), ("PHALANX_PORTS", "many")]
+)
+def test_a_place_where_ranks_cannot_listen_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("PHALANX_INTERFACE", "127.0.0.1")
+    monkeypatch.setenv("PHALANX_PORTS", "30000-30100")
+    finding = found("Network", "route")
+    assert finding.status == "ok"
+    assert re.search(r"at lo\S* 127\.0\.0\.1, ports 30000 to 30100$", finding.what)
+    monkeypatch.setenv(name, value)
+    finding = found("Network", "route")
+    assert finding.status == "fail"
+    assert f"{name}={value}" in finding.what
+
+
 def test_without_a_network_the_checks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(99, os.strerror(99))
@@ -284,3 +304,111 @@ def test_without_a_network_the_checks_say_so(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(socket, name, refuse)
     statuses = {name: found("Network", name).status for name in ("loopback", "host name", "route")}
     assert statuses == {"loopback": "fail", "host name": "warn", "route": "info"}
+
+
+# Engines and trainers ---------------------------------------------------------------------------
+
+EXTRAS = """\
+Requires-Dist: accelerate>=1.15; extra == 'accelerate'
+Requires-Dist: transformers>=5.23; python_version >= '3.11' and extra == 'transformers'
+Requires-Dist: accelerate>=1.15; extra == 'transformers'
+Requires-Dist: lightning>=2.6; extra == 'lightning'
+Requires-Dist: cloudpickle>=3.0; extra == 'notebook'
+"""
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Puts packages into a folder that Python looks at first: their names, versions and modules."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, version: str, requirements: str = "", module: str | None = "") -> None:
+        about = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+        about.parent.mkdir()
+        about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
+        if module is not None:
+            (tmp_path / f"{name}.py").write_text(module)
+        importlib.invalidate_caches()
+
+    install("phalanx", "0.1.0", EXTRAS, module=None)
+    return install
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers", "lightning"])
+def test_a_trainer_that_is_there_is_told_by_its_version(
+    installed: Callable[..., None], name: str
+) -> None:
+    for package in {"accelerate", name}:
+        installed(package, "9.1")
+    assert found("Engines and trainers", name) == ok("9.1")
+
+
+def test_a_trainer_that_is_older_than_what_was_tried_is_a_warning(
+    installed: Callable[..., None],
+) -> None:
+    installed("accelerate", "1.14.2")
+    finding = found("Engines and trainers", "accelerate")
+    assert finding.status == "warn"
+    assert finding.what == "accelerate 1.14.2, and 1.15 is the least that was tried"
+    assert finding.hint == "pip install --upgrade 'phalanx[accelerate]'"
+
+
+def test_a_trainer_with_a_torch_that_has_no_backends_of_others_is_a_warning(
+    installed: Callable[..., None],
+) -> None:
+    installed("accelerate", "1.15.0")
+    installed("torch", "2.8.1+cpu", module=None)
+    finding = found("Engines and trainers", "accelerate")
+    assert (finding.status, "torch is 2.8.1+cpu" in finding.what) == ("warn", True)
+
+
+def test_a_package_without_its_module_or_with_one_that_fails_does_not_work(
+    installed: Callable[..., None],
+) -> None:
+    installed("lightning", "2.6.6", module=None)
+    assert found("Engines and trainers", "lightning").status == "warn"
+    installed("cloudpickle", "3.1", module="raise ImportError('broken')")
+    finding = found("Engines and trainers", "cloudpickle")
+    assert (finding.status, "broken" in finding.what) == ("warn", True)
+
+
+def test_lightning_beside_an_mpi4py_that_finds_no_library_is_a_warning(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed("lightning", "2.6.6")
+    installed("mpi4py", "4.1.2", module=None)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for error, status in (("", "ok"), ("raise RuntimeError('no libmpi.so')", "warn")):
+        folder = tmp_path / "mpi4py"
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text("class rc: initialize = True")
+        (folder / "MPI.py").write_text(error)
+        finding = found("Engines and trainers", "lightning")
+        assert finding.status == status
+        assert ("no libmpi.so" in finding.what) is bool(error)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "said"),
+    [
+        ({}, "info", "not here"),
+        ({"srun": "exit 1"}, "warn", "srun ends with 1"),
+        ({"srun": "echo slurm 23"}, "warn", "slurm 23"),
+        ({"srun": "echo slurm 23", "scontrol": "echo host is DOWN"}, "warn", "host is DOWN"),
+        ({"srun": "echo slurm 23", "scontrol": "echo host is UP"}, "ok", "slurm 23; host is UP"),
+    ],
+)
+def test_srun_works_where_its_controller_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    answers: dict[str, str],
+    status: str,
+    said: str,
+) -> None:
+    for name, line in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = found("Engines and trainers", "srun")
+    assert finding.status == status
+    assert said in finding.what

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import World, address_toward, read_environment
+from phalanx.launch.environment import World, read_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -226,7 +226,3 @@ def test_every_rank_of_every_launcher_reads_its_own_place(data: st.DataObject) -
     found = read_environment({**environ, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert found is not None
     assert (found.rank, found.world_size) == (rank, size)
-
-
-def test_ranks_of_one_host_stay_on_it() -> None:
-    assert address_toward("node1.invalid", 29500, one_host=True) == "127.0.0.1"

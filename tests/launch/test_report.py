@@ -202,6 +202,21 @@ def test_ranks_that_ended_in_good_order_are_named_beside_those_that_lost_them(
     assert capsys.readouterr().err.splitlines()[-1] == "ranks 1, 2 ended with exit code 0"
 
 
+def test_ranks_that_have_left_have_not_failed_and_are_named_where_others_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 75, after a notice. A rank that left by itself is lost to the others."""
+    assert root_cause([ended(0, 75), ended(1, 0), ended(2, 143, told=True)]) is None
+    lost = ended(0, 1, follows=True, text="T\nPeerLostError: rank 1 left")
+    assert root_cause([lost, ended(1, 75)]) is lost
+    print_failure([lost, ended(1, 75)])
+    assert capsys.readouterr().err.splitlines()[-1] == "rank 1 ended with exit code 75"
+
+
+def test_a_rank_that_owes_a_result_does_not_leave() -> None:
+    assert RankExit(0, 75, None, 0.0, owes_result=True).failed
+
+
 def test_what_failed_on_another_node_is_told_before_what_followed_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

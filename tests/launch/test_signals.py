@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Programs that were told to end ignore signals from then on; this one goes on."""
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = [signal.getsignal(kind) for kind in kinds]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -75,6 +75,27 @@ def test_what_was_ignored_stays_ignored() -> None:
         time.sleep(0.05)  # for what must not happen
         assert signals.received == []
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_signal_for_the_ranks_wakes_the_loop_once_and_ends_nothing() -> None:
+    with Signals() as signals:
+        send(signal.SIGUSR1)
+        assert connection.wait(signals.descriptors, 30) == signals.descriptors
+        assert signals.take() == [signal.SIGUSR1]
+        assert connection.wait(signals.descriptors, 0) == []
+        assert signals.take() == []
+        signals.check()
+
+
+def test_a_signal_that_is_forgotten_is_followed_by_a_first_one() -> None:
+    with Signals() as signals:
+        send(signal.SIGTERM)
+        signals.forget()
+        signals.check()
+        send(signal.SIGTERM)
+        assert not signals.again()
+        with pytest.raises(Interrupted):
+            signals.check()
 
 
 def test_without_a_signal_all_is_as_before() -> None:

@@ -89,6 +89,94 @@ def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
         assert finish(launcher) == (0, ["[rank 0] went on"], [])
 
 
+# ------------------------------------------------------------------------------
+# Ranks that leave: they end with exit code 75 after a notice, which is no failure.
+
+LEAVES = """
+import os, pathlib, signal, sys, time
+
+def leave(signum, frame):
+    {save}
+    sys.exit(75)
+
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), leave)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(600)
+"""
+AGAIN = "the ranks have left; exit code 75: start the job again"
+
+
+def leave(folder: Path, save: str, *options: str) -> Launch:
+    """Two ranks that `save` when they are told to leave."""
+    script = folder / "script.py"
+    script.write_text(LEAVES.format(save=save))
+    words = [*PHALANX, "run", "-n", "2", *options, str(script), ready(folder)]
+    launcher = Launch(words, folder)
+    launcher.wait_for(2)
+    return launcher
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), [("SIGTERM", "time.sleep(2.5)"), ("SIGTERM", "pass"), ("SIGUSR1", "pass")]
+)
+def test_ranks_that_leave_after_a_signal_are_not_started_again(
+    tmp_path: Path, name: str, save: str
+) -> None:
+    with leave(tmp_path, save, "--max-restarts", "1") as launcher:
+        launcher.process.send_signal(signal.Signals[name])
+        assert finish(launcher) == (75, [], [AGAIN])
+        launcher.seconds_until_all_have_ended()
+
+
+def test_ranks_that_leave_by_themselves_are_not_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(75 if os.environ['RANK'] == '1' else 0)\n")
+    words = [*PHALANX, "run", "-n", "2", "--max-restarts", "1", str(script)]
+    with Launch(words, tmp_path) as launcher:
+        assert finish(launcher) == (75, [], [AGAIN])
+
+
+def test_ranks_that_take_longer_than_the_grace_are_killed(tmp_path: Path) -> None:
+    with leave(tmp_path, "time.sleep(600)", "--grace", "0.2") as launcher:
+        launcher.process.send_signal(signal.SIGTERM)
+        assert finish(launcher) == (143, [], ["stopped by SIGTERM"])
+        launcher.seconds_until_all_have_ended()
+
+
+def test_an_error_while_they_leave_is_shown(tmp_path: Path) -> None:
+    with leave(tmp_path, "raise OSError('no space left')") as launcher:
+        launcher.process.send_signal(signal.SIGTERM)
+        code, _, errors = finish(launcher)
+    assert code == 143
+    assert errors[-2:] == ["OSError: no space left", "stopped by SIGTERM"]
+
+
+def test_all_nodes_leave_with_the_one_that_was_told_to(tmp_path: Path) -> None:
+    """Rank 0, on another node, hears of it from rank 1, as by a `Notice`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "told = pathlib.Path(sys.argv[1]).parent / 'told'\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.touch())\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+        "while not told.exists(): time.sleep(0.01)\n"
+        "sys.exit(75)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = ready(tmp_path)
+    words = [*PHALANX, "run", "--nnodes", "2", "--master", master, "--max-restarts", "1"]
+    with (
+        Launch([*words, "--node-rank", "0", str(script), folder], tmp_path) as zero,
+        Launch([*words, "--node-rank", "1", str(script), folder], tmp_path) as one,
+    ):
+        zero.wait_for(2)
+        one.process.send_signal(signal.SIGTERM)
+        assert finish(zero) == (75, [], [AGAIN])
+        assert finish(one) == (75, [], [AGAIN])
+
+
 def test_a_script_that_spawns_leaves_nobody_when_it_is_terminated(tmp_path: Path) -> None:
     with launch("spawn", "has processes of its own", tmp_path) as launcher:
         launcher.wait_for(2)

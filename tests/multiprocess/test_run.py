@@ -163,9 +163,10 @@ def test_ranks_meet_and_meet_again_after_one_was_killed(
     words = [*PHALANX, "run", "-n", "2", "--max-restarts", "1", write(tmp_path, MEET)]
     code, lines, errors = run(words, {**environ, "DIE_AT": "0"})
     assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
-    assert errors.splitlines() == [
-        "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)"
-    ]
+    *before, last = errors.splitlines()
+    assert "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)" in before
+    assert last.startswith("[rank 0] phalanx: 2 ranks on 1 host: shared memory; rank 0 at ")
+    assert len(before) == 1 + (last in before), "rank 0 may have been stopped before it said so"
     assert code == 0
 
 
@@ -174,6 +175,32 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path, environ: dict[str, 
     code, lines, _ = run(words, environ)
     assert sorted("".join(lines).replace("got ", "")) == sorted("0 of 2 11 of 2 0")
     assert code == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs Linux, and two cores that this process may use",
+)
+def test_bound_ranks_run_on_cores_that_no_other_rank_has(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    script = write(
+        tmp_path,
+        "import os, threading\n"
+        "cores = os.sched_getaffinity(0)\n"
+        "thread = threading.Thread(target=lambda: cores.update(os.sched_getaffinity(0)))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "assert int(os.environ['OMP_NUM_THREADS']) == len(cores)\n"
+        "print(*cores)\n",
+    )
+    environ.pop("OMP_NUM_THREADS", None)
+    code, lines, errors = run([*PHALANX, "run", "-n", "2", "--bind", "cores", script], environ)
+    assert (code, errors) == (0, "")
+    first, second = ({int(number) for number in line.split()[2:]} for line in lines)
+    assert first
+    assert second
+    assert not first & second
 
 
 def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
@@ -192,7 +219,11 @@ def test_two_nodes_meet_and_meet_again_after_a_rank_was_killed(
     codes, lines, errors = finish(*nodes)
     assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
     why = "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)"
-    assert errors.splitlines() == [why, f"the first failure was on another node, 1: {why}"]
+    begin = "[rank 0] phalanx: 2 ranks on "
+    assert [line for line in errors.splitlines() if not line.startswith(begin)] == [
+        why,
+        f"the first failure was on another node, 1: {why}",
+    ]
 
 
 def test_a_failure_on_one_node_stops_the_others_and_is_told_there(

@@ -16,7 +16,7 @@ import torch
 
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, PeerLostError
-from phalanx.launch.environment import threads_per_rank
+from phalanx.launch.binding import threads_per_rank
 from phalanx.launch.report import RankTraceback
 from phalanx.launch.spawn import spawn
 

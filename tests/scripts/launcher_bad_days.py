@@ -66,7 +66,7 @@ def fresh_folder() -> Iterator[Path]:
 
 def disturb(how: str, what: str, signum: int, moment: float) -> tuple[str, float]:
     """Send a signal to a launcher after `moment` seconds; what was wrong, or "", and seconds."""
-    with fresh_folder() as folder, launch(how, what, folder) as started:
+    with fresh_folder() as folder, launch(how, what, folder, "--grace", "2") as started:
         sleep(moment)
         started.process.send_signal(signum)
         seconds = started.seconds_until_all_have_ended()

@@ -92,6 +92,23 @@ def run_command(
         int,
         typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
     ] = 0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long ranks may take to end after a signal (30 after SIGTERM, else 2).",
+        ),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="cores|numa",
+            help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
+            "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
+            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
+            "if unset, follows.",
+        ),
+    ] = "",
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -108,7 +125,7 @@ def run_command(
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
     """
     words = tuple(args or ())
-    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts)
+    job = Job(ranks, script, words, module, nodes, node_rank, master, max_restarts, grace, bind)
     raise typer.Exit(run(job))
 
 

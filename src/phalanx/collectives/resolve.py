@@ -9,6 +9,7 @@ or for `reproducible=True`, gets messages, or shared memory where that is the al
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,8 @@ from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, tensor_bytes
+
+log = logging.getLogger("phalanx")
 
 T = TypeVar("T")
 
@@ -243,6 +246,8 @@ def _resolve(request: TensorRequest[Any]) -> Resolved:
         name, tuning = picked.algorithm, picked.tuning
         if backend.shares_memory and not tuning:
             name = SHM_DIRECT[collective]
+    shape = list(request.shape)
+    log.debug("rank %d: %s of %s %s: %s", backend.rank, collective, dtype, shape, name)
     hosts = backend.topology if COLLECTIVES[collective][name].placed else None
     key = Key(collective, name, request.shape, dtype, request.op, request.root, hosts, tuning)
     plan = make_plan(key, backend.rank, backend.world_size)

@@ -29,7 +29,7 @@ from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
 from phalanx.core.failure import Failure
 from phalanx.core.matching import Matching
 from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
-from phalanx.core.recorder import History, Trace
+from phalanx.core.recorder import History, Trace, set_up_log
 from phalanx.core.steps import ANY, NOTHING, Native, Round, Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.watchdog import Watchdog
@@ -71,6 +71,7 @@ class Engine(Poster):
         now: Callable[[], float] = monotonic,
         ask_every: float = ASK_EVERY,
     ) -> None:
+        set_up_log()
         self.rank = rank
         self.world_size = world_size
         self.now = now

@@ -1,4 +1,4 @@
-"""The recorder: a rank's last calls, for errors; and traces of all of them."""
+"""The recorder: a rank's last calls, for errors; traces of all of them; and the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.core.call import Call
 from phalanx.core.posted import WorkBase
-from phalanx.errors import BackendUnavailableError
+from phalanx.errors import BackendUnavailableError, MisuseError
 
 SHOWN = 8  # operations in an error's note
 
@@ -29,9 +29,13 @@ class History:
         self.calls: deque[Call] = deque(maxlen=SHOWN)
 
     def note_on(self, error: BaseException) -> None:
-        """Add a note to an error, once, that lists the last operations (Python 3.11 shows it)."""
+        """Add a note to an error, once, that lists the last operations (Python 3.11 shows it).
+
+        The error follows once more: of long texts many a log keeps nothing but the end.
+        """
         if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
-            error.add_note("\n".join(self._lines()))
+            said = f"and then: {type(error).__name__}: {error}"
+            error.add_note("\n".join([*self._lines(), said]))
 
     def last(self) -> str:
         """The last call in words, or "" if there was none."""
@@ -170,3 +174,31 @@ def _create(folder: Path, rank: int) -> int:
 def _close(file: int) -> None:
     with suppress(OSError):
         os.close(file)
+
+
+# ------------------------------------------------------------------------------
+# The log: what the logger `phalanx` tells.
+#
+#     debug     where each rank listens, which algorithm was chosen, connections that broke
+#     info      one line of rank 0 when a job begins
+#     warning   what needs somebody to look at it
+#
+# Without PHALANX_LOG that is the program's business, as with any logger.
+
+LOG_VARIABLE, LEVELS = "PHALANX_LOG", ("debug", "info", "warning")
+
+
+def set_up_log() -> None:
+    """Let the log tell what PHALANX_LOG says, on stderr in a program that keeps no log itself."""
+    level = os.environ.get(LOG_VARIABLE, "").strip().lower()
+    if not level:
+        return
+    if level not in LEVELS:
+        raise MisuseError(f"{LOG_VARIABLE}={level} is none of {', '.join(LEVELS)}")
+    log.setLevel(level.upper())
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s phalanx %(levelname)s: %(message)s"))
+        # Not twice, in a program that sets up a log of its own later on.
+        handler.addFilter(lambda _: not logging.root.handlers)
+        log.addHandler(handler)

@@ -15,7 +15,6 @@ they need not be set (slurm.py).
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch import slurm
-from phalanx.wire.control import Endpoint, is_loopback, parse_address
+from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
@@ -220,40 +219,3 @@ def _local(
             f"{launcher.local_rank}={local_rank} is not one of {size} ranks on this host"
         )
     return local_rank, size
-
-
-# ------------------------------------------------------------------------------
-# This host: which of its addresses the others can reach, and the cores for each rank.
-
-# An address that belongs to nobody (RFC 5737): the route to it is the default route.
-ELSEWHERE = Endpoint("192.0.2.1", 9)
-
-
-def address_toward(host: str, port: int, *, one_host: bool) -> str:
-    """Return the address of this host at which ranks that know it by way of `host` reach it.
-
-    That is the address of the interface that leads to `host`. A host's own name often means
-    loopback to itself: with ranks on other hosts, the interface of the default route is taken.
-    Nothing is sent. `OSError` where `host` cannot be resolved or reached.
-    """
-    if one_host:
-        return "127.0.0.1"
-    own = _source_address(host, port)
-    return _source_address(*ELSEWHERE) if is_loopback(own) else own
-
-
-def _source_address(host: str, port: int) -> str:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # datagrams: this looks up the route and sends nothing
-        return str(probe.getsockname()[0])
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Return the fair share of this process's cores for each of `ranks`, at least one."""
-    return max(1, usable_cores() // ranks)
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

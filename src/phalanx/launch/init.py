@@ -18,9 +18,11 @@ and how many rendezvous this rank has been at, so that a script may leave a worl
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,20 +31,23 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch import slurm
-from phalanx.launch.environment import ELSEWHERE, World, address_toward, read_environment
+from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
-from phalanx.transport.tcp.admission import listen_at, resolve
+from phalanx.transport.backends import MeshBackend
+from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from phalanx.core.backend import Backend
-    from phalanx.transport.backends import MeshBackend
+
+log = logging.getLogger("phalanx")
 
 
 def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
@@ -67,7 +72,22 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     if backend != "mpi":  # whose ranks find each other by themselves
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
-    return make_backend(backend, world, timeout)
+    made = make_backend(backend, world, timeout)
+    announce(made)
+    return made
+
+
+def announce(backend: Backend) -> None:
+    """On rank 0 of a job, tell in one line of the log (INFO) who is in it, and what connects them.
+
+    Where the program keeps no log, and PHALANX_LOG is not set, it goes to stderr.
+    """
+    if backend.rank or not isinstance(backend, MeshBackend) or backend.world_size == 1:
+        return
+    line = backend.describe()
+    log.info("%s", line)
+    if not os.environ.get(LOG_VARIABLE) and not log.hasHandlers():
+        sys.stderr.write(f"phalanx: {line}\n")
 
 
 # ------------------------------------------------------------------------------
@@ -224,17 +244,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
 
 def listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
     """For rank 0: where it listens, with a token for those who were given none; the listener."""
-    try:
-        host = address_toward(*toward, one_host=world.one_host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = listen_at(family, (host, 0))
-    except OSError as error:
-        raise BackendUnavailableError(
-            f"rank 0 found no address at which other ranks reach it by way of "
-            f"{toward.host!r} ({error}): is the name right (MASTER_ADDR), and the network up?",
-            rank=0,
-        ) from error
-    address = Endpoint(host, listener.getsockname()[1])
+    listener, address = listen_toward(toward, one_host=world.one_host)
     # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
     given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
     return f"{address} {'' if given else secrets.token_hex(32)}", listener

@@ -6,11 +6,14 @@ and fail too; all exits of a run are put in this order, and the first is the roo
 
     1. errors of a rank's own, and exits that nobody ordered, by time
     2. lost peers, and whatever was raised while handling one; ranks told to stop; by time
+
+Exit code 75 is no failure: all ranks left together, after a notice, and ask to be started again.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import signal
 import sys
@@ -24,6 +27,8 @@ from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankSto
 
 # Exit codes of a rank that SIGINT or SIGTERM has stopped, as a shell counts: 128 more.
 INTERRUPTED, STOPPED = 130, 143
+# Exit code of a rank that has saved its work, left, and asks to be started again (`Notice`).
+AGAIN = os.EX_TEMPFAIL
 # Exit codes of a rank that did as it was told.
 _ORDERED = frozenset({-signal.SIGTERM, -signal.SIGINT, STOPPED, INTERRUPTED})
 
@@ -186,8 +191,13 @@ class RankExit:
         """Whether the rank has failed, and was not ended by the supervisor before that."""
         if self.report is not None:
             return self.report.failed
-        stopped = self.killed or (self.told_to_stop and self.code in _ORDERED)
-        return not stopped and (self.code != 0 or self.owes_result)
+        if self.owes_result:
+            return not self._stopped
+        return self.code not in (0, AGAIN) and not self._stopped
+
+    @property
+    def _stopped(self) -> bool:
+        return self.killed or (self.told_to_stop and self.code in _ORDERED)
 
     @property
     def follows(self) -> bool:
@@ -245,9 +255,9 @@ def describe_failure(failed: RankExit, *, brief: bool = False) -> str:
 def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     """Write the report of the first failure to stderr.
 
-    Ranks that ended with exit code 0 are named, too: they ended too soon for the others, if these
-    lost a peer or waited in vain. `elsewhere` says in one line what has failed on another node;
-    failures here follow from that.
+    Ranks that ended with exit code 0 or 75 are named, too: they ended too soon for the others, if
+    these lost a peer or waited in vain. `elsewhere` says in one line what has failed on another
+    node; failures here follow from that.
     """
     root = root_cause(exits)
     lines: list[str] = []
@@ -255,10 +265,11 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
         lines.append(elsewhere if root is None else f"{elsewhere}; here, because of it:")
     if root is not None:
         lines.append(describe_failure(root))
-    left = sorted(one.rank for one in exits if one.code == 0 and one.report is None)
-    if left and not elsewhere:
-        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
-        lines.append(f"{who} ended with exit code 0")
+    for code in () if elsewhere else (0, AGAIN):
+        left = sorted(one.rank for one in exits if (one.code, one.report) == (code, None))
+        if left:
+            who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
+            lines.append(f"{who} ended with exit code {code}")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 

@@ -6,7 +6,8 @@
            `- rank 1: worker.run_script() -> train.py --lr 3        "[rank 1] loss 3.2"
 
 All ranks of one start are a generation. When a rank has failed all are stopped, and with
---max-restarts the next generation starts.
+--max-restarts the next generation starts. Ranks that have left together, with exit code 75 after a
+notice (`phalanx.Notice`), are not started again here: that is for who has started the launcher.
 
 On one host everything stays on it: the store at which the ranks have their rendezvous listens on
 loopback, and the job's token is fresh. On several, node 0 holds the store at --master (store.py),
@@ -24,21 +25,24 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from multiprocessing import connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import STORE_VARIABLE, threads_per_rank
+from phalanx.launch.binding import Processors, bind, threads_per_rank
+from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.output import RankPipes
-from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import RankExit, print_failure, print_restart
+from phalanx.launch.reaper import GRACE, Reaper
+from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
 from phalanx.launch.store import NodeExit, Nodes
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_SCRIPT
+from phalanx.transport.tcp.addresses import check_listening
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import parse_address
 
@@ -46,6 +50,8 @@ _POLL = 0.1
 _SILENCE = 10.0  # seconds of waiting for other nodes before the launcher says so
 # Seconds to leave in, when all ranks have ended: after a signal, and otherwise.
 _LAST_CALL, _LAST_WORDS = 1.0, 6.0
+# Seconds that ranks have after SIGTERM, to save a checkpoint, if the job does not say: as torchrun.
+_TIME_TO_SAVE = 30.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class Job:
     node_rank: int = 0
     master: str = ""  # host:port of node 0, the same for all; needed with several nodes
     max_restarts: int = 0  # how often all ranks of all hosts are started again when one has failed
+    # Seconds that ranks have after a signal; None: 30 after SIGTERM, and else `GRACE`.
+    grace: float | None = None
+    bind: str = ""  # to which cores ranks are bound: one of `binding.WAYS`
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
@@ -74,6 +83,8 @@ class Job:
             )
         if self.max_restarts < 0:
             raise MisuseError(f"--max-restarts {self.max_restarts}: it is 0 or more")
+        if self.grace is not None and not 0 <= self.grace < math.inf:
+            raise MisuseError(f"--grace {self.grace:g}: it is seconds, 0 or more")
         if self.nodes > 1 and not self.master:
             raise MisuseError(
                 f"--nnodes {self.nodes} needs --master host:port: a host name of node 0 and a "
@@ -94,15 +105,23 @@ class Job:
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
+        check_listening(self.ranks)
+        self.processors()
+
+    def processors(self) -> list[Processors]:
+        """Return those on which each rank of this host runs; empty ones for all. See `check`."""
+        return bind(self.bind, self.ranks) if self.bind else [frozenset[int]()] * self.ranks
 
 
 def run(job: Job) -> int:
-    """Run `job` to its end; return the exit code: 0, or that of the rank that failed first.
+    """Run `job` to its end; return the exit code: 0, or that of the rank that failed first, or 75
+    if ranks ended with that, and none failed: they have left, and ask to be started again.
 
     Each line that a rank prints appears here behind "[rank 3] ". When a rank fails the others are
     stopped, and the report of the first failure comes last, on stderr. A failure of the launch
     itself is a `BackendUnavailableError`. A signal that ends a program (SIGINT, SIGTERM, SIGHUP,
-    SIGQUIT) goes to the ranks, which have `GRACE` seconds; the exit code is 128 more.
+    SIGQUIT) goes to the ranks, which have `job.grace` seconds; the exit code is 128 more, unless
+    they have left. SIGUSR1 and SIGUSR2 go to the ranks, and nothing else follows.
 
     Ends this process itself where a thread still waits, inside torch or for the reader of the
     output: nothing else ends such a thread.
@@ -133,6 +152,7 @@ class _Launch:
         self._job = job
         self._reaper = reaper
         self._signals = signals
+        self._processors = job.processors()
         self._fresh_token = "" if find_token() or job.nodes > 1 else secrets.token_hex(32)
         self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
         self._generation = 0
@@ -162,7 +182,12 @@ class _Launch:
                 self._wait()
             failed = [node for node in outcome if node.failed]
             if not failed:
-                return 0
+                code = max(node.code for node in outcome)
+                if code == AGAIN:
+                    sys.stderr.write(
+                        f"the ranks have left; exit code {AGAIN}: start the job again\n"
+                    )
+                return code
             root = min(failed, key=lambda node: node.follows)  # of equal ones the first written
             elsewhere = ""
             if root.node != job.node_rank:
@@ -197,24 +222,51 @@ class _Launch:
                 for local_rank in range(job.ranks):
                     rank = str(first_rank + local_rank)
                     own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
-                    ranks.start(int(rank), RUN_SCRIPT, words, environ=environ | own)
+                    ranks.start(
+                        int(rank),
+                        RUN_SCRIPT,
+                        words,
+                        environ=environ | own,
+                        processors=self._processors[local_rank],
+                    )
                 while ranks.state() == "running" and not self._nodes.failed(self._generation):
                     ranks.wait(also=signals.descriptors)
                     self._nodes.check()
+                    for passed in signals.take():
+                        ranks.send(passed)
                     if signals.received:
                         break
-                signum = signals.received[0] if signals.received else None
-                ranks.stop(signum or signal.SIGTERM, hurry=signals.again)
-                if signum is None:
+                if signals.received:
+                    self._stop(ranks, signals.received[0])
+                else:
+                    ranks.stop()
+                if not signals.received:
                     self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.exits()))
         finally:
             self._shown &= pipes.close(self._give_up)
         signals.check()
         return ranks.exits()
 
+    def _stop(self, ranks: Supervisor, signum: int) -> None:
+        """Pass on a signal that ends programs, and wait for the ranks' end.
+
+        If they have left, with exit code 75, the signal has done its work, and is forgotten.
+        """
+        grace = self._job.grace
+        if grace is None:
+            grace = _TIME_TO_SAVE if signum == signal.SIGTERM else GRACE
+        ranks.stop(signum, hurry=self._signals.again, grace=grace)
+        exits = ranks.exits()
+        root = root_cause(exits)
+        if root is None and any(one.code == AGAIN for one in exits):
+            self._signals.forget()
+        elif root is not None and root.report is not None and not root.follows:
+            print_failure(exits)  # the checkpoint could not be written, perhaps
+
     def _wait(self) -> None:
         """Wait a moment for other nodes; raise `Interrupted` after a signal, or their error."""
         connection.wait(self._signals.descriptors, _POLL)
+        self._signals.take()
         self._signals.check()
         self._nodes.check()
 
@@ -224,6 +276,13 @@ class _Launch:
             self._last_call = min(self._last_call, time.monotonic() + _LAST_CALL)
         return time.monotonic() > self._last_call
 
+    def _threads(self) -> int:
+        """Return how many threads each rank has to compute with: as many as it has cores."""
+        bound = self._processors
+        if not bound[0]:
+            return threads_per_rank(self._job.ranks)
+        return max(1, min(len(own) // bound.count(own) for own in bound))
+
     def _environment(self, world_size: int) -> dict[str, str]:
         """Return what all ranks of this host find in their environment: as under `torchrun`."""
         job, one_host, endpoint = self._job, self._job.nodes == 1, self._nodes.endpoint
@@ -232,7 +291,7 @@ class _Launch:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
         environ = {
-            "OMP_NUM_THREADS": str(threads_per_rank(job.ranks)),
+            "OMP_NUM_THREADS": str(self._threads()),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **os.environ,
             "WORLD_SIZE": str(world_size),
@@ -262,8 +321,9 @@ class _Launch:
 # ------------------------------------------------------------------------------
 # The signals that end a program, as events for the loop.
 #
-#     first SIGINT, SIGTERM, ...   the ranks are sent the same; they have `GRACE` seconds
+#     first SIGINT, SIGTERM, ...   the ranks are sent the same; they have some seconds
 #     second                       the ranks are killed at once
+#     SIGUSR1, SIGUSR2             the ranks are sent the same: a notice, perhaps (SLURM's --signal)
 #
 # A handler that raises would do so in the middle of anything. Here it only takes a note, and a
 # descriptor becomes readable (`signal.set_wakeup_fd`), which wakes the loop.
@@ -281,7 +341,8 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # the signals that came, in order
+        self.received: list[int] = []  # the signals that came, in order, of those that end programs
+        self._passed: list[int] = []  # of the others, those that nobody has taken
         # Readable from when a signal has come; none in a thread that is not the main one.
         self.descriptors: list[int] = []
         self._undo = ExitStack()
@@ -290,6 +351,20 @@ class Signals:
         """Raise `Interrupted` if a signal has come."""
         if self.received:
             raise Interrupted(self.received[0])
+
+    def take(self) -> list[int]:
+        """Return the signals for the ranks that have come since, and be woken up anew by others."""
+        for reader in self.descriptors:
+            with suppress(BlockingIOError):
+                os.read(reader, 1 << 12)
+        taken = list(self._passed)
+        del self._passed[: len(taken)]
+        return taken
+
+    def forget(self) -> None:
+        """Go on as if no signal had come: all that one asked for is done."""
+        self.take()
+        self.received.clear()
 
     def again(self) -> bool:
         """Return whether a second signal has come: the user does not want to wait."""
@@ -301,12 +376,14 @@ class Signals:
         reader, writer = os.pipe()
         self._undo.callback(os.close, reader)
         self._undo.callback(os.close, writer)
+        os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         self.descriptors.append(reader)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        for signum in (*ending, signal.SIGUSR1, signal.SIGUSR2):
             before = signal.getsignal(signum)
             if before is not signal.SIG_IGN:
-                signal.signal(signum, lambda signum, _: self.received.append(signum))
+                signal.signal(signum, self._hear if signum in ending else self._pass_on)
                 self._undo.callback(self._restore, signum, before)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._undo.callback(signal.set_wakeup_fd, -1)
@@ -315,6 +392,12 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
         self.descriptors.clear()
+
+    def _hear(self, signum: int, _: FrameType | None) -> None:
+        self.received.append(signum)
+
+    def _pass_on(self, signum: int, _: FrameType | None) -> None:
+        self._passed.append(signum)
 
     def _restore(self, signum: int, before: Any) -> None:
         # The interpreter's own end takes a moment, too.

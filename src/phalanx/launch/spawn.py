@@ -23,7 +23,6 @@ import os
 import pickle
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,14 +35,15 @@ from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import World, threads_per_rank
+from phalanx.launch.binding import threads_per_rank
+from phalanx.launch.environment import World
 from phalanx.launch.init import check_name
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankTraceback, error_line, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
-from phalanx.transport.tcp.admission import listen_at
+from phalanx.transport.tcp.addresses import listen_on
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -215,7 +215,7 @@ def _start(
     token, job = secrets.token_hex(32), secrets.token_hex(8)
     preparation["authkey"] = bytes(preparation["authkey"])
     inputs: list[IO[bytes] | None] = []
-    with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
+    with listen_on("127.0.0.1") as listener:
         address, held = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
         for rank in range(world_size):
             process = ranks.start(

@@ -38,7 +38,14 @@ import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
 from phalanx.launch.reaper import Reaper, die_with_parent
-from phalanx.launch.report import RankExit, describe_exit_code, describe_failure, root_cause
+from phalanx.launch.report import (
+    AGAIN,
+    RankExit,
+    describe_exit_code,
+    describe_failure,
+    root_cause,
+)
+from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -68,14 +75,18 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     """Return a socket that listens where a store of `host` belongs; port 0 is any free one.
 
     That is the one interface of `host`. Where `host` is a name that means loopback on this host
-    alone, no other host could connect there: the socket listens on all interfaces, and the log says
-    so. `OSError` when the address is taken or another host's.
+    alone, no other host could connect there: the socket listens on PHALANX_INTERFACE; without it
+    on all interfaces, and the log says so. `OSError` when the address is taken or another host's.
     """
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    if is_loopback(own) and not is_loopback(host):
+    means_loopback = is_loopback(own) and not is_loopback(host)
+    if means_loopback and (chosen := address_on_interface()):
+        own = chosen
+    elif means_loopback:
         log.warning(
             "%s means %s on this host, so the launcher's store listens on all of its interfaces: "
-            "give the address of the one that the other hosts use, instead of a name",
+            "give the address of the one that the other hosts use, instead of a name, or set "
+            "PHALANX_INTERFACE",
             host,
             own,
         )
@@ -168,7 +179,7 @@ class NodeExit(msgspec.Struct, frozen=True):
     failed: bool
     summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
     follows: bool = False  # whether the failure of another rank led to it
-    code: int = 0  # the exit code of the launcher for this failure
+    code: int = 0  # the exit code of the launcher for this failure; 75 where ranks left with it
     final: bool = False  # whether the job ends with it, whatever restarts are left
 
     @classmethod
@@ -176,7 +187,8 @@ class NodeExit(msgspec.Struct, frozen=True):
         """Return how the generation whose ranks ended so has ended on `node`."""
         root = root_cause(exits)
         if root is None:
-            return cls(node, failed=False)
+            left = any(one.code == AGAIN for one in exits)
+            return cls(node, failed=False, code=AGAIN if left else 0)
         return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
 
 

@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -145,12 +145,14 @@ class Supervisor:
         options: Sequence[str] = (),
         inherit: Sequence[int] = (),
         stdin: int | None = None,
+        processors: Collection[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Start a rank: `python options -c program PARENT CHANNEL words`.
 
         PARENT is this process's id, and CHANNEL the descriptor by which the rank reports; it begins
         when it has read a byte from there, and the reaper knows it. It starts with SIGINT blocked:
         Ctrl-C says nothing while the interpreter starts. The descriptors in `inherit` stay open.
+        It runs on these `processors` only, before it has begun, or threads of its own.
         `BackendUnavailableError` when the system starts no more processes.
         """
         theirs: list[int] = []
@@ -192,6 +194,9 @@ class Supervisor:
                 os.close(descriptor)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._reaper.hold(process.pid)
+        if processors:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.sched_setaffinity(process.pid, processors)
         with suppress(ConnectionError):  # it has ended already
             ours.send(b"!")
         return process
@@ -222,18 +227,29 @@ class Supervisor:
         """Return how the ranks have ended, or will, of which that is known; in rank order."""
         return [rank for rank in self._ranks if rank.time < math.inf]
 
-    def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
+    def send(self, signum: int) -> None:
+        """Send a signal to each rank that runs, and to it alone: not to what it has started."""
+        for rank in self._ranks:
+            if rank.report is None and not rank.has_ended():
+                os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
+
+    def stop(
+        self,
+        signum: int = signal.SIGTERM,
+        hurry: Callable[[], bool] = lambda: False,
+        *,
+        grace: float = GRACE,
+    ) -> None:
         """End every rank; return when all have ended.
 
         A rank that has not reported is sent `signum`, and it alone: what it has started ends with
-        it. Those that are left after `GRACE` seconds, or when `hurry()` is true, are killed.
+        it. Those that are left after `grace` seconds, or when `hurry()` is true, are killed.
         """
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         try:
             for rank in self._ranks:
-                if rank.report is None and not rank.has_ended():
-                    rank.told_to_stop = True
-                    os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
+                rank.told_to_stop |= rank.report is None and not rank.has_ended()
+            self.send(signum)
             while self._alive() and time.monotonic() < deadline and not hurry():
                 self.wait()
         finally:

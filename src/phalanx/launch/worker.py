@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from phalanx.errors import MisuseError, RankStopped
 from phalanx.launch.reaper import GRACE, die_with_parent
 from phalanx.launch.report import (
+    AGAIN,
     INTERRUPTED,
     STOPPED,
     RankReport,
@@ -101,8 +102,8 @@ def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) ->
         return INTERRUPTED
     code, text = 1, ""
     if isinstance(error, SystemExit):
-        if error.code is None or error.code == 0:
-            return 0
+        if error.code is None or error.code in (0, AGAIN):
+            return error.code or 0
         if isinstance(error.code, int):
             code = error.code
         else:
@@ -225,7 +226,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """End this process; a failed one soon, even if a thread that was left behind would keep it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
-    if code != 0:
+    if code not in (0, AGAIN):
         end = threading.Timer(GRACE, os._exit, [code])
         end.daemon = True
         end.start()

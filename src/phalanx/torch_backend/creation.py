@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
+from phalanx.launch.init import announce
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import VERSION, PhalanxProcessGroup
@@ -36,6 +37,8 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
         else:
             store, world_rank = options.store, options.group_rank
             backend = meet(store, world_rank, options.group_size, timeout)
+            if not options.global_ranks_in_group:  # it is the default group
+                announce(backend)
         others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:
         raise as_torch(error) from None

@@ -28,9 +28,10 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     MisuseError,
 )
-from phalanx.launch.environment import ELSEWHERE, World
+from phalanx.launch.environment import World
 from phalanx.launch.init import listen, make_backend
 from phalanx.launch.store import tries
+from phalanx.transport.tcp.addresses import ELSEWHERE
 from phalanx.transport.tcp.admission import find_token
 from phalanx.transport.tcp.heartbeat import host_id
 from phalanx.wire.control import Endpoint
@@ -59,7 +60,7 @@ class Presence(msgspec.Struct):
     token: str = ""
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: float) -> Backend:
+def meet(store: Store, rank: int, world_size: int, timeout: float, *, op: str = OP) -> Backend:
     """Return the backend of this rank among those that meet through `store`.
 
     Blocks until all have come: `CollectiveTimeoutError` names who has not in `timeout` seconds.
@@ -70,7 +71,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: float) -> Backend:
     if world_size == 1:
         return make_backend("auto", World(rank=0, world_size=1), timeout)
     try:
-        return _Meeting(store, rank, world_size, timeout).meet()
+        return _Meeting(store, rank, world_size, timeout, op).meet()
     except DistributedError:
         raise
     except RuntimeError as error:  # of the store
@@ -78,18 +79,19 @@ def meet(store: Store, rank: int, world_size: int, timeout: float) -> Backend:
             f"rank {rank} cannot use the store through which the ranks meet ({error}): is the "
             "process that holds it alive?",
             rank=rank,
-            op="init_process_group",
+            op=op,
         ) from error
 
 
 class _Meeting:
     """One rank's part in one meeting."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float, op: str) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
+        self.op = op
         self.deadline = time.monotonic() + timeout
         token = find_token().encode()
         self.token = hashlib.blake2b(token, digest_size=2).hexdigest() if token else ""
@@ -113,7 +115,7 @@ class _Meeting:
             if message.startswith(FAILED):
                 kind, culprit, text = message.removeprefix(FAILED).split(" ", 2)
                 text = f"rank {self.rank}: rank 0 says: {text}"
-                raise getattr(errors, kind)(text, rank=self.rank, peer=int(culprit), op=OP)
+                raise getattr(errors, kind)(text, rank=self.rank, peer=int(culprit), op=self.op)
             world = self._world()
         address, _, token = message.partition(" ")
         world = replace(world, address=address, token=token or None, listener=listener)
@@ -137,7 +139,7 @@ class _Meeting:
                     f"of this host, which is alive (this is process {mine.process}): do two jobs "
                     "have one MASTER_PORT, or did two processes get one RANK?",
                     rank=self.rank,
-                    op=OP,
+                    op=self.op,
                 )
         text = msgspec.json.encode(mine).decode()
         self.store.set(place, text)
@@ -154,7 +156,7 @@ class _Meeting:
                     f"{rank} that there are {other.world_size}: give all the same world_size",
                     rank=self.rank,
                     peer=rank,
-                    op=OP,
+                    op=self.op,
                 )
             if other.token != self.token:
                 raise AuthenticationError(
@@ -162,7 +164,7 @@ class _Meeting:
                     "on all or none)",
                     rank=self.rank,
                     peer=rank,
-                    op=OP,
+                    op=self.op,
                 )
             hosts.add(other.host)
         return World(
@@ -180,13 +182,13 @@ class _Meeting:
         missing = [each for each in ranks if not self.store.check([self._key(each)])] or [rank]
         names = ", ".join(map(str, missing))
         raise CollectiveTimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s in {OP} for "
+            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for "
             f"rank{'s' if len(missing) > 1 else ''} {names} of {self.world_size}: did "
             f"{'they' if len(missing) > 1 else 'it'} start, with the same address and world size, "
             "and join as many groups before as this rank?",
             rank=self.rank,
             peer=missing[0],
-            op=OP,
+            op=self.op,
             seconds=self.timeout,
         )
 

@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,8 @@ from phalanx.errors import (
     InvalidWorldSizeError,
 )
 from phalanx.transport.shm.domain import HostDomain
-from phalanx.transport.tcp.admission import check_token, find_token, listen_as_master
+from phalanx.transport.tcp.addresses import check_listening, listen_as_master, with_interface
+from phalanx.transport.tcp.admission import check_token, find_token
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
 from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
@@ -112,6 +114,7 @@ class MeshBackend(Backend):
         """
         rank, transport, mesh = self.rank, self._transport, self._transport.mesh
         domain, why_not = None, ""
+        check_listening()
         if self.sharing != "none":
             try:
                 domain = HostDomain(rank, self.world_size)
@@ -167,6 +170,23 @@ class MeshBackend(Backend):
                 peer=None if blamed == rank else blamed,
             )
         return True
+
+    def describe(self) -> str:
+        """Who is in this group, what connects its ranks, and where; a line for the log."""
+        mesh, ranks = self._transport.mesh, Counter(self.topology).values()
+        hosts = f"{len(ranks)} host{'s' if len(ranks) > 1 else ''}"
+        if len(ranks) > 1:
+            few, many = min(ranks), max(ranks)
+            hosts += f" ({few} each)" if few == many else f" ({few} to {many} each)"
+        how = "TCP"
+        if self._transport.domain is not None and max(ranks) > 1:
+            how = "shared memory" if len(ranks) == 1 else "shared memory inside a host, TCP between"
+        place = with_interface(mesh.addresses[self.rank].host)
+        token = "with" if mesh.token else "without"
+        return (
+            f"{self.world_size} ranks on {hosts}: {how}; rank {self.rank} at {place}; "
+            f"{token} a token"
+        )
 
     def close(self) -> None:
         """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.

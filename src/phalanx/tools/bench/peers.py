@@ -30,7 +30,6 @@ import phalanx.collectives as ours
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
 from phalanx.fsdp import FSDP, ShardingStrategy
-from phalanx.launch.environment import address_toward
 from phalanx.launch.init import init
 from phalanx.parallel import DDP
 from phalanx.tools.bench.operations import (
@@ -50,6 +49,7 @@ from phalanx.tools.bench.torch_peers import (
     lacks_nccl,
     lacks_stock,
 )
+from phalanx.transport.tcp.addresses import address_toward
 from phalanx.wire.memory import tensor_bytes
 
 # ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from phalanx.collectives.tuning import root_of
+from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.launch.environment import read_environment
 from phalanx.launch.init import init
 from phalanx.launch.reaper import die_with_parent
@@ -80,6 +81,7 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
     """This rank's part; `hear` is called on rank 0, with what is found as it is found."""
     torch.set_num_threads(request.threads)
     world = read_environment(os.environ)
+    os.environ.setdefault(LOG_VARIABLE, "warning")  # the report is all that is to be seen
     with init("tcp", timeout=request.timeout) as backend:
         tell: Tell = hear if backend.rank == 0 else lambda message: None
         master = world.master_addr if world is not None else ""

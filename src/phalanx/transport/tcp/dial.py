@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.tcp.admission import OUT_OF, receive, resolve, send
+from phalanx.transport.tcp.addresses import resolve
+from phalanx.transport.tcp.admission import OUT_OF, receive, send
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.wire.control import Endpoint
 from phalanx.wire.frame import Channel, Kind, pack_header

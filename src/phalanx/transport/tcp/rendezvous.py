@@ -19,6 +19,7 @@ millisecond, a handshake and two messages, and nobody with all others.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import resource
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +36,8 @@ from phalanx.errors import (
     DistributedError,
     PeerLostError,
 )
-from phalanx.transport.tcp.admission import Acceptor, listen_at, resolve
+from phalanx.transport.tcp.addresses import address_on_interface, listen_on, resolve
+from phalanx.transport.tcp.admission import Acceptor
 from phalanx.transport.tcp.connection import Mesh
 from phalanx.transport.tcp.dial import Dial
 from phalanx.transport.tcp.flooding import Flooding
@@ -53,6 +55,8 @@ from phalanx.wire.control import (
     is_loopback,
 )
 from phalanx.wire.frame import FrameError, Kind
+
+log = logging.getLogger("phalanx")
 
 OWN_FILES = 64  # that rank 0 may need beside its connections
 GRACE = 1.0  # seconds that a rank waits longer than rank 0, which knows who is missing
@@ -222,12 +226,14 @@ class Rendezvous:
         return set(self._peers()) - known
 
     def _listener_beside(self, sock: socket.socket) -> socket.socket:
-        """A listener only on the interface that rank 0 reaches."""
-        name = sock.getsockname()
+        """A listener only on the interface that rank 0 reaches, or on PHALANX_INTERFACE."""
+        own, _, *scope = sock.getsockname()
+        host = own if is_loopback(self.endpoint.host) else address_on_interface(own)
         try:
-            return listen_at(sock.family, (name[0], 0, *name[2:]))
-        except OSError as error:
-            reason = f"this rank cannot listen at {name[0]}: {error.strerror or error}"
+            return listen_on(host, *(scope if host == own else ()))
+        except (OSError, BackendUnavailableError) as error:
+            why = getattr(error, "strerror", None) or error
+            reason = f"this rank cannot listen at {host}: {why}"
             raise self._error(BackendUnavailableError, None, reason) from error
 
     def _listen_as_rank_0(self, listener: socket.socket) -> Address:
@@ -252,6 +258,7 @@ class Rendezvous:
     def _listen(self, listener: socket.socket) -> Address:
         """Accept peers at this socket; where that is, for the others."""
         mesh, name = self.mesh, listener.getsockname()
+        log.debug("rank %d listens at %s", mesh.rank, Endpoint(*name[:2]))
         domain = mesh.domain
         self._acceptor = Acceptor(mesh, listener)
         if self.wide is not None:
