@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import bench, kubernetes
+from phalanx.cli import bench, kubernetes, slurm
 from phalanx.launch.kubernetes import read_pod
 from phalanx.launch.run import Job, run
 
@@ -226,6 +226,9 @@ app.command(
     help=kubernetes.__doc__,
     context_settings={"allow_interspersed_args": False},
 )(kubernetes.kubernetes_command)
+app.command("slurm", help=slurm.__doc__, context_settings={"allow_interspersed_args": False})(
+    slurm.slurm_command
+)
 
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}

@@ -8,20 +8,20 @@
 
 The first row that is there counts: who sets RANK by hand, or runs torchrun under srun, means it,
 and under mpirun in a job of Slurm all ranks of a host see one SLURM_PROCID. (With `srun --mpi=pmi2`
-there is a PMI_RANK, but no MPI_LOCALRANKID: that is srun.) MASTER_ADDR and MASTER_PORT are read
-whoever the launcher is.
+there is a PMI_RANK, but no MPI_LOCALRANKID: that is srun. So is a RANK that was set to
+SLURM_PROCID, for torch.) MASTER_ADDR and MASTER_PORT are read whoever the launcher is; for srun
+they need not be set (slurm.py).
 """
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Literal, NamedTuple
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.launch import slurm
 from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
@@ -77,6 +77,7 @@ _OPEN_MPI = _Launcher(
     "mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 )
 _PMI = _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SHELLS = ("bash", "interactive")
 
 
 def read_environment(environ: Mapping[str, str]) -> World | None:
@@ -107,26 +108,33 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
         local_world_size=local_world_size,
         master_addr=addr,
         master_port=port,
-        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", MisuseError, default=0),
+        restart_count=_number(
+            environ,
+            slurm.RESTARTS if launcher is _SLURM else "TORCHELASTIC_RESTART_COUNT",
+            MisuseError,
+            default=0,
+        ),
         agent_store=agent_store,
         source="torchrun" if elastic else launcher.source,
-        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+        run_id=slurm.step_name(environ)
+        if launcher is _SLURM
+        else environ.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
     if _BY_HAND.rank in environ or _BY_HAND.world_size in environ:
-        return _BY_HAND
+        names = ((_BY_HAND.rank, _SLURM.rank), (_BY_HAND.world_size, _SLURM.world_size))
+        copied = all(environ.get(name) == environ.get(slurms) for name, slurms in names)
+        return _SLURM if copied and "TORCHELASTIC_RUN_ID" not in environ else _BY_HAND
     for mpi in (_OPEN_MPI, _PMI):
         if mpi.rank in environ and mpi.local_rank in environ:
             return mpi
-    if _SLURM.rank in environ and _SLURM.world_size in environ:
-        # The shell of an interactive allocation may have these, too; its job is named after the
-        # shell, and its step has no number of its own.
-        step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-        numbered = step.isdecimal() and int(step) < 0xFFFFFFFA
-        if numbered or environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-            return _SLURM
+    # The shell of an interactive allocation may have these, too; its job is named after the shell,
+    # and its step has no number of its own.
+    shell = slurm.step_number(environ) is None and environ.get("SLURM_JOB_NAME") in _SHELLS
+    if _SLURM.rank in environ and _SLURM.world_size in environ and not shell:
+        return _SLURM
     return next((known for known in (_OPEN_MPI, _PMI) if known.rank in environ), None)
 
 
@@ -164,10 +172,15 @@ def _master(
         except ValueError as error:
             raise MisuseError(f"{STORE_VARIABLE}={environ[STORE_VARIABLE]!r}: {error}") from None
     addr = environ.get("MASTER_ADDR", "")
-    if not addr and launcher is _SLURM:
-        addr = _first_node(environ)
-    if not addr and (world_size == 1 or environ.get(launcher.local_world_size) == str(world_size)):
+    local = environ.get(launcher.local_world_size)
+    if launcher is _SLURM:
+        slurm.check_is_task(environ, world_size)
+        local = str(slurm.tasks_on_this_node(environ))
+        environ = {"MASTER_PORT": slurm.step_port(environ), **environ}
+    if not addr and (world_size == 1 or local == str(world_size)):
         addr = "127.0.0.1"
+    if not addr and launcher is _SLURM:
+        addr = slurm.first_node(environ)
     if launcher.source == "mpirun" and "MASTER_PORT" not in environ:
         return addr, 0, False  # the ranks can meet through MPI
     for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", environ.get("MASTER_PORT", ""))):
@@ -189,7 +202,7 @@ def _local(
     """Return the local rank and how many there are; unsaid, loopback means one host."""
     shared = world_size if is_loopback(addr) else 1
     if launcher is _SLURM:
-        shared = _tasks_on_this_node(environ) or shared
+        shared = slurm.tasks_on_this_node(environ) or shared
     size = _number(
         environ, launcher.local_world_size, InvalidWorldSizeError, default=shared, at_least=1
     )
@@ -206,72 +219,3 @@ def _local(
             f"{launcher.local_rank}={local_rank} is not one of {size} ranks on this host"
         )
     return local_rank, size
-
-
-# ------------------------------------------------------------------------------
-# What Slurm says that is not one number in one variable.
-
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-
-def _first_node(environ: Mapping[str, str]) -> str:
-    """Return the host of rank 0: the first of the step's nodes, or "" where none are named."""
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(name):
-            try:
-                return expand_hosts(environ[name])[0]
-            except ValueError as error:
-                raise MisuseError(
-                    f"{name}={environ[name]!r}: {error}; set MASTER_ADDR to the host of rank 0"
-                ) from None
-    return ""
-
-
-def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks run on this host, from a list such as `4(x2),3`; None if unsaid."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for item in text.split(","):
-        match = _COUNT.fullmatch(item)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = environ.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-
-
-# Slurm's short form of many host names: `node[003-005,9]`.
-_NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that `text` stands for, in its order; `ValueError` if it is no host list.
-
-    `node[003-005,9],gpu1` is `node003 node004 node005 node9 gpu1`: the first number of a range
-    says how wide its numbers are. A name may have several brackets.
-    """
-    names = _NAME.findall(text)
-    if not names or _NAME.sub("", text).strip(", "):
-        raise ValueError(f"{text!r} is not a list of hosts such as node[003-005,9],gpu1")
-    hosts: list[str] = []
-    for name in names:
-        choices = [
-            [plain] if plain else _expand_numbers(numbers) for numbers, plain in _PART.findall(name)
-        ]
-        hosts += map("".join, product(*choices))
-    return hosts
-
-
-def _expand_numbers(numbers: str) -> list[str]:
-    expanded: list[str] = []
-    for item in numbers.split(","):
-        match = _RANGE.fullmatch(item.strip())
-        if match is None:
-            raise ValueError(f"[{numbers}] is not a list of numbers such as [003-005,9]")
-        first, last = match[1], match[2] or match[1]
-        expanded += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    if not expanded:
-        raise ValueError(f"[{numbers}] holds no number: a range runs from low to high")
-    return expanded

@@ -6,7 +6,8 @@ How the ranks of a job learn where rank 0 listens:
     ------------------------------        -----------------------------------------
     rank 0 listens on a free port,        rank 0 listens at MASTER_ADDR:MASTER_PORT,
     publishes address and token;          where the others know to find it; under
-    the others wait for them              mpirun, without a port, MPI broadcasts them
+    the others wait for them              mpirun, without a port, MPI broadcasts them;
+                                          under srun a file brings the token (slurm.py)
 
 "auto" is NCCL where each rank has a GPU of its own: if rank 0 has one, its word in the store says
 so, and then all ranks compare. Without a GPU on rank 0 that costs nothing.
@@ -24,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -31,12 +33,13 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
+from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
 from phalanx.transport.backends import MeshBackend
-from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward, resolve
+from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     """
     check_name(backend)
     world = read_environment(os.environ) or World(rank=0, world_size=1)
+    if world.source == "slurm":
+        slurm.die_with_step(os.environ)
     if backend != "mpi":  # whose ranks find each other by themselves
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
@@ -114,7 +119,12 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     if world.agent_store:
         message, listener, nccl = _rendezvous_at_store(world, timeout, own_gpu)
     elif world.master_port:
-        message = str(Endpoint(world.master_addr, world.master_port))
+        endpoint = Endpoint(world.master_addr, world.master_port)
+        if world.source == "slurm" and not world.one_host:
+            slurm.check_first_node(os.environ, world.rank, endpoint)
+            if world.rank == 0:  # to which its own name may mean loopback
+                endpoint = endpoint._replace(host=address_toward(*endpoint, one_host=False))
+        message = str(endpoint)
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
@@ -275,17 +285,21 @@ def _mesh(name: str, world: World, timeout: float) -> Backend:
     }
     if world.listener is not None:
         world.listener.setblocking(False)  # the copy that another process inherits is blocking
-    return kinds[name](
-        world.rank,
-        world.world_size,
-        world.address,
-        token=world.token,
-        timeout=timeout,
-        job=world.run_id,
-        generation=world.restart_count,
-        listener=world.listener,
-        fall_back=name == "auto",
-    )
+    token: AbstractContextManager[None] = nullcontext()
+    if world.source == "slurm":
+        token = slurm.shared_token(os.environ, world.rank, one_host=world.one_host, timeout=timeout)
+    with token:
+        return kinds[name](
+            world.rank,
+            world.world_size,
+            world.address,
+            token=world.token,
+            timeout=timeout,
+            job=world.run_id,
+            generation=world.restart_count,
+            listener=world.listener,
+            fall_back=name == "auto",
+        )
 
 
 def _auto(world: World, timeout: float) -> Backend:

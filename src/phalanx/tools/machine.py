@@ -57,7 +57,7 @@ warn, fail = partial(Finding, "warn"), partial(Finding, "fail")
 # ------------------------------------------------------------------------------
 # Software: what is installed.
 
-_REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
 _EXTRAS_FOR_USERS = ("plot", "mpi")  # others are for work on Phalanx itself, or in doctor.py
 
 
