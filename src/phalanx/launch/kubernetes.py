@@ -25,7 +25,6 @@ in pkg/runtime/framework/plugins/torch; a grace period in runtimePatches is new 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.errors import BackendUnavailableError, MisuseError
+from phalanx.launch.report import AGAIN
 from phalanx.wire.control import Endpoint, parse_address
 
 # ------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -
     if resources := _resources(job):
         pod["containers"][0]["resources"] = resources
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-    again = {"operator": "In", "values": [os.EX_TEMPFAIL]}
+    again = {"operator": "In", "values": [AGAIN]}
     return {
         "completionMode": "Indexed",
         "completions": job.nodes,

@@ -27,11 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
+from phalanx.launch.report import AGAIN
 from phalanx.launch.run import Job
 from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
-
-AGAIN = 75
-"""The exit code that means "end, and start me again": EX_TEMPFAIL of sysexits.h."""
 
 _WAIT = 300  # seconds
 
