@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -111,7 +112,7 @@ def test_pods_train_and_are_started_again_from_what_they_saved(kind: str, stack:
         for rank in (2 * index, 2 * index + 1):
             begin = f"[rank {rank}] hosts 0 0 2 2 user 1000 $(HOME) $x"
             wrote = pods.log(index).splitlines()
-            lines = [line for line in wrote if f"[rank {rank}]" in line and "[c10d]" not in line]
+            lines = [line for line in wrote if re.match(rf"\[rank {rank}\] (hosts|step) ", line)]
             assert lines == [x for step in steps for x in (begin, f"[rank {rank}] step {step}")]
 
 
@@ -137,7 +138,7 @@ def test_a_pod_that_is_killed_ends_the_other_one_and_both_go_on(stack: ExitStack
     assert pods.exit_code(1) != 0
     pods.start(1)
     assert pods.follows(pods.exit_code(0)) == "Count"
-    assert "on another node, 1" in pods.log(0) or "rank 2" in pods.log(0), pods.log(0)
+    assert re.search("on another node, 1|rank [23] was lost", pods.log(0)), pods.log(0)
     pods.start(0)
     assert [pods.exit_code(index) for index in (0, 1)] == [0, 0], pods.log(0) + pods.log(1)
     assert pods.log(0).count("goes on") == pods.log(1).count("goes on") == 2
