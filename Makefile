@@ -20,7 +20,7 @@
 # The clusters and trainers that Phalanx works with (docs/clusters.md) are tested with the real ones:
 # Ray, Slurm, Kubernetes, Accelerate, Hugging Face's Trainer, Lightning, Jupyter. In an environment of
 # its own, and with Debian's packages of Slurm, which root installs where there is apt-get; what is
-# missing is skipped, with the reason. It takes up to ten minutes on two cores:
+# missing is skipped, with the reason. It takes ten to fifteen minutes on two cores:
 #
 #   make test-clients                            or some: ARGS="-k lightning"
 #
