@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -49,3 +50,13 @@ def _host(digits: str) -> str:
 def everywhere(places: set[Place]) -> set[Place]:
     """Those of them that are on all interfaces."""
     return {place for place in places if ipaddress.ip_address(place[0]).is_unspecified}
+
+
+def let_mean_loopback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose own name means loopback to itself, as some distributions set it up."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *a, **k: real("127.0.1.1" if host == name else host, *a, **k),
+    )

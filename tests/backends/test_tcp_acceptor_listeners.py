@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from clusters import PATIENCE
-from listening import everywhere, listening, needs_proc
+from listening import everywhere, let_mean_loopback, listening, needs_proc
 from test_tcp_rendezvous import (  # noqa: F401
     Start,
     _no_token_in_the_environment,
@@ -93,13 +93,7 @@ def test_the_store_of_the_launcher_listens_on_loopback(held: set[tuple[str, int]
 def test_a_store_that_has_to_listen_on_all_interfaces_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A host whose own name means loopback to itself, as some distributions set it up."""
-    real = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *a, **k: real("127.0.1.1" if host == "node1" else host, *a, **k),
-    )
+    let_mean_loopback("node1", monkeypatch)
     before = listening()
     listener = listen_for_store("node1", 0)
     found = listening() - before

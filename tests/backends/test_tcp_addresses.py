@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from listening import listening, needs_proc
+from listening import let_mean_loopback, listening, needs_proc
 from test_tcp_acceptor_listeners import free_port, new_places
 from test_tcp_rendezvous import (  # noqa: F401
     Start,
@@ -204,12 +204,7 @@ def test_all_interfaces_stand_for_the_one_that_is_named(monkeypatch: pytest.Monk
 def test_a_name_that_means_loopback_to_its_own_host_stands_for_the_interface(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *a, **k: real("127.0.1.1" if host == "node1" else host, *a, **k),
-    )
+    let_mean_loopback("node1", monkeypatch)
     monkeypatch.setenv("PHALANX_INTERFACE", "127.0.0.1")
     for listener in (listen_as_master(Endpoint("node1", 0)), listen_for_store("node1", 0)):
         with listener:
