@@ -141,7 +141,7 @@ class _Load:
         """The checkpoint's place in the folder, and the bytes of its commit record and manifest."""
         wait_for_latest(self._group.backend)
         self._path = find(self._folder, step)
-        return os.path.relpath(self._path, self._folder), _read_records(self._path)
+        return os.path.relpath(self._path, self._folder), read_records(self._path)
 
     def _read(
         self,
@@ -391,13 +391,14 @@ def find(folder: str, step: int | None) -> str:
                 f"there is no checkpoint of step {step} in {folder}, which has {have}"
             )
     if not found:
-        left = storage.numbered(folder)
+        own = storage.parse(folder)
+        left = storage.numbered(folder) or ([own] if own is not None else [])
         hint = f": {left[-1].path} was never committed" if left else ""
         raise CheckpointNotFoundError(f"there is no checkpoint in {folder}{hint}")
     return found[-1].path
 
 
-def _read_records(path: str) -> list[bytes]:
+def read_records(path: str) -> list[bytes]:
     """The commit record and the manifest of a checkpoint, as they are in its files."""
     records = []
     for name in (storage.COMMIT, storage.MANIFEST):
@@ -426,7 +427,7 @@ def instead_of(path: str) -> str:
         return ". It was removed while it was being read: load the one that is the newest now"
     for other in sorted(others, key=lambda each: (each.number > number, abs(each.number - number))):
         with suppress(OSError, CheckpointError):
-            manifest = decode_manifest(other.path, *_read_records(other.path))
+            manifest = decode_manifest(other.path, *read_records(other.path))
             files = {os.path.join(other.path, file.name): file.bytes for file in manifest.files}
             if all(storage.size_of(file) == size for file, size in files.items()):
                 which = "previous" if other.number < number else "next"
