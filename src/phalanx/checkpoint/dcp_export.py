@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
-from phalanx.checkpoint.stored import Advance, StoredCheckpoint, nbytes_of
+from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, nbytes_of
 from phalanx.checkpoint.tensor_files import Reader
 from phalanx.errors import CheckpointMismatchError
 from phalanx.parallel.wrapper import Slice
@@ -39,13 +39,13 @@ def export_dcp(
     out: str | os.PathLike[str],
     *,
     model_only: bool = False,
-    advance: Advance,
+    begin: Begin,
 ) -> int:
     """Write a checkpoint into the folder `out`, through torch's `FileSystemWriter`; its bytes.
 
     out          new, or empty; it is there whole afterwards, or not at all
     model_only   leave out optimizer and `extra`
-    advance      is told how many bytes of tensors are written
+    begin        is told how many bytes of tensors there are, and what it gives how many are written
 
     Torch's writer is given one tensor at a time, whole, so the largest one is held. Raises
     `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
@@ -53,9 +53,9 @@ def export_dcp(
     """
     tensors = _Tensors(checkpoint)
     state = _state_dict(checkpoint, tensors, model_only)
-    needed = sum(map(nbytes_of, tensors.records.values()))
-    needed += _ROOM_PER_ITEM * (len(tensors.records) + 1)
-    planner = _ReadWhenWritten(checkpoint, tensors.records, advance)
+    nbytes = sum(map(nbytes_of, tensors.records.values()))
+    needed = nbytes + _ROOM_PER_ITEM * (len(tensors.records) + 1)
+    planner = _ReadWhenWritten(checkpoint, tensors.records, begin(nbytes))
     with new_folder(os.fspath(out), needed) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no ranks are connected
         writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
@@ -63,7 +63,7 @@ def export_dcp(
             save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None
-    return needed
+        return sum(entry.stat().st_size for entry in os.scandir(folder))
 
 
 class _Tensors:

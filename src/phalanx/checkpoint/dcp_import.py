@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from phalanx.checkpoint.save_plan import (
     plan_files,
 )
 from phalanx.checkpoint.state import ParameterShard, capture_random_state
-from phalanx.checkpoint.stored import Advance
+from phalanx.checkpoint.stored import Begin
 from phalanx.checkpoint.tensor_files import TensorShard, write_tensors
 from phalanx.errors import (
     CheckpointDamagedError,
@@ -84,7 +84,7 @@ def import_dcp(
     model: str | None = None,
     optimizer: str | None = None,
     optimizer_class: str | None = None,
-    advance: Callable[[int], Advance],
+    begin: Begin,
 ) -> Imported:
     """Write a new checkpoint into `folder`, from torch's in `source`.
 
@@ -92,7 +92,7 @@ def import_dcp(
     step              of the new checkpoint; by default what the entry "step" says
     model, optimizer  under which keys they are, such as "app.model"; by default found
     optimizer_class   such as "AdamW"; by default recognized by its options
-    advance           is called with the bytes in all; what it returns is told of those written
+    begin             is told how many bytes there are, and what it gives how many are written
 
     The new checkpoint is committed as `save_checkpoint` does it: it is there whole, or not at all.
     Raises `CheckpointNotFoundError`; `CheckpointDamagedError` for a file that cannot be read, or a
@@ -110,12 +110,12 @@ def import_dcp(
     folder = os.path.abspath(folder)
     storage.make_parents(folder)
     storage.check_room(folder, nbytes)
-    tell = advance(nbytes)
+    advance = begin(nbytes)
 
     def bytes_of(shard: TensorShard) -> memoryview:
         tensor = local.tensors[shard]
         read = stored.tensor(entries.key_of[id(tensor)]) if tensor.is_meta else tensor
-        tell(shard.nbytes)
+        advance(shard.nbytes)
         return tensor_bytes(plain(read))
 
     new = new_checkpoint(folder, manifest, _TIMEOUT, keep=None)

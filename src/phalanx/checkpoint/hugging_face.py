@@ -31,7 +31,7 @@ from phalanx.checkpoint.storage import (
     write_all,
     write_file,
 )
-from phalanx.checkpoint.stored import Advance, StoredCheckpoint, nbytes_of
+from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, natural_order, nbytes_of
 from phalanx.checkpoint.tensor_files import (
     ALIGNMENT,
     DTYPES_ON_DISK,
@@ -82,14 +82,14 @@ def export_hugging_face(
     *,
     shard_size: int = SHARD_SIZE,
     config: str | os.PathLike[str] | None = None,
-    advance: Advance,
+    begin: Begin,
 ) -> Exported:
     """Write a checkpoint's model into the folder `out`, which is there whole afterwards, or not.
 
     out          new, or empty
     shard_size   the most bytes of tensors in one file; a larger tensor has a file of its own
     config       a config.json, or a folder with one, of which the tokenizer's files are copied, too
-    advance      is told how many bytes of tensors are written
+    begin        is told how many bytes of tensors there are, and what it gives how many are written
 
     Holds 64 MiB and a block at a time, whatever the size of a tensor. Raises
     `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
@@ -99,11 +99,12 @@ def export_hugging_face(
     _check_dtypes(manifest.model)
     notes = _notes(checkpoint)
     copied = _config_files(config, manifest.model, notes) if config is not None else {}
+    nbytes = sum(map(nbytes_of, manifest.model.values()))
     files = _plan(manifest.model, manifest.aliases, shard_size)
     if len(files) > 1:
         index = {
             "metadata": {
-                "total_size": sum(map(nbytes_of, manifest.model.values())),
+                "total_size": nbytes,
                 **manifest.aliases,
             },
             "weight_map": {name: file for file, names, _ in files for name in names},
@@ -113,9 +114,8 @@ def export_hugging_face(
         _ShardFile(file, header, [manifest.model[name] for name in names])
         for file, names, header in files
     ]
-    needed = sum(map(nbytes_of, manifest.model.values()))
-    needed += sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
-    reader = Reader(checkpoint.path, manifest)
+    needed = nbytes + sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
+    reader, advance = Reader(checkpoint.path, manifest), begin(nbytes)
     with new_folder(os.fspath(out), needed) as folder:
         for shard in shards:
             _write_shard(os.path.join(folder, shard.name), shard, reader, advance)
@@ -180,7 +180,7 @@ def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[st
     shards: list[list[str]] = []
     current: list[str] = []
     size = 0
-    for name in sorted(records, key=_natural):
+    for name in sorted(records, key=natural_order):
         nbytes = nbytes_of(records[name])
         if nbytes > shard_size:
             shards.append([name])
@@ -191,11 +191,6 @@ def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[st
         current.append(name)
         size += nbytes
     return [*shards, current] if current or not shards else shards
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """An order in which layer 2 comes before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _header(records: Mapping[str, TensorRecord], tied: Mapping[str, str]) -> bytes:

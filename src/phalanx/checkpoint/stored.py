@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from math import prod
@@ -17,6 +18,9 @@ from phalanx.wire.codec import DTYPES
 
 Advance = Callable[[int], object]
 """Hears how many more bytes are done."""
+Begin = Callable[[int], Advance]
+"""Hears how many bytes there are to do, and gives what hears of those done."""
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 class StoredCheckpoint(NamedTuple):
@@ -41,6 +45,11 @@ class StoredCheckpoint(NamedTuple):
         reader.request(encoded)
         reader.read()
         return from_json(encoded, reader.copy)
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """The key of an order in which layer 2 comes before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def nbytes_of(record: TensorRecord) -> int:
@@ -103,7 +112,7 @@ def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
                 "bytes": nbytes_of(record),
                 "ranks": checkpoint.ranks_of(record),
             }
-            for name, record in records.items()
+            for name, record in sorted(records.items(), key=lambda item: natural_order(item[0]))
         ]
 
     saved = manifest.optimizer

@@ -79,7 +79,9 @@ def _show(found: dict[str, Any], shown: int) -> None:
 
     model, state, optimizer = found["model"], found["state"], found["optimizer"]
     elements = sum(_elements(tensor["shape"]) for tensor in model)
-    typer.echo(f"{found['folder']}: step {found['step']}, saved by {_ranks(found['ranks'])}")
+    typer.echo(
+        f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}"
+    )
     typer.echo(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
     typer.echo(f"files     {len(found['files'])}, {_size(found['bytes'])}")
     typer.echo(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
@@ -101,7 +103,7 @@ def _show(found: dict[str, Any], shown: int) -> None:
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
     for tensor in model[:shown]:
         ranks = tensor["ranks"]
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks" if ranks else ""
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else _count(len(ranks), "rank")
         shape = " x ".join(map(str, tensor["shape"])) or "-"
         table.add_row(tensor["name"], tensor["dtype"], shape, _size(tensor["bytes"]), who)
     Console(highlight=False, soft_wrap=True, markup=False).print(table)
@@ -170,7 +172,7 @@ def export_command(
 
     phalanx checkpoint export runs/a out --format dcp --step 5000
     """
-    from phalanx.checkpoint.stored import nbytes_of, open_checkpoint  # noqa: PLC0415
+    from phalanx.checkpoint.stored import open_checkpoint  # noqa: PLC0415
     from phalanx.errors import MisuseError  # noqa: PLC0415
 
     if kind is Format.dcp and (config is not None or shard_size != "5GB"):
@@ -183,21 +185,19 @@ def export_command(
         if kind is Format.dcp:
             from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
 
-            advance = begin(checkpoint.nbytes)
             nbytes = _done(
                 "export",
-                lambda: export_dcp(checkpoint, out, model_only=model_only, advance=advance),
+                lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin),
             )
             files, notes = 2, []
         else:
             from phalanx.checkpoint import hugging_face  # noqa: PLC0415
 
             most = hugging_face.parse_size(shard_size)
-            advance = begin(sum(map(nbytes_of, manifest.model.values())))
             exported = _done(
                 "export",
                 lambda: hugging_face.export_hugging_face(
-                    checkpoint, out, shard_size=most, config=config, advance=advance
+                    checkpoint, out, shard_size=most, config=config, begin=begin
                 ),
             )
             files, nbytes, notes = len(exported.files), exported.nbytes, exported.notes
@@ -205,7 +205,7 @@ def export_command(
                 notes.append("from_pretrained needs a config.json beside them: --config copies one")
     for note in notes:
         typer.echo(f"Note: {note}")
-    typer.echo(f"{out}: step {manifest.step}, {files} files, {_size(nbytes)}")
+    typer.echo(f"{out}: step {manifest.step}, {_count(files, 'file')}, {_size(nbytes)}")
 
 
 @checkpoint_app.command("import")
@@ -256,7 +256,7 @@ def import_command(
                 model=model,
                 optimizer=optimizer,
                 optimizer_class=optimizer_class,
-                advance=begin,
+                begin=begin,
             ),
         )
     for note in imported.notes:
@@ -311,8 +311,8 @@ def _elements(shape: list[int]) -> int:
     return count
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _some(names: list[str]) -> str:
