@@ -10,9 +10,12 @@ that `dcp.load` and `set_state_dict` bring them back on any number of ranks, als
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -21,12 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
 from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, nbytes_of
-from phalanx.checkpoint.tensor_files import Reader
+from phalanx.checkpoint.tensor_files import HELD, Reader
 from phalanx.errors import CheckpointMismatchError
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
@@ -47,7 +52,8 @@ def export_dcp(
     model_only   leave out optimizer and `extra`
     begin        is told how many bytes of tensors there are, and what it gives how many are written
 
-    Torch's writer is given one tensor at a time, whole, so the largest one is held. Raises
+    Torch's writer takes whole tensors, and holds those of a file until it is written: the largest
+    one, or 64 MiB of smaller ones. Raises
     `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
     room, `CheckpointMismatchError` for an optimizer whose state belongs to shards.
     """
@@ -58,7 +64,7 @@ def export_dcp(
     planner = _ReadWhenWritten(checkpoint, tensors.records, begin(nbytes))
     with new_folder(os.fspath(out), needed) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no ranks are connected
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+        writer = _ShortFiles(folder, per_thread_copy_ahead=0)
         try:
             save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
@@ -77,6 +83,39 @@ class _Tensors:
         """A tensor on the meta device, which has no elements."""
         self.records[key] = record
         return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+
+
+class _ShortFiles(FileSystemWriter):
+    """Writes several files: torch's writer holds all tensors of a file until it is written."""
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write files of at most 64 MiB, or one tensor."""
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
+            prefix = f"{plan.storage_data.prefix}{number}_"
+            storage_data = dataclasses.replace(plan.storage_data, prefix=prefix)
+            file = dataclasses.replace(plan, items=items, storage_data=storage_data)
+            results += super().write_data(file, planner).value()
+            gc.collect(1)  # torch.save leaves what it has written in a circle of references
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result(results)
+        return written
+
+
+def _batches(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    held = 0
+    for item in items:
+        data = item.tensor_data
+        nbytes = prod(data.size) * data.properties.dtype.itemsize if data is not None else 0
+        if batch and held + nbytes > HELD:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += nbytes
+    yield batch
 
 
 class _ReadWhenWritten(DefaultSavePlanner):
