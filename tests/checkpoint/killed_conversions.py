@@ -1,11 +1,12 @@
-"""Conversions that are killed at every STRIDE-th of their calls, and within files as they grow.
+"""Conversions that are killed at calls that change something, and within files as they grow.
 
-    python killed_conversions.py FOLDER STRIDE
+    python killed_conversions.py FOLDER TIMES
 
 Each conversion is a fork of this process. It kills itself (SIGKILL) at a call, or is killed by the
 system (SIGXFSZ) in the middle of a write, torch's own included, when a file reaches a size. What it
 leaves is the whole result or none, and the next attempt ends well. Files that cannot grow further,
-as on a full disk, are an error that names the file, after which nothing is left.
+as on a full disk, are an error that names the file, after which nothing is left. Each of these is
+done TIMES times, or at every call if there are fewer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from checkpoint_runs import assert_same, state_of
 from conversions import save, silent, trained
-from file_operations import Operation, watched
+from file_operations import Operation, recorded, watched
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -40,8 +41,10 @@ from phalanx.checkpoint.group import CheckpointGroup
 from phalanx.checkpoint.hugging_face import export_hugging_face
 from phalanx.checkpoint.stored import open_checkpoint
 
+EXPECTED = trained()
 Act = Callable[[Path], None]
 FAILED_AS_IT_SHOULD = 3
+CHANGES = frozenset({"write", "fsync", "mkdir", "rename", "unlink", "rmdir"})
 
 
 def export_hf(folder: Path) -> None:
@@ -50,7 +53,7 @@ def export_hf(folder: Path) -> None:
 
 
 def check_hf(folder: Path) -> None:
-    expected = trained()[0].state_dict()
+    expected = EXPECTED[0].state_dict()
     del expected["head.weight"]
     found = {}
     for path in (folder / "out").glob("*.safetensors"):
@@ -72,7 +75,7 @@ def check_torch(folder: Path) -> None:
     set_state_dict(
         model, optimizer, model_state_dict=states[0], optim_state_dict=state["optimizer"]
     )
-    assert_same(state_of(model, optimizer), state_of(*trained()))
+    assert_same(state_of(model, optimizer), state_of(*EXPECTED))
 
 
 def import_torch(folder: Path) -> None:
@@ -82,7 +85,7 @@ def import_torch(folder: Path) -> None:
 def check_import(folder: Path) -> None:
     model, optimizer = trained(seed=5, steps=1)
     load_checkpoint(folder / "out", model=model, optimizer=optimizer)
-    assert_same(state_of(model, optimizer), state_of(*trained()))
+    assert_same(state_of(model, optimizer), state_of(*EXPECTED))
 
 
 CONVERSIONS: Mapping[str, tuple[Act, Act]] = MappingProxyType(
@@ -107,11 +110,22 @@ def in_a_fork(act: Callable[[], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
+def is_change(operation: Operation) -> bool:
+    return operation.name in CHANGES or operation.creates
+
+
+def changes(convert: Act, folder: Path) -> int:
+    """How many calls it makes that change something."""
+    with recorded(str(folder)) as operations:
+        convert(folder)
+    return sum(map(is_change, operations))
+
+
 def killed_at_call(convert: Act, folder: Path, number: int) -> int:
     calls = itertools.count()
 
     def hook(operation: Operation) -> None:
-        if next(calls) == number:
+        if is_change(operation) and next(calls) == number:
             if operation.name == "write":
                 with open(folder / operation.path, "ab") as file:
                     file.write(bytes(operation.data)[: len(operation.data) // 2])
@@ -141,10 +155,8 @@ def without_room(convert: Act, folder: Path, size: int) -> int:
         try:
             group.on_all(lambda: convert(folder))
         except CheckpointIOError as error:
-            assert str(folder / ".out.unfinished") in str(error) or str(folder / "out") in str(
-                error
-            )
-            os._exit(FAILED_AS_IT_SHOULD)
+            named = any(str(folder / name) in str(error) for name in (".out.unfinished", "out"))
+            os._exit(FAILED_AS_IT_SHOULD if named else 1)
 
     return in_a_fork(act)
 
@@ -159,63 +171,57 @@ def is_there(folder: Path) -> bool:
     return True
 
 
-def sizes(folder: Path, stride: int) -> Iterator[int]:
-    """At which sizes of a file something may happen: 24 / STRIDE of them."""
-    largest = max(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
-    return iter(range(0, largest, max(1, largest * stride // 24)))
+def spread(count: int, times: int) -> list[int]:
+    """So many numbers below `count`, or all; the last three are among them."""
+    return sorted({*range(0, count, -(-count // times)), *range(max(0, count - 3), count)})
 
 
-def check(name: str, folder: Path, stride: int) -> None:
+def check(name: str, folder: Path, times: int) -> None:
     convert, check_result = CONVERSIONS[name]
-    convert(folder)
+    calls = changes(convert, folder)
     check_result(folder)
-    at_sizes = list(sizes(folder, stride))
-    whole = none = 0
+    largest = max(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
+    shutil.rmtree(folder / "out")
+    found = {"whole": 0, "none": 0}
 
-    def look(status: int, signalled: int) -> bool:
-        """Whether it was killed; what it left is looked at, and the next attempt made."""
-        nonlocal whole, none
-        assert status in (0, signalled), f"{name} ended with status {status}"
+    def look(status: int, killed_by: int) -> None:
+        """Look at what it left, and try again if that is nothing."""
+        assert status == killed_by, f"{name} ended with status {status}"
         if is_there(folder):
-            check_result(folder)
-            whole += 1
+            found["whole"] += 1
         else:
-            none += 1
+            found["none"] += 1
             convert(folder)
-            check_result(folder)
-        left = [path.name for path in folder.iterdir() if path.name not in ("runs", "x.dcp", "out")]
+        check_result(folder)
+        left = {path.name for path in folder.iterdir()} - {"runs", "x.dcp", "out"}
         assert not left, left
         shutil.rmtree(folder / "out")
-        return status != 0
 
-    shutil.rmtree(folder / "out")
-    for number in itertools.count(0, stride):
-        if not look(killed_at_call(convert, folder, number), signal.SIGKILL):
-            break
-    assert none > 0
-    assert whole > 0
-    by_calls = none + whole - 1
-    for size in at_sizes:
-        assert look(killed_at_size(convert, folder, size), signal.SIGXFSZ), size
-    for size in at_sizes:
+    for number in spread(calls, times):
+        look(killed_at_call(convert, folder, number), signal.SIGKILL)
+    assert found["none"] > 0
+    assert found["whole"] > 0
+    sizes = [largest * number // times for number in range(times)]
+    for size in sizes:
+        look(killed_at_size(convert, folder, size), signal.SIGXFSZ)
         status = without_room(convert, folder, size)
         assert status == FAILED_AS_IT_SHOULD << 8, f"{name} ended with status {status}"
         assert not is_there(folder)
         assert not (folder / ".out.unfinished").exists()
         shutil.rmtree(folder / "out", ignore_errors=True)
-    print(f"{name}: killed at {by_calls} calls and {len(at_sizes)} sizes, refused as often")
+    print(f"{name}: killed at {len(spread(calls, times))} calls of {calls}, and {len(sizes)} sizes")
 
 
 def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("phalanx").setLevel(logging.CRITICAL)
-    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+    folder, times = Path(sys.argv[1]), int(sys.argv[2])
     save(folder / "runs", 2)
     export_torch(folder)
     (folder / "out").rename(folder / "x.dcp")
     for name in CONVERSIONS:
-        check(name, folder, stride)
+        check(name, folder, times)
     return 0
 
 

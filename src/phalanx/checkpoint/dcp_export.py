@@ -62,14 +62,23 @@ def export_dcp(
     nbytes = sum(map(nbytes_of, tensors.records.values()))
     needed = nbytes + _ROOM_PER_ITEM * (len(tensors.records) + 1)
     planner = _ReadWhenWritten(checkpoint, tensors.records, begin(nbytes))
-    with new_folder(os.fspath(out), needed) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no ranks are connected
+    with new_folder(os.fspath(out), needed) as folder:
         writer = _ShortFiles(folder, per_thread_copy_ahead=0)
         try:
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that no ranks are connected
+                save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+            raise _first_of(next(iter(error.failures.values()))[0]) from None
         return sum(entry.stat().st_size for entry in os.scandir(folder))
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The OSError that an error came from: torch.save, told of a full disk, says something else."""
+    earlier: BaseException | None = error
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__cause__ or earlier.__context__
+    return earlier or error
 
 
 class _Tensors:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from phalanx.checkpoint.manifest import TensorRecord
 from phalanx.checkpoint.storage import (
-    naming,
     new_folder,
     opened,
     read_file,
@@ -129,8 +128,7 @@ def _write_shard(path: str, shard: _ShardFile, reader: Reader, advance: Advance)
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
 
         def write(part: memoryview) -> None:
-            with naming(path):
-                write_all(descriptor, part)
+            write_all(descriptor, part)
             advance(len(part))
 
         write_all(descriptor, memoryview(shard.header))

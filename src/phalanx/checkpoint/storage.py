@@ -260,7 +260,7 @@ def new_folder(path: str, nbytes: int) -> Iterator[str]:
     parent, name = os.path.split(path)
     make_parents(parent)
     unfinished = os.path.join(parent, f".{name}.unfinished")
-    with _held(unfinished):
+    with naming(unfinished), _held(unfinished):
         try:
             _remove_files(unfinished)  # left over: the lock says that nobody writes them
             check_room(parent, nbytes)
