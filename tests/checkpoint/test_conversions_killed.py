@@ -35,7 +35,7 @@ def test_a_conversion_that_is_killed_leaves_the_whole_result_or_none(folder: Pat
     """Real kills: in a call, or in the middle of a write, torch's own included."""
     program = Path(__file__).with_name("killed_conversions.py")
     result = subprocess.run(
-        [sys.executable, str(program), str(folder), "2"],
+        [sys.executable, str(program), str(folder), "1"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -45,7 +45,7 @@ def test_a_conversion_that_is_killed_leaves_the_whole_result_or_none(folder: Pat
     assert result.stdout.count("killed at") == 3
 
 
-@pytest.mark.parametrize(("convert", "step"), [(export_hf, 3), (export_torch, 20)])
+@pytest.mark.parametrize(("convert", "step"), [(export_hf, 5), (export_torch, 50)])
 def test_an_error_at_any_call_names_the_file_and_leaves_nothing(
     folder: Path, convert: Callable[[Path], None], step: int
 ) -> None:

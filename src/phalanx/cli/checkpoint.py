@@ -172,6 +172,7 @@ def export_command(
 
     phalanx checkpoint export runs/a out --format dcp --step 5000
     """
+    from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size  # noqa: PLC0415
     from phalanx.checkpoint.stored import open_checkpoint  # noqa: PLC0415
     from phalanx.errors import MisuseError  # noqa: PLC0415
 
@@ -179,6 +180,7 @@ def export_command(
         raise MisuseError("--config and --shard-size are of --format hf")
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
+    most = parse_size(shard_size)
     checkpoint = _done("export", lambda: open_checkpoint(folder, step))
     manifest = checkpoint.manifest
     with _progress(f"export {kind.value}") as begin:
@@ -191,12 +193,9 @@ def export_command(
             )
             files, notes = 2, []
         else:
-            from phalanx.checkpoint import hugging_face  # noqa: PLC0415
-
-            most = hugging_face.parse_size(shard_size)
             exported = _done(
                 "export",
-                lambda: hugging_face.export_hugging_face(
+                lambda: export_hugging_face(
                     checkpoint, out, shard_size=most, config=config, begin=begin
                 ),
             )
