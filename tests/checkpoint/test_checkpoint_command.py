@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from phalanx import (
 )
 from phalanx.checkpoint.tensor_files import BLOCK
 from phalanx.cli.app import app
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
 
 def run(*words: object) -> Result:
@@ -166,3 +170,16 @@ def test_a_damaged_checkpoint_says_which_other_one_there_is(folder: Path) -> Non
     result = run("inspect", folder)
     assert isinstance(result.exception, CheckpointDamagedError)
     assert "The previous checkpoint, of step 1, is all there" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted(set(re.findall(r"^phalanx checkpoint .*", GUIDE, flags=re.MULTILINE))),
+)
+def test_the_commands_of_the_guide_are_understood(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read to its end; there is nothing here to convert."""
+    monkeypatch.chdir(tmp_path)
+    result = run(*shlex.split(command)[2:])
+    assert isinstance(result.exception, CheckpointNotFoundError), result.output

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import assert_same, state_of
+from checkpoint_runs import assert_same, cut_like, state_of
 from conversions import allocations, save, silent, trained
 from flat_shards import FlatShards
 from torch import nn
@@ -173,6 +173,20 @@ def test_there_and_back_is_the_same(folder: Path) -> None:
     found = load_checkpoint(folder / "back")
     assert found.step == 2
     assert repr(found.extra) == repr(extra)
+
+
+def test_an_import_loads_on_any_number_of_ranks(folder: Path) -> None:
+    saved_by_torch(folder / "x.dcp", step=2)
+    import_(folder / "x.dcp", folder / "runs")
+    expected = state_of(*trained())
+
+    def load(backend: phalanx.Backend) -> None:
+        model = FlatShards(trained(seed=5, steps=0)[0], backend)
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_checkpoint(folder / "runs", model=model, optimizer=optimizer)
+        assert_same(state_of(model, optimizer), cut_like(model, expected))
+
+    phalanx.simulate(load, 3)
 
 
 def test_a_pickle_is_not_read_without_trust_and_the_error_says_why(folder: Path) -> None:
