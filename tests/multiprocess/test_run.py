@@ -277,7 +277,7 @@ def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str
     one.send_signal(signal.SIGTERM)
     assert finish(one) == ([143], [], "stopped by SIGTERM\n")
     assert finish(zero) == (
-        [1],
+        [143],
         [],
         "the first failure was on another node, 1: its launcher was stopped by SIGTERM\n",
     )
