@@ -124,17 +124,20 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
     from phalanx.errors import CheckpointDamagedError  # noqa: PLC0415
 
     paths = _done("verify", lambda: checkpoints_in(folder, step))
-    damaged = 0
+    damaged: list[CheckpointDamagedError] = []
+    fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
         for path in paths:
             try:
                 nbytes = _done("verify", partial(verify, path, advance))
+                fine.append(f"{path}: {_size(nbytes)}")
             except CheckpointDamagedError as error:
-                damaged += 1
-                typer.echo(f"damaged  {error}")
-            else:
-                typer.echo(f"ok       {path}: {_size(nbytes)}")
+                damaged.append(error)
+    for problem in damaged:
+        typer.echo(f"damaged  {problem}")
+    for line in fine:
+        typer.echo(f"ok       {line}")
     raise typer.Exit(1 if damaged else 0)
 
 
