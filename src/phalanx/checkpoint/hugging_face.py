@@ -43,13 +43,13 @@ from phalanx.wire.codec import DTYPES
 
 SHARD_SIZE = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _CONFIG = "config.json"
 _TO_COPY = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 _NOT_TO_COPY = frozenset({"trainer_state.json"})
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the latter before transformers 5
 
-_NAMES: Mapping[str, str] = MappingProxyType(
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **{dtype: name for dtype, (name, more) in DTYPES_ON_DISK.items() if not more},
         "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -137,7 +137,7 @@ def _write_shard(path: str, shard: _ShardFile, reader: Reader, advance: Advance)
 
 
 def _check_dtypes(records: Mapping[str, TensorRecord]) -> None:
-    lacking = [f"{name} is {r.dtype}" for name, r in records.items() if r.dtype not in _NAMES]
+    lacking = [f"{name} is {r.dtype}" for name, r in records.items() if r.dtype not in DTYPE_NAMES]
     if lacking:
         raise UnsupportedOperationError(
             f"the safetensors format does not have every dtype of the model: {lacking[0]}"
@@ -164,7 +164,7 @@ def _plan(
     planned = []
     for number, names in enumerate(shards, start=1):
         of_shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = of_shard if len(shards) > 1 else _SINGLE
+        file = of_shard if len(shards) > 1 else SINGLE
         ordered = sorted(names, key=lambda name: (-DTYPES[records[name].dtype].itemsize, name))
         tied = {other: name for other, name in aliases.items() if name in names}
         planned.append((file, ordered, _header({n: records[n] for n in ordered}, tied)))
@@ -197,7 +197,7 @@ def _header(records: Mapping[str, TensorRecord], tied: Mapping[str, str]) -> byt
     for name, record in records.items():
         end = begin + nbytes_of(record)
         header[name] = {
-            "dtype": _NAMES[record.dtype],
+            "dtype": DTYPE_NAMES[record.dtype],
             "shape": list(record.shape),
             "data_offsets": [begin, end],
         }

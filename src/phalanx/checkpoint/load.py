@@ -124,7 +124,7 @@ class _Load:
             raise
         nobodys = set(unused[0]).intersection(*unused[1:])
         if nobodys:
-            names = _shown([name for name in unused[0] if name in nobodys])
+            names = shown([name for name in unused[0] if name in nobodys])
             raise CheckpointMismatchError(
                 f"{self._group.op}: {self._path} does not fit: the model has no place for {names}, "
                 "which the checkpoint has",
@@ -199,7 +199,7 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
     missing += [key for key in model.stateful if key not in manifest.values]
     if missing:
         raise CheckpointMismatchError(
-            f"it has no {_shown(missing)}, which the model has: load it into the model that was "
+            f"it has no {shown(missing)}, which the model has: load it into the model that was "
             "saved"
         )
     wrong = []
@@ -212,7 +212,7 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
                 f"{list(shard.slice.shape)} here"
             )
     if wrong:
-        raise CheckpointMismatchError(f"it is of another model: {_shown(wrong)}")
+        raise CheckpointMismatchError(f"it is of another model: {shown(wrong)}")
     loaded = [
         (shard.tensor, reader.part(manifest.model[there[name]], shard.slice))
         for name, shard in here.items()
@@ -263,7 +263,7 @@ def _into_optimizer(
     missing = [name for name, stored in there.items() if stored not in group_of]
     if missing:
         raise CheckpointMismatchError(
-            f"its optimizer has no {_shown(missing)}, which the optimizer here has"
+            f"its optimizer has no {shown(missing)}, which the optimizer here has"
         )
     options: list[Json] = []
     states: list[dict[Tensor, dict[str, StateToLoad]]] = []
@@ -329,7 +329,7 @@ def _request_state(
     for own in record.own:
         if (own.start, own.stop) == (start, stop):
             return reader.request(own.value)
-    parts = _shown([f"{each.start}:{each.stop}" for each in record.own])
+    parts = shown([f"{each.start}:{each.stop}" for each in record.own])
     raise CheckpointMismatchError(
         f"{what} cannot be cut otherwise than it was: it was saved for elements {parts}, and this "
         f"rank has {start}:{stop}. Load it with the number of ranks and the strategy that it was "
@@ -350,7 +350,7 @@ def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool)
     return like
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: list[str]) -> str:
     """The first few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
