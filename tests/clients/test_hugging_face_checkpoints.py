@@ -108,3 +108,27 @@ def test_the_files_have_what_save_pretrained_writes(tmp_path: Path) -> None:
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_what_save_pretrained_wrote_loads_into_fsdp_on_two_ranks(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    theirs = make()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=TOKENS).logits
+    models = [make() for _ in range(2)]
+    with torch.no_grad():
+        for parameter in (p for model in models for p in model.parameters()):
+            parameter.zero_()
+
+    def load(backend: Backend) -> torch.Tensor:
+        model = FSDP(models[backend.rank], backend)
+        phalanx.load_pretrained(tmp_path, model)
+        with torch.no_grad():
+            return model.eval()(input_ids=TOKENS).logits
+
+    for logits in phalanx.simulate(load, 2):
+        assert torch.equal(logits, expected)
