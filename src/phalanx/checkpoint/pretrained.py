@@ -76,7 +76,7 @@ def load_pretrained(
     """
     folder = os.path.abspath(folder)
     group = group_for(model, backend, folder, "load_pretrained", timeout, of_parts=True)
-    load = _Load(folder, model, rename)
+    load = _Pretrained(folder, model, rename)
     unused = group.on_all(load.check)
     nobodys = [name for name in unused[0] if all(name in others for others in unused[1:])]
     if nobodys:
@@ -113,7 +113,7 @@ class _Wanted(NamedTuple):
     ranges: Callable[[], Iterator[Range]]
 
 
-class _Load:
+class _Pretrained:
     """One rank's part in one load: check, read, and, when all ranks have read, apply."""
 
     def __init__(self, folder: str, model: nn.Module, rename: Rename | None) -> None:
