@@ -162,9 +162,11 @@ class Counters:
 
     def snapshot(self) -> Counts:
         """The numbers of this moment."""
-        for wait, since in self._blocked.items():
+        for wait, since in list(self._blocked.items()):
             self._blocked[wait] = now = self._now()
-            self._waited(wait.waits_for(), now - since)
+            absent = wait.waits_for() or [ANY]
+            for peer in absent:
+                self._waited(peer, (now - since) / len(absent))
         kept = {peer: count for peer, count in self._kept.items() if count}
         return Counts(
             self._rank,
@@ -195,7 +197,7 @@ class Counters:
     def moved(self, message: PostedMessage) -> None:
         """A message of a round is about to be complete."""
         counted = self._peers[message.peer]
-        if isinstance(message, PostedReceive):
+        if type(message) is PostedReceive:
             counted.messages_received += 1
             counted.bytes_received += message.stop - message.start
         else:
@@ -220,39 +222,43 @@ class Counters:
         complete = step.ready(spin=spin)
         peer = step.awaited()
         if peer is not None:
-            self._waited((peer,), self._now() - began)
+            self._waited(peer, self._now() - began)
         return complete
 
     def blocks(self, wait: Wait, now: float) -> None:
         """A thread begins to wait. Lock not held."""
-        with self._lock:
-            self._blocked.setdefault(wait, now)
+        self._blocked.setdefault(wait, now)
 
-    def arrived(self, work: WorkBase, peer: int | None) -> None:
+    def arrived(self, work: WorkBase, peer: int) -> None:
         """A step of a work is complete, with this peer's part as the last one."""
-        for wait, since in self._blocked.items():
-            if any(part.group.head_of_queue(part) is work for part in wait.parts()):
+        for wait, since in list(self._blocked.items()):
+            if wait is work or _is_held_up(wait, work):
                 self._blocked[wait] = now = self._now()
-                self._waited((ANY if peer is None else peer,), now - since)
+                self._waited(peer, now - since)
 
-    def is_free(self, wait: Wait) -> None:
+    def is_free(self, wait: Wait, now: float) -> None:
         """A thread goes on, or gives up: then the rank counts that the error blames.
 
         Lock not held.
         """
         with self._lock:
-            since, error, blamed = self._blocked.pop(wait, None), wait.error, ANY
-            if isinstance(error, DistributedError) and error.peer is not None:
-                blamed = wait.group.ranks[error.peer]
-            if since is not None:  # else another thread has waited for it, too
-                self._waited((blamed,), self._now() - since)
+            since, error = self._blocked.pop(wait, None), wait.error
+            if since is None:  # another thread has waited for it, too
+                return
+            peer = error.peer if isinstance(error, DistributedError) else None
+            blamed = ANY if peer is None else wait.group.ranks[peer]
+            self._waited(blamed, now - since)
 
-    def _waited(self, peers: Iterable[int], seconds: float) -> None:
-        """This rank was blocked for so long, for one of these, in equal parts."""
+    def _waited(self, peer: int, seconds: float) -> None:
+        """This rank was blocked for so long, for this one."""
         self._seconds_waiting += seconds
-        known = [peer for peer in peers if peer != ANY]
-        for peer in known:
-            self._peers[peer].seconds_waiting += seconds / len(known)
+        if peer != ANY:
+            self._peers[peer].seconds_waiting += seconds
+
+
+def _is_held_up(wait: Wait, work: WorkBase) -> bool:
+    """Whether this has to end before the wait can, or before a part of it can."""
+    return any(part.group.head_of_queue(part) is work for part in wait.parts())
 
 
 # ------------------------------------------------------------------------------

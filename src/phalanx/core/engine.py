@@ -187,7 +187,8 @@ class Engine(Poster):
         diverged = step.diverged()
         if diverged is None:
             if complete and self.counters is not None:
-                self.counters.arrived(work, step.awaited())
+                peer = step.awaited()
+                self.counters.arrived(work, ANY if peer is None else peer)
             return complete
         work.group.checker.has_diverged(work.call, diverged)
         return False
@@ -204,9 +205,10 @@ class Engine(Poster):
             self.watchdog.waits.pop(until, None)  # another thread may have waited for it, too
             if until.over and self.watchdog.queries:
                 self.watchdog.forget(until)
-            until.group.was_blocked(self.now() - began)
+            now = self.now()
+            until.group.was_blocked(now - began)
             if counters is not None:
-                counters.is_free(until)
+                counters.is_free(until, now)
         if self.callbacks:
             self.run_callbacks()
 
