@@ -57,6 +57,7 @@ class Engine(Poster):
     native     for each group, what another library carries out whole
     counters   counts what this rank does; None until the first call of `count`
     progress   how far the program has come
+    at_close   called, in order, when this rank has left; the lock is not held
     copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
     strict     whether ranks compare call sites, too, and before a library's collectives begin
@@ -95,6 +96,7 @@ class Engine(Poster):
         self.counters: Counters | None = None
         self.moved = None
         self.progress = Progress(rank, now)
+        self.at_close: list[Callable[[], object]] = []
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(
