@@ -294,7 +294,7 @@ COUNTS = Counts(
     since=0.0,
     peers={0: PeerCounts(2, 1, 20, 10, 400, 300, 7, 0.5)},
     operations={"all_reduce": OperationCounts(4, 0.25)},
-    seconds_waiting=0.75,
+    seconds_unknown=0.25,
     failures={"PeerLostError": 1},
 )
 STEP = LoggedStep(9, 1.75e9, 0.125, {'odd "name"\\\n': float("nan"), "lr": float("inf")})

@@ -80,8 +80,7 @@ class Counts(Struct, frozen=True):
     since             when counting began, in seconds since 1970
     peers             by rank of the job; ranks with which nothing was exchanged may be missing
     operations        by name, such as `all_reduce` and `send`
-    seconds_waiting   in which a thread of this rank was blocked in a call, for whomever: more than
-                      the sum over `peers` where it is not known for whom
+    seconds_unknown   in which a thread was blocked in a call, and it is not known for whom
     failures          how often a call has ended with an error, by the error's class
     """
 
@@ -90,8 +89,14 @@ class Counts(Struct, frozen=True):
     since: float
     peers: dict[int, PeerCounts]
     operations: dict[str, OperationCounts]
-    seconds_waiting: float
+    seconds_unknown: float
     failures: dict[str, int]
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds in which a thread of this rank was blocked in a call, for whomever."""
+        known = (peer.seconds_waiting for peer in self.peers.values())
+        return sum(known, self.seconds_unknown)
 
     @property
     def bytes_out(self) -> int:
@@ -157,7 +162,7 @@ class Counters:
         self._since = time()
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._operations: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        self._seconds_waiting = 0.0
+        self._seconds_unknown = 0.0
         self._blocked: dict[Wait, float] = {}  # and since when it was not accounted for
 
     def snapshot(self) -> Counts:
@@ -177,7 +182,7 @@ class Counters:
                 name: OperationCounts(int(count), seconds)
                 for name, (count, seconds) in sorted(self._operations.items())
             },
-            self._seconds_waiting,
+            self._seconds_unknown,
             dict(self._failures),
         )
 
@@ -251,8 +256,9 @@ class Counters:
 
     def _waited(self, peer: int, seconds: float) -> None:
         """This rank was blocked for so long, for this one."""
-        self._seconds_waiting += seconds
-        if peer != ANY:
+        if peer == ANY:
+            self._seconds_unknown += seconds
+        else:
             self._peers[peer].seconds_waiting += seconds
 
 

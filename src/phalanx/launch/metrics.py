@@ -158,11 +158,9 @@ def _of_peers(*fields: tuple[str, Labels]) -> Callable[[Counts, LoggedStep], Sam
 
 def _waiting(counts: Counts, _: LoggedStep) -> Samples:
     """For each peer, and for nobody knows whom."""
-    known = 0.0
     for peer, counted in counts.peers.items():
-        known += counted.seconds_waiting
         yield {"peer": str(peer)}, counted.seconds_waiting
-    yield {"peer": "unknown"}, max(0.0, counts.seconds_waiting - known)
+    yield {"peer": "unknown"}, counts.seconds_unknown
 
 
 def _of_operations(field: str) -> Callable[[Counts, LoggedStep], Samples]:
@@ -344,7 +342,6 @@ class MetricsServer:
         self._engine = engine
         self._listener = listener
         self._seconds = seconds
-        self._open = 0
         self._began = threading.Event()
         self._end: Callable[[], object] = bool  # nothing, before it has begun
         name = f"phalanx metrics of rank {engine.rank}"
@@ -364,44 +361,68 @@ class MetricsServer:
     def _run(self) -> None:
         import asyncio  # noqa: PLC0415 - which a rank without metrics need not wait for
 
-        async def serve() -> None:
-            over, loop = asyncio.Event(), asyncio.get_running_loop()
-            self._end = partial(loop.call_soon_threadsafe, over.set)
-            server = await asyncio.start_server(
-                self._connected, sock=self._listener, limit=MAX_REQUEST
-            )
+        try:
+            asyncio.run(self._serve())
+        finally:
             self._began.set()
+
+    async def _serve(self) -> None:
+        import asyncio  # noqa: PLC0415
+
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        listener, connected = self._listener, set[asyncio.Task[None]]()
+
+        def accept() -> None:
+            try:
+                client, _ = listener.accept()
+            except OSError:  # such as of a process that has too many files open
+                loop.remove_reader(listener)
+                loop.call_later(1.0, listen)
+                return
+            client.setblocking(False)
+            if len(connected) >= MAX_CONNECTIONS:
+                client.close()
+                return
+            task = loop.create_task(self._talk(client))
+            connected.add(task)
+            task.add_done_callback(partial(ended, client))
+
+        def ended(client: socket.socket, task: asyncio.Task[None]) -> None:
+            connected.discard(task)
+            client.close()
+
+        def listen() -> None:
+            loop.add_reader(listener, accept)
+
+        listener.setblocking(False)
+        listen()
+        self._end = partial(loop.call_soon_threadsafe, over.set)
+        self._began.set()
+        try:
             await over.wait()
-            server.close()
-
-        try:
-            asyncio.run(serve())
         finally:
-            self._began.set()
+            loop.remove_reader(listener)
+            listener.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(self, client: socket.socket) -> None:
         import asyncio  # noqa: PLC0415
 
-        self._open += 1
-        try:
-            if self._open <= MAX_CONNECTIONS:
-                await asyncio.wait_for(self._answer(reader, writer), self._seconds)
-        except (OSError, EOFError, asyncio.TimeoutError):
-            pass  # the client is gone, or slow
-        finally:
-            self._open -= 1
-            writer.transport.abort()  # nothing, if all was sent
+        with suppress(OSError, asyncio.TimeoutError):  # it is gone, or slow
+            await asyncio.wait_for(self._answer(client), self._seconds)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, client: socket.socket) -> None:
         import asyncio  # noqa: PLC0415
 
-        try:
-            answer = self._respond(await reader.readuntil(b"\r\n\r\n"))
-        except asyncio.LimitOverrunError:
-            answer = _response(f"431 Request Over {MAX_REQUEST} Bytes")
-        writer.write(answer)
-        writer.close()
-        await writer.wait_closed()
+        loop, request = asyncio.get_running_loop(), b""
+        while b"\r\n\r\n" not in request:
+            piece = await loop.sock_recv(client, MAX_REQUEST)
+            if not piece:
+                return
+            request += piece
+            if len(request) > MAX_REQUEST:
+                await loop.sock_sendall(client, _response(f"431 Over {MAX_REQUEST} Bytes"))
+                return
+        await loop.sock_sendall(client, self._respond(request))
 
     def _respond(self, request: bytes) -> bytes:
         """The answer to a request, whose body, if any, is not read."""
