@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.launch import metrics
 from phalanx.launch.binding import Processors, bind, threads_per_rank
 from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.output import RankPipes
@@ -95,6 +96,7 @@ class Job:
                 parse_address(self.master).host.encode("idna")  # as names are looked up
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
+        metrics.wanted(os.environ)
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
             # Only the outermost name: looking further would import it, here.
