@@ -169,7 +169,7 @@ def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(MisuseError, match="no state can be published in .*file"):
+    with pytest.raises(MisuseError, match=r"no state can be published in .*file"):
         open_folder(tmp_path / "file" / "folder")
 
 
@@ -326,7 +326,7 @@ def test_where_nobody_listens_or_answers_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="is in no call of Phalanx"):
         RemoteFolder(server.endpoint, TOKEN)  # nobody looks for callers
     server.close()
-    with pytest.raises(BackendUnavailableError, match="no job can be watched at 127.0.0.1"):
+    with pytest.raises(BackendUnavailableError, match=r"no job can be watched at 127\.0\.0\.1"):
         RemoteFolder(server.endpoint, TOKEN)
 
 

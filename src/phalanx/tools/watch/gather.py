@@ -82,7 +82,8 @@ class Gatherer:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._published: dict[int, tuple[float, float]] = {}  # time of the state; when it came
+        # The time of each rank's latest state, and when it came.
+        self._published: dict[int, tuple[float | None, float]] = {}
         self._waiting: dict[int, float] = {}  # share of time, of late
         self._last = now()
 
@@ -95,6 +96,7 @@ class Gatherer:
         weight = min((now - self._last) / _MEMORY, 1.0)
         self._last = now
         for state in job.ranks:
+            state.waits_for = [rank for rank in state.waits_for if 0 <= rank < job.world_size]
             self._note_silence(state, now)
             if state.status == "running":
                 before = self._waiting.get(state.rank, state.waiting)
@@ -117,7 +119,7 @@ class Gatherer:
         if state.status != "running":
             self._published.pop(state.rank, None)
             return
-        published, came = self._published.get(state.rank, (0.0, now))
+        published, came = self._published.get(state.rank, (None, now))
         if published != state.time:
             self._published[state.rank] = state.time, now
         elif now - came > SILENCE and not state.reason:
