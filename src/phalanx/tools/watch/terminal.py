@@ -65,8 +65,10 @@ def as_json(state: JobState) -> str:
 def picture(state: JobState, width: int, height: int | None = None) -> RenderableType:
     """Return what shows `state` on so many columns, and lines if they are given."""
     above = [_headline(state, width)]
+    # Where there is no end of lines, nothing is cut off.
     below = [
-        Text(line, style="bold yellow", no_wrap=True, overflow="ellipsis") for line in state.chain
+        Text(line, style="bold yellow", no_wrap=height is not None, overflow="ellipsis")
+        for line in state.chain
     ]
     if state.ended:
         below.append(Text(f"the job has ended: {state.ended}", style="bold"))
