@@ -217,7 +217,7 @@ class _Launch:
 
     def close(self) -> bool:
         """Leave the job; return whether no thread is left."""
-        self._watch.end(self._how)
+        self._watch.end(self._how or "its launcher has ended")
         seconds = _LAST_CALL if self._signals.received else _LAST_WORDS
         return self._nodes.close(seconds) and self._shown
 
