@@ -176,7 +176,7 @@ def test_of_several_jobs_one_has_to_be_chosen(tmp_path: Path) -> None:
     one, two = (WatchFolder(tmp_path / name) for name in ("one", "two"))
     a, b = job(computes(0), name="a.py"), job(computes(0), name="b.py", time=2.0)
     assert choose([(one, a)]) is one
-    with pytest.raises(MisuseError, match=r"2 jobs run(.|\n)*phalanx watch .*two   # b.py, 1 rank"):
+    with pytest.raises(MisuseError, match=r"2 jobs run(.|\n)*phalanx watch .*two   # b.py on 1"):
         choose([(one, a), (two, b)])
     a.ended = b.ended = "it has ended well"
     assert choose([(one, a), (two, b)]) is two

@@ -65,10 +65,11 @@ def follow(
 
 def snapshot(read: Read) -> JobState | None:
     """Return one state, when the ranks have published, or a moment is over. None: it is gone."""
-    deadline, state = time.monotonic() + _FIRST, None
+    began, state = time.monotonic(), None
     for state in follow(read):
         published = all(rank.status != "starting" for rank in state.ranks)
-        if published or time.monotonic() > deadline:
+        seconds = time.monotonic() - began
+        if seconds > (2 * PERIOD if published else _FIRST):  # launchers publish once a `PERIOD`
             break
     return state
 
@@ -266,7 +267,7 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
             f"set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
         )
     lines = [
-        f"  phalanx watch {folder.path}   # {state.name}, {state.world_size} ranks"
+        f"  phalanx watch {folder.path}   # {state.name} on {state.world_size}"
         for folder, state in running
     ]
     raise MisuseError("\n".join([f"{len(running)} jobs run on this host; choose one:", *lines]))
