@@ -35,6 +35,7 @@ from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch import metrics, slurm
 from phalanx.launch.environment import World, read_environment
+from phalanx.launch.publish import publish
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
@@ -75,6 +76,7 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     made = make_backend(backend, world, timeout)
     metrics.begin(made)
+    publish(made)
     announce(made)
     return made
 

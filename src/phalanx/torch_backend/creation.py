@@ -13,6 +13,7 @@ from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.launch import metrics
 from phalanx.launch.init import announce
+from phalanx.launch.publish import publish
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import VERSION, PhalanxProcessGroup
@@ -42,6 +43,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
             backend = meet(store, world_rank, options.group_size, timeout)
             if not options.global_ranks_in_group:  # it is the default group
                 metrics.begin(backend)
+                publish(backend)
                 announce(backend)
         others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:
