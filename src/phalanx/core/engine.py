@@ -221,7 +221,7 @@ class Engine(Poster):
         if self.watchdog.queries:
             self.watchdog.forget(work)
         if self.trace is not None:
-            self.trace.ended(work)
+            self.trace.ended(work, self.watchdog.awaited_since(work))
         self.transport.wake(work)
 
     def check_reachable(self, work: WorkBase, peer: int) -> None:
