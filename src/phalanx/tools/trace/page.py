@@ -1,27 +1,21 @@
 """What `phalanx trace` writes beside a merged trace: a page (`--html`), a picture (`--png`).
 
-The page is one file: it fetches nothing, and its own policy lets it run no script but the one that
-it has been written with. Its size goes by the number of ranks, not by that of operations. Tables
-are there without the script, which draws the timeline and sorts.
+The page is one file, which fetches nothing (`one_page.py`). Its size goes by the number of ranks,
+not by that of operations. Tables are there without the script, which draws and sorts.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING
 
 from phalanx.errors import MisuseError
+from phalanx.tools.one_page import as_text, assemble
 from phalanx.tools.trace.merged import MergedTrace, RankSummary
 from phalanx.tools.trace.profile import BINS, STATES, RankProfile, Slow
 
@@ -185,17 +179,15 @@ def _bytes(value: int) -> str:
 
 def write_page(merged: MergedTrace, path: Path) -> None:
     """Write the page; raises `MisuseError` if that is not possible."""
-    here = files(__package__)
-    style, script = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     profile = merged.profile
     lines = {
-        "title": _text(f"Trace of {_counted(len(merged.ranks), 'rank')}: {merged.path.name}"),
-        "merged": _text(merged.path.name),
-        "verdict": _text(verdict(merged)),
+        "title": as_text(f"Trace of {_counted(len(merged.ranks), 'rank')}: {merged.path.name}"),
+        "merged": as_text(merged.path.name),
+        "verdict": as_text(verdict(merged)),
         "tiles": "".join(
-            f"<div><dt>{name}</dt><dd>{_text(value)}</dd></div>" for name, value in _tiles(merged)
+            f"<div><dt>{name}</dt><dd>{as_text(value)}</dd></div>" for name, value in _tiles(merged)
         ),
-        "notes": "".join(f'<p class="note">Note: {_text(note)}</p>' for note in merged.notes),
+        "notes": "".join(f'<p class="note">Note: {as_text(note)}</p>' for note in merged.notes),
         "legend": "".join(
             f'<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="{state}" width="1" '
             f'height="1"/></svg>{meaning}'
@@ -206,27 +198,9 @@ def write_page(merged: MergedTrace, path: Path) -> None:
         **_table("kinds", _KINDS, _kind_rows(merged)),
         "errors": _errors(merged),
         "data": _data(merged),
-        "style": style,
-        "script": script,
-        "style_hash": _hash(style),
-        "script_hash": _hash(script),
     }
-    template = Template(here.joinpath("page.html").read_text("utf-8"))
-    _replace(path, template.substitute(lines).encode())
-
-
-def _hash(source: str) -> str:
-    digest = hashlib.sha256(source.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def _text(value: object) -> str:
-    """As text or an attribute of the page; characters that cannot be seen are written out."""
-    shown = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
-    return html.escape(shown)
+    page, _ = assemble(__package__, **lines)
+    _replace(path, page.encode())
 
 
 def _data(merged: MergedTrace) -> str:
@@ -321,7 +295,7 @@ def _table(
     body = []
     for marked, cells in rows:
         shown = "".join(
-            f'<td class="{kind}" data-value="{_text(value)}">{cell}</td>'
+            f'<td class="{kind}" data-value="{as_text(value)}">{cell}</td>'
             for (cell, value), (_, kind) in zip(cells, columns, strict=True)
         )
         body.append(f'<tr class="{marked}">{shown}</tr>')
@@ -329,11 +303,11 @@ def _table(
 
 
 def _word(value: object) -> _Cell:
-    return _text(value), value
+    return as_text(value), value
 
 
 def _time(value: float) -> _Cell:
-    return _text(_seconds(value)), f"{value:.9f}"
+    return as_text(_seconds(value)), f"{value:.9f}"
 
 
 def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
@@ -346,7 +320,7 @@ def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
         cells += [(_bar(STATES, totals, merged.profile.seconds), ""), _time(profile.awaited)]
         cells += [(_bar(("waiting",), (profile.awaited,), most), "")]
         cells += [_word(summary.last), _time(summary.late)]
-        cells += [(_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0))]
+        cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0))]
         cells += [_time(seconds) for seconds in totals]
         cells += [_word(each) for each in (summary.operations, summary.runs, summary.errors)]
         yield "culprit" if summary is culprit else "", cells
@@ -399,8 +373,8 @@ def _errors(merged: MergedTrace) -> str:
     in_all = sum(rank.errors for rank in merged.ranks)
     head = "Errors" if in_all == len(errors) else f"The first {len(errors)} of {in_all} errors"
     rows = "".join(
-        f'<tr><td>{rank}</td><td class="text">{_text(name)}</td>'
-        f'<td class="long text">{_text(error)}</td></tr>'
+        f'<tr><td>{rank}</td><td class="text">{as_text(name)}</td>'
+        f'<td class="long text">{as_text(error)}</td></tr>'
         for rank, name, error in errors
     )
     return (
