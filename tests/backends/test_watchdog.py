@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx import MisuseError, SimulatedBackend
 from phalanx.core.posted import Wait
-from phalanx.core.watchdog import LONGEST_QUERY, chain_of_waits, query_lead_time, warn_after
-from phalanx.wire.control import Answer
+from phalanx.core.watchdog import LONGEST_QUERY, query_lead_time, warn_after
+from phalanx.wire.control import Answer, chain_of_waits
 
 Answers = dict[int, Answer | None]
 

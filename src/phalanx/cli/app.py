@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import bench, kubernetes, slurm
+from phalanx.cli import bench, kubernetes, slurm, watch
 from phalanx.launch.kubernetes import read_pod
 from phalanx.launch.run import Job, run
 
@@ -246,6 +246,7 @@ def trace_command(
         console.print(f"{png}: the picture", markup=False)
 
 
+app.command("watch", help=watch.__doc__)(watch.watch_command)
 app.command("bench", help=bench.__doc__)(bench.bench_command)
 app.command(
     "kubernetes",

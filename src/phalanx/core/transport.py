@@ -13,6 +13,7 @@ all of these, and in the methods here unless they say otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, TypeAlias
 
@@ -88,6 +89,14 @@ class Transport(ABC):
 
     def watch(self) -> None:  # noqa: B027 - not all need to do a thing
         """A step has begun that has to be polled: wake the thread that sleeps in `wait`."""
+
+    def every(  # noqa: B027 - not all need to do a thing
+        self, seconds: float, callback: Callable[[], object]
+    ) -> None:
+        """Call back at such intervals, while this rank moves bytes or waits. Lock not held.
+
+        It is held in the callback. Not while the rank is in no call; without peers never.
+        """
 
     # Memory ---------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from phalanx.core.matching import is_full
 from phalanx.core.posted import GroupBase, Wait, WorkBase
 from phalanx.errors import CollectiveTimeoutError, MisuseError
-from phalanx.wire.control import Answer, Ask, shortened
+from phalanx.wire.control import Answer, Ask, chain_of_waits, shortened
 
 log = logging.getLogger("phalanx")
 
@@ -178,28 +178,6 @@ def warn_after(environ: Mapping[str, str]) -> float:
 def query_lead_time(timeout: float) -> float:
     """Seconds before the deadline at which the rank asks who waits for whom."""
     return min(LONGEST_QUERY, timeout / 4)
-
-
-def chain_of_waits(
-    first: Iterable[int], answers: Mapping[int, Answer | None]
-) -> tuple[list[int], bool]:
-    """The shortest chain of ranks that wait for each other, and whether it ends.
-
-    `answers` holds what the ranks that were asked have said: None for nothing. A chain ends with a
-    rank that waits for nobody. If none does, it is the first steps of a circle.
-    """
-    chains = [[rank] for rank in first]
-    seen: set[int] = set()
-    for chain in chains:  # grows while it is walked: breadth first
-        last = chain[-1]
-        if last in seen:
-            continue
-        seen.add(last)
-        answer = answers.get(last)
-        if answer is None or not answer.waits_for:
-            return chain, True
-        chains.extend([*chain, rank] for rank in answer.waits_for)
-    return (chains[0] if chains else []), False
 
 
 class WaitForGraph:

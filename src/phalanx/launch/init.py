@@ -35,6 +35,7 @@ from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
+from phalanx.launch.publish import publish
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
@@ -73,6 +74,11 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     made = make_backend(backend, world, timeout)
+    try:
+        publish(made, world)
+    except BaseException:
+        made.abort()
+        raise
     announce(made)
     return made
 

@@ -25,6 +25,7 @@ from typing import TextIO
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
 _PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
 _LOOK = 0.05
+_KEPT = 2000  # bytes of a rank's last output, for who watches the job
 
 
 class RankLines:
@@ -34,11 +35,13 @@ class RankLines:
         -> "[rank 1] hello\n"  "[rank 0] loss 3\n"
 
     Bytes go through as they are, whatever their encoding. A reader that has gone away is no
-    error: the ranks go on. `finish()` passes on what has no end of line.
+    error: the ranks go on. `finish()` passes on what has no end of line. `last` gets the end of
+    what each rank has written last.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, last: dict[int, bytes] | None = None) -> None:
         self._descriptor = descriptor
+        self._last = {} if last is None else last
         self._begun: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
@@ -49,6 +52,7 @@ class RankLines:
         if rest:
             self._begun[rank] = rest
         if newline:
+            self._last[rank] = lines[-_KEPT:] or self._last.get(rank, b"")
             prefix = b"[rank %d] " % rank
             self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
 
@@ -140,12 +144,15 @@ def _seen(line: str) -> str:
 class RankPipes:
     """Shows what ranks write to their standard output and errors, until `close()`; in a thread.
 
-    `out` and `err` are those of this process: descriptors, or streams.
+    `out` and `err` are those of this process: descriptors, or streams. `last` holds the end of what
+    each rank has written last; not of a rank that writes to streams.
     """
 
     def __init__(self, out: int | TextIO, err: int | TextIO) -> None:
+        self.last: dict[int, bytes] = {}
         self._lines = [
-            RankLines(to) if isinstance(to, int) else LiveRankLines(to) for to in (out, err)
+            RankLines(to, self.last) if isinstance(to, int) else LiveRankLines(to)
+            for to in (out, err)
         ]
         self._selector = selectors.DefaultSelector()
         reader, self._writer = os.pipe()

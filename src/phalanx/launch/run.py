@@ -41,6 +41,7 @@ from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
 from phalanx.launch.store import NodeExit, Nodes
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
+from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.addresses import check_listening
 from phalanx.transport.tcp.admission import find_token
@@ -129,8 +130,9 @@ def run(job: Job) -> int:
     open_standard_streams()
     with Signals() as signals:
         job.check()
-        with Reaper() as reaper:
-            launch = _Launch(job, reaper, signals)
+        watch = NodeWatch(" ".join([job.target, *job.args]), job.node_rank, os.environ)
+        with Reaper(watch.private) as reaper:
+            launch = _Launch(job, reaper, signals, watch)
             try:
                 code = launch.run()
             except Exception as error:  # after a signal, whatever was raised follows from it
@@ -148,8 +150,9 @@ def run(job: Job) -> int:
 class _Launch:
     """One `phalanx run` on this host: generations of ranks, and what the nodes agree on."""
 
-    def __init__(self, job: Job, reaper: Reaper, signals: Signals) -> None:
+    def __init__(self, job: Job, reaper: Reaper, signals: Signals, watch: NodeWatch) -> None:
         self._job = job
+        self._watch = watch
         self._reaper = reaper
         self._signals = signals
         self._processors = job.processors()
@@ -158,6 +161,7 @@ class _Launch:
         self._generation = 0
         self._last_call = math.inf
         self._shown = True
+        self._how = ""  # the job has ended, in words
         self._nodes = Nodes(
             reaper,
             ranks=job.ranks,
@@ -181,6 +185,7 @@ class _Launch:
             while (outcome := self._nodes.outcome(self._generation)) is None:
                 self._wait()
             failed = [node for node in outcome if node.failed]
+            self._how = "it has ended well"
             if not failed:
                 code = max(node.code for node in outcome)
                 if code == AGAIN:
@@ -189,6 +194,7 @@ class _Launch:
                     )
                 return code
             root = min(failed, key=lambda node: node.follows)  # of equal ones the first written
+            self._how = root.summary
             elsewhere = ""
             if root.node != job.node_rank:
                 elsewhere = f"the first failure was on another node, {root.node}: {root.summary}"
@@ -204,11 +210,12 @@ class _Launch:
         how = f"failed: {error}"
         if self._signals.received:
             how = f"was stopped by {signal.Signals(self._signals.received[0]).name}"
-        summary = f"its launcher {how}"
+        self._how = summary = f"its launcher {how}"
         self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=1, final=True))
 
     def close(self) -> bool:
         """Leave the job; return whether no thread is left."""
+        self._watch.end(self._how)
         seconds = _LAST_CALL if self._signals.received else _LAST_WORDS
         return self._nodes.close(seconds) and self._shown
 
@@ -229,17 +236,21 @@ class _Launch:
                         environ=environ | own,
                         processors=self._processors[local_rank],
                     )
+                self._watch.begin(self._generation, world_size)
                 while ranks.state() == "running" and not self._nodes.failed(self._generation):
                     ranks.wait(also=signals.descriptors)
+                    self._watch.look(ranks.ranks, pipes.last)
                     self._nodes.check()
                     for passed in signals.take():
                         ranks.send(passed)
                     if signals.received:
                         break
+                self._watch.look(ranks.ranks, pipes.last, now=True)
                 if signals.received:
                     self._stop(ranks, signals.received[0])
                 else:
                     ranks.stop()
+                self._watch.look(ranks.ranks, pipes.last, now=True)
                 if not signals.received:
                     self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.exits()))
         finally:
@@ -313,6 +324,7 @@ class _Launch:
             environ.pop(name, None)
         if one_host:
             environ[STORE_VARIABLE] = str(endpoint)
+        environ |= self._watch.environment()
         if self._fresh_token:
             environ["PHALANX_TOKEN"] = self._fresh_token
         return environ

@@ -10,6 +10,7 @@ Both are JSON (msgspec), never pickle. Whoever reads them bounds what others hav
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 Status = Literal["starting", "running", "stopped", "dead", "ended"]
 """What the process of a rank is doing:
 
-    starting  it has not published anything yet: no `phalanx.init()`, or no call since the watch
+    starting  it has not published anything: no `phalanx.init()`, or no call since the watch began
     running   it runs
     stopped   it does not run: SIGSTOP, or a debugger holds it
     dead      it has ended otherwise than well; `reason` says how
@@ -27,13 +28,14 @@ Status = Literal["starting", "running", "stopped", "dead", "ended"]
 LONGEST_TEXT = 400  # characters of any text; the rest is cut off
 MOST_VALUES = 16  # of what the program logs
 MOST_RANKS = 64  # of those for which a rank says it waits
-MOST_BYTES = 64 << 10  # of one published state
+MOST_BYTES = 1 << 20  # of one file of states
 
 
 class RankState(msgspec.Struct, kw_only=True):
     """One rank at one moment. Numbers that are not known are 0, and texts "".
 
     rank, host, pid     who it is: its rank in the job, the name of its host, its process
+    machine             the same for processes that see each other's numbers: of one host
     generation          how often the ranks of the job have been started again before
     time                when this was taken: seconds since 1970, by that host's clock
     status, reason      what its process does; the reason in words, where it is stopped or dead
@@ -47,9 +49,9 @@ class RankState(msgspec.Struct, kw_only=True):
     seconds_in          seconds for which the call has been under way
     waits_for           ranks (of the job) for which the call waits now; empty where it computes
     last_call           the call that ended last, in words
-    communicating       share of time (0..1) in which bytes were moved, since the state before
-    waiting             share of time (0..1) in which it waited for other ranks; the rest of the
-                        time, 1 - communicating - waiting, it computed
+    waiting             share of time (0..1) blocked in calls, since the state before this one
+    communicating       share of time (0..1) in which calls were under way and it was not blocked:
+                        it computed meanwhile. 1 - waiting - communicating: it computed, no more
     sent, received      bytes a second, to and from all peers, since the state before
     memory              bytes of memory that the process has (resident)
     log                 the last line that it has printed, without control characters
@@ -60,6 +62,7 @@ class RankState(msgspec.Struct, kw_only=True):
     rank: int
     host: str = ""
     pid: int = 0
+    machine: str = ""
     generation: int = 0
     time: float = 0.0
     status: Status = "running"
@@ -91,7 +94,8 @@ class JobState(msgspec.Struct, kw_only=True):
     time        when this was taken: seconds since 1970, by the watcher's clock
     ranks       all of them, in rank order; also those that have published nothing
     generation  how often all ranks have been started again
-    slowest     the rank for which the others wait most; None where nobody waits
+    slowest     the rank that the others wait for: at the end of the chain, or the one that waits
+                least; None where all wait alike
     chain       while something stalls: who waits for whom, one line each; else empty
     ended       how the job has ended, in words; "" while it runs. It is the last state then
     """
@@ -106,6 +110,12 @@ class JobState(msgspec.Struct, kw_only=True):
     ended: str = ""
 
 
+_STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
+_TEXTS = tuple(
+    "host machine reason operation signature group where last_call log".split()  # noqa: SIM905
+)
+
+
 def number(value: float) -> float | str:
     """Return a logged number as it stands in `RankState.values`."""
     return value if math.isfinite(value) else str(float(value))
@@ -114,9 +124,10 @@ def number(value: float) -> float | str:
 def plain(text: str) -> str:
     """Return one line of text that does nothing to a terminal, of bounded length.
 
-    What is not printable (escape sequences, new lines, controls of direction) becomes a space.
+    Colours and the like go; what else is not printable (escapes, new lines, controls of direction)
+    becomes a space.
     """
-    text = text[: 4 * LONGEST_TEXT]
+    text = _STYLES.sub("", text[: 4 * LONGEST_TEXT])
     shown = "".join(c if c.isprintable() else " " for c in text)
     return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 1] + "…"
 
@@ -126,7 +137,7 @@ def bounded(state: RankState) -> RankState:
 
     What is read is one rank's word: it may hold anything that its types allow.
     """
-    for name in ("host", "reason", "operation", "signature", "group", "where", "last_call", "log"):
+    for name in _TEXTS:
         setattr(state, name, plain(getattr(state, name)))
     state.waits_for = state.waits_for[:MOST_RANKS]
     state.values = {

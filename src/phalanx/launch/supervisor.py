@@ -119,7 +119,7 @@ class Supervisor:
 
     `open_output(rank)` returns where a rank writes its output and its errors; None: where this
     process does. With `results` each rank owes a report of its result; without, exit code 0 is
-    enough.
+    enough. `ranks` are those that were started.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Supervisor:
         self._reaper = reaper
         self._open_output = open_output
         self._results = results
-        self._ranks: list[RankProcess] = []
+        self.ranks: list[RankProcess] = []
         self._suspected = math.inf
 
     def start(
@@ -180,7 +180,7 @@ class Supervisor:
             started = RankProcess(
                 rank, owes_result=self._results, process=process, channel=ours, reaper=self._reaper
             )
-            self._ranks.append(started)
+            self.ranks.append(started)
         except OSError as error:
             if error.errno is None:  # not the system's: a signal handler of the program's own
                 raise
@@ -203,11 +203,11 @@ class Supervisor:
 
     def wait(self, timeout: float = _POLL, also: Sequence[int] = ()) -> None:
         """Wait a moment, until a rank has news or one of the descriptors `also` is readable."""
-        channels = [rank.channel for rank in self._ranks if rank.channel is not None]
-        if any(rank.channel is None and rank.code is None for rank in self._ranks):
+        channels = [rank.channel for rank in self.ranks if rank.channel is not None]
+        if any(rank.channel is None and rank.code is None for rank in self.ranks):
             timeout = min(timeout, _END_POLL)
         connection.wait([*channels, *also], timeout)
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.read()
             rank.has_ended()
 
@@ -215,7 +215,7 @@ class Supervisor:
         """Return "failed" when the failure that others follow from is known, "done" at the end."""
         exits = self.exits()
         failures = [one for one in exits if one.failed]
-        all_known = len(exits) == len(self._ranks)
+        all_known = len(exits) == len(self.ranks)
         if failures:
             self._suspected = min(self._suspected, time.monotonic())
             own = not all(failure.follows for failure in failures)
@@ -225,11 +225,11 @@ class Supervisor:
 
     def exits(self) -> list[RankExit]:
         """Return how the ranks have ended, or will, of which that is known; in rank order."""
-        return [rank for rank in self._ranks if rank.time < math.inf]
+        return [rank for rank in self.ranks if rank.time < math.inf]
 
     def send(self, signum: int) -> None:
         """Send a signal to each rank that runs, and to it alone: not to what it has started."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank.report is None and not rank.has_ended():
                 os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
 
@@ -247,7 +247,7 @@ class Supervisor:
         """
         deadline = time.monotonic() + grace
         try:
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.told_to_stop |= rank.report is None and not rank.has_ended()
             self.send(signum)
             while self._alive() and time.monotonic() < deadline and not hurry():
@@ -259,11 +259,11 @@ class Supervisor:
             deadline = time.monotonic() + _KILL_TIME
             while self._alive() and time.monotonic() < deadline:
                 self.wait(_END_POLL)
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.close()
 
     def _alive(self) -> list[RankProcess]:
-        return [rank for rank in self._ranks if not rank.has_ended()]
+        return [rank for rank in self.ranks if not rank.has_ended()]
 
     def __enter__(self) -> Supervisor:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -127,6 +128,28 @@ class Answer(msgspec.Struct, frozen=True):
     query: int = 0  # the number of the `Ask`
     group: int = 0  # of the call in which it waits,
     sequence: int = -1  # and its sequence number, if it is a collective
+
+
+def chain_of_waits(
+    first: Iterable[int], answers: Mapping[int, Answer | None]
+) -> tuple[list[int], bool]:
+    """The shortest chain of ranks that wait for each other, and whether it ends.
+
+    `answers` holds what the ranks that were asked have said: None for nothing. A chain ends with a
+    rank that waits for nobody. If none does, it is the first steps of a circle.
+    """
+    chains = [[rank] for rank in first]
+    seen: set[int] = set()
+    for chain in chains:  # grows while it is walked: breadth first
+        last = chain[-1]
+        if last in seen:
+            continue
+        seen.add(last)
+        answer = answers.get(last)
+        if answer is None or not answer.waits_for:
+            return chain, True
+        chains.extend([*chain, rank] for rank in answer.waits_for)
+    return (chains[0] if chains else []), False
 
 
 # What every rank of a wide mesh has to hear (`transport/tcp/flooding.py`).

@@ -28,9 +28,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from phalanx.transport.tcp.connection import Connection, Mesh
 from phalanx.wire.frame import Kind
+
+if TYPE_CHECKING:  # the launcher looks at processes, and does not wait for torch
+    from phalanx.transport.tcp.connection import Connection, Mesh
 
 VARIABLE = "PHALANX_HEARTBEAT"
 HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default

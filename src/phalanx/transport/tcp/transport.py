@@ -331,6 +331,15 @@ class TcpTransport(Transport):
         if self.engine.callbacks:  # of this work: perhaps no other thread waits, to call them
             self._thread_may_go_on.notify()
 
+    @override
+    def every(self, seconds: float, callback: Callable[[], object]) -> None:
+        def call() -> None:
+            callback()
+            self.reactor.call_later(seconds, call)
+
+        with self.engine.lock:
+            self.reactor.call_later(seconds, call)
+
     # The end --------------------------------------------------------------------------------
 
     def say_goodbye(self, seconds: float) -> None:

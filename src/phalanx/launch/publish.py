@@ -1,0 +1,190 @@
+"""What a rank does while somebody watches its job: it publishes its state, twice a second.
+
+    nobody watches    once a second, in a call of Phalanx, a look at the marker's time: 2 us
+    somebody does     a thread writes the rank's state into the job's folder (watch_folder.py)
+    nobody any more   the thread ends, and takes the state back
+
+A rank that is in no call does not see that somebody begins to watch, until its next call. Then its
+launcher says at least how its process is, and the others for whom they wait. Once the thread is
+there it publishes whatever the rank does, unless the process is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.core.call import WORLD_ID
+from phalanx.core.counters import Counts
+from phalanx.core.engine import Engine
+from phalanx.core.group import Group
+from phalanx.core.posted import Wait, WorkBase
+from phalanx.launch.state import MOST_VALUES, JobState, RankState, Status, number, plain
+from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder, machine, open_folder
+
+if TYPE_CHECKING:
+    from phalanx.core.backend import Backend
+    from phalanx.launch.environment import World
+
+log = logging.getLogger("phalanx")
+
+LOOK_EVERY = 1.0  # seconds between looks whether somebody watches
+_FIRST = 0.2  # seconds over which the first rates are taken
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Publisher:
+    """Publishes the state of one rank, while somebody watches and its backend is open."""
+
+    def __init__(self, engine: Engine, world: World, folder: WatchFolder) -> None:
+        self._engine = engine
+        self._world = world
+        self._folder = folder
+        self._name = f"rank-{world.rank}.json"
+        self._thread: threading.Thread | None = None
+        self._before: _Sums | None = None
+        self._trouble = ""
+
+    def begin(self) -> None:
+        """Tell that there is this rank, and from now on see whether somebody watches."""
+        self._write(self._bare("starting"))
+        self._engine.transport.every(LOOK_EVERY, self._look)
+
+    def state(self) -> RankState:
+        """Return what this rank does now; rates are since the call before."""
+        engine = self._engine
+        with engine.lock:
+            counts, now = engine.count(), engine.now()
+            waits = list(engine.watchdog.waits.items())
+            works = [work for group in engine.groups.values() for work in group.under_way()]
+            sums = _Sums.of(engine, counts, waits, works, now)
+            state = self._doing(waits, works, now)
+            state.last_call = engine.watchdog.last_call()
+        before, self._before = self._before, sums
+        if before is not None and (seconds := sums.time - before.time) > 0:
+            waited = max(sums.blocked - before.blocked, sums.waiting - before.waiting)
+            state.waiting = min(waited / seconds, 1.0)
+            busy = (sums.calls - before.calls) / seconds
+            state.communicating = min(max(busy - state.waiting, 0.0), 1.0 - state.waiting)
+            state.sent = (sums.sent - before.sent) / seconds
+            state.received = (sums.received - before.received) / seconds
+        latest = engine.progress.latest
+        if latest.number >= 0:
+            state.step, state.step_seconds = latest.number, latest.seconds or 0.0
+        state.values = {
+            plain(name): number(value) for name, value in [*latest.values.items()][:MOST_VALUES]
+        }
+        with suppress(OSError):  # of a system without /proc
+            state.memory = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+        return state
+
+    def _doing(
+        self, waits: list[tuple[Wait, float]], works: list[WorkBase], now: float
+    ) -> RankState:
+        """Return the call that is under way: one that blocks a thread, or else any."""
+        state = RankState(rank=self._world.rank)
+        for wait, began in waits[:1]:
+            state.operation, state.seconds_in = wait.name, now - began
+            state.waits_for = wait.waits_for()
+            works = list(wait.parts())
+        for work in works[:1]:
+            call = work.call
+            state.operation, state.signature, state.sequence = (
+                call.name,
+                call.signature,
+                call.sequence,
+            )
+            state.group = call.suffix.removeprefix(" in the group of ")
+            state.where = str(call.site) if call.site.line else ""
+            state.seconds_in = now - call.started
+        return state
+
+    def _look(self) -> None:
+        """See whether somebody watches. The engine's lock is held."""
+        if self._thread is None and self._folder.is_watched():
+            name = f"phalanx rank {self._world.rank} publishes"
+            self._thread = threading.Thread(target=self._publish, name=name, daemon=True)
+            self._thread.start()
+
+    def _publish(self) -> None:
+        self._before = None
+        self.state()  # from which the first rates are
+        time.sleep(_FIRST)
+        while self._folder.is_watched() and not self._engine.closed:
+            self._write(self.state())
+            time.sleep(PERIOD)
+        self._write(self._bare("ended" if self._engine.closed else "starting"))
+        self._thread = None
+
+    def _bare(self, status: Status) -> RankState:
+        return RankState(rank=self._world.rank, status=status)
+
+    def _write(self, state: RankState) -> None:
+        state.pid, state.machine, state.host = os.getpid(), machine(), socket.gethostname()
+        state.time, state.generation = time.time(), self._world.restart_count
+        part = JobState(
+            name=" ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+            world_size=self._world.world_size,
+            time=state.time,
+            ranks=[state],
+            generation=state.generation,
+        )
+        try:
+            self._folder.write(self._name, part)
+        except OSError as error:  # the folder is gone, the disk is full: the training goes on
+            if not self._trouble:
+                self._trouble = str(error)
+                log.debug("rank %d: its state is not published: %s", self._world.rank, error)
+
+
+class _Sums(NamedTuple):
+    """What has added up so far, of which differences are published.
+
+    time      on the engine's clock
+    blocked   seconds that threads were blocked in calls, and are; without very short waits
+    waiting   the same as the counters have it, since they began
+    calls     seconds of calls, from their beginning to their end, or now
+    sent, received   bytes
+    """
+
+    time: float
+    blocked: float
+    waiting: float
+    calls: float
+    sent: int
+    received: int
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        counts: Counts,
+        waits: list[tuple[Wait, float]],
+        works: list[WorkBase],
+        now: float,
+    ) -> _Sums:
+        """Return the sums of this moment. Lock held."""
+        blocked = sum(now - began for _, began in waits)
+        if isinstance(world := engine.groups.get(WORLD_ID), Group):
+            blocked += world.seconds_waiting
+        calls = sum(each.seconds for each in counts.operations.values())
+        calls += sum(now - work.call.started for work in works)
+        return cls(now, blocked, counts.seconds_waiting, calls, counts.bytes_out, counts.bytes_in)
+
+
+def publish(backend: Backend, world: World, environ: Mapping[str, str] = os.environ) -> None:
+    """Publish this rank's state while somebody watches, if the environment says where.
+
+    `MisuseError` when PHALANX_WATCH names a folder that is not fit for it.
+    """
+    place = environ.get(VARIABLE, "")
+    if place:
+        Publisher(backend.engine, world, open_folder(Path(place))).begin()

@@ -1,0 +1,135 @@
+"""What `phalanx run` tells those who watch: how the processes of this host's ranks are.
+
+A rank that is stopped or dead cannot say so itself. The launcher looks at its ranks all the time,
+and reads what they print. While somebody watches it publishes that, beside what the ranks publish
+(watch_folder.py): which are stopped, how the dead have ended, the last line of each, and in the end
+how the job has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import MisuseError
+from phalanx.launch.report import AGAIN, describe_failure
+from phalanx.launch.state import JobState, RankState, Status, plain
+from phalanx.launch.supervisor import RankProcess
+from phalanx.launch.watch_folder import (
+    PERIOD,
+    STOPPED,
+    VARIABLE,
+    WatchFolder,
+    machine,
+    make_private_folder,
+    open_folder,
+    private_base,
+)
+from phalanx.transport.tcp.heartbeat import is_stopped
+
+
+class NodeWatch:
+    """What the launcher of one host publishes.
+
+    `private` is the folder that was made for this job alone, "" if there is none: who ends the job
+    removes it. Where no folder can be made, a line on stderr says so, and the job goes on.
+    """
+
+    def __init__(self, name: str, node: int, environ: Mapping[str, str]) -> None:
+        self._file = f"node-{node}.json"
+        self._part = JobState(name=name, world_size=0, time=time.time(), ranks=[])
+        self._folder: WatchFolder | None = None
+        self._next = 0.0
+        self.private = ""
+        given = environ.get(VARIABLE, "")
+        if given and not given.startswith(f"{private_base()}/"):  # of a launcher above this one
+            self._folder = open_folder(Path(given))
+            return
+        try:
+            self._folder = make_private_folder(f"{os.getpid()}-{secrets.token_hex(4)}")
+            self.private = str(self._folder.path)
+        except MisuseError as error:
+            sys.stderr.write(f"phalanx: this job cannot be watched: {error}\n")
+
+    def environment(self) -> dict[str, str]:
+        """Return what ranks find in their environment."""
+        return {VARIABLE: str(self._folder.path) if self._folder is not None else ""}
+
+    def begin(self, generation: int, world_size: int) -> None:
+        """Tell that a generation of ranks begins."""
+        self._part.generation, self._part.world_size = generation, world_size
+        self._part.ranks = []
+        self._publish()
+
+    def look(
+        self, ranks: Sequence[RankProcess], output: Mapping[int, bytes], *, now: bool = False
+    ) -> None:
+        """Publish how the ranks are, if somebody watches, and it is time to, or `now`."""
+        if self._folder is None or (time.monotonic() < self._next and not now):
+            return
+        self._next = time.monotonic() + PERIOD
+        if self._folder.is_watched():
+            self._part.ranks = [self._state(rank, output.get(rank.rank, b"")) for rank in ranks]
+            self._publish()
+
+    def end(self, how: str) -> None:
+        """Tell how the job has ended. Without watchers nothing stays of a private folder."""
+        self._part.ended = how
+        if self._folder is None:
+            return
+        if self._folder.is_watched():
+            self._publish()
+        elif self.private:
+            shutil.rmtree(self.private, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                (self._folder.path / self._file).unlink()
+
+    def _publish(self) -> None:
+        self._part.time = time.time()
+        if self._folder is not None:
+            try:
+                self._folder.write(self._file, self._part)
+            except OSError as error:  # a full disk, say: the job goes on
+                sys.stderr.write(f"phalanx: this job cannot be watched any more: {error}\n")
+                self._folder = None
+
+    def _state(self, rank: RankProcess, output: bytes) -> RankState:
+        status, reason = _status(rank)
+        return RankState(
+            rank=rank.rank,
+            host=socket.gethostname(),
+            pid=rank.process.pid,
+            machine=machine(),
+            generation=self._part.generation,
+            time=time.time(),
+            status=status,
+            reason=plain(reason),
+            log=_last_line(output),
+        )
+
+
+def _status(rank: RankProcess) -> tuple[Status, str]:
+    """Return how the process of a rank is, and why, as far as its launcher knows."""
+    if rank.code is None and rank.report is None:
+        if is_stopped(rank.process.pid):
+            return "stopped", STOPPED.format(pid=rank.process.pid)
+        return "starting", ""
+    if rank.failed:
+        return "dead", describe_failure(rank, brief=True)
+    if rank.code in (0, AGAIN) or rank.code is None:
+        return "ended", ""
+    return "dead", "its launcher has ended it, because another rank failed or after a signal"
+
+
+def _last_line(output: bytes) -> str:
+    """Return the last line that says anything, as a terminal shows it."""
+    lines = output.decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    return next((shown for line in reversed(lines) if (shown := plain(line).strip())), "")

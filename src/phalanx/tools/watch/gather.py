@@ -1,0 +1,287 @@
+"""The states of a job, one after the other, put together from what its ranks publish.
+
+    for state in follow(find_job()):     twice a second; the last one says how the job has ended
+        ...
+
+While this is read, the ranks publish; nothing is asked of them otherwise.
+
+Who is slowest: a rank that the others wait for waits little itself. While something stalls, it is
+the end of the chain of waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from phalanx.errors import MisuseError
+from phalanx.launch.state import JobState, RankState
+from phalanx.launch.watch_folder import (
+    PERIOD,
+    VARIABLE,
+    WatchFolder,
+    private_folders,
+    process_status,
+)
+from phalanx.wire.control import Answer, chain_of_waits
+
+STALL = 2.0  # seconds in one call after which the chain of waits is shown
+SILENCE = 3.0  # seconds without a new state after which a rank is said to be silent
+_FIRST = 2.0  # seconds that ranks have to see that somebody watches
+_APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
+_MEMORY = 5.0  # seconds over which shares of time are averaged, to tell who is slowest
+
+Read = Callable[[], "JobState | None"]
+"""Asks for states, and returns the latest one; None if the job is gone."""
+
+
+def follow(
+    read: Read, *, period: float = PERIOD, sleep: Callable[[float], object] = time.sleep
+) -> Iterator[JobState]:
+    """Yield states of a job, one each `period` seconds; the last one has `ended`.
+
+    Blocks in `sleep` between them. Stop reading when you like: then the ranks stop publishing.
+    """
+    gatherer = Gatherer()
+    state: JobState | None = None
+    while True:
+        latest = read()
+        if latest is None:
+            if state is not None:
+                state.ended, state.time = (
+                    "its launcher has gone: it was killed, perhaps",
+                    time.time(),
+                )
+                yield state
+            return
+        state = gatherer.complete(latest)
+        yield state
+        if state.ended:
+            return
+        sleep(period)
+
+
+def snapshot(read: Read) -> JobState | None:
+    """Return one state, when the ranks have published, or a moment is over. None: it is gone."""
+    deadline, state = time.monotonic() + _FIRST, None
+    for state in follow(read):
+        published = all(rank.status != "starting" for rank in state.ranks)
+        if published or time.monotonic() > deadline:
+            break
+    return state
+
+
+# ------------------------------------------------------------------------------
+# What can be said of all ranks together.
+
+
+class Gatherer:
+    """Adds to each state of a job what follows from all ranks, and from the states before."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._published: dict[int, tuple[float, float]] = {}  # time of the state; when it came
+        self._waiting: dict[int, float] = {}  # share of time, of late
+        self._last = now()
+
+    def complete(self, job: JobState) -> JobState:
+        """Return `job` with all of its ranks, the slowest, and the chain of waits."""
+        known = {state.rank: state for state in job.ranks}
+        job.ranks = [known.get(rank) or _unknown(rank) for rank in range(job.world_size)]
+        now = self._now()
+        weight = min((now - self._last) / _MEMORY, 1.0)
+        self._last = now
+        for state in job.ranks:
+            self._note_silence(state, now)
+            if state.status == "running":
+                before = self._waiting.get(state.rank, state.waiting)
+                self._waiting[state.rank] = before + weight * (state.waiting - before)
+            else:
+                self._waiting.pop(state.rank, None)
+        chain = [] if job.ended else stalled(job.ranks)
+        job.chain = describe_chain(job.ranks, chain)
+        job.slowest = chain[-1] if chain else self._waits_least()
+        return job
+
+    def _waits_least(self) -> int | None:
+        shares = self._waiting
+        if len(shares) < 2 or max(shares.values()) - min(shares.values()) < _APART:
+            return None
+        return min(shares, key=lambda rank: shares[rank])
+
+    def _note_silence(self, state: RankState, now: float) -> None:
+        """Say of a rank that runs, and publishes nothing any more, for how long."""
+        if state.status != "running":
+            self._published.pop(state.rank, None)
+            return
+        published, came = self._published.get(state.rank, (0.0, now))
+        if published != state.time:
+            self._published[state.rank] = state.time, now
+        elif now - came > SILENCE and not state.reason:
+            state.reason = f"it has published nothing for {now - came:.0f} s"
+
+
+def _unknown(rank: int) -> RankState:
+    return RankState(rank=rank, status="starting", reason="nothing is known of it here")
+
+
+def stalled(ranks: Sequence[RankState]) -> list[int]:
+    """Return the chain of waits, if one rank has waited for `STALL` seconds, or for a dead one.
+
+    The first rank is one that waits, and the last one that it waits for in the end; or one that
+    stands in the chain before: they wait for each other.
+    """
+    states = {state.rank: state for state in ranks}
+    waiting = [state for state in ranks if state.status == "running" and state.waits_for]
+    given_up = {state.rank for state in ranks if state.status in ("stopped", "dead")}
+    stuck = [
+        state
+        for state in waiting
+        if state.seconds_in >= STALL or not given_up.isdisjoint(state.waits_for)
+    ]
+    if not stuck:
+        return []
+    first = max(stuck, key=lambda state: (state.seconds_in, -state.rank))
+    answers: dict[int, Answer | None] = {
+        # Who is stopped waits for nobody, whatever it has said before.
+        state.rank: Answer(state.waits_for if state.status == "running" else [], "")
+        for state in ranks
+    }
+    chain, ends = chain_of_waits([first.rank], answers)
+    if not ends:
+        while len(chain) < 2 or chain[-1] not in chain[:-1]:
+            chain.append(states[chain[-1]].waits_for[0])
+    return chain
+
+
+def describe_chain(ranks: Sequence[RankState], chain: Sequence[int]) -> list[str]:
+    """Return the lines that draw a chain of waits; none for an empty one.
+
+    rank 0 has waited 12.3 s in all_reduce #41 (float32 [32], sum) at train.py:57
+    -> for rank 1, which has waited 12.0 s in recv #3 at train.py:80
+    -> for rank 2, which is stopped: process 4711 is stopped (SIGSTOP, or a debugger holds it)
+    ranks 3 to 63 wait, too
+    """
+    if not chain:
+        return []
+    states = {state.rank: state for state in ranks}
+    lines = [f"rank {chain[0]} {_doing(states[chain[0]])}"]
+    for place, (_, rank) in enumerate(pairwise(chain), start=1):
+        seen = rank in chain[:place]
+        how = ": they wait for each other" if seen else f", which {_doing(states[rank])}"
+        lines.append(f"-> for rank {rank}{how}")
+    others = [state.rank for state in ranks if state.waits_for and state.rank not in chain]
+    if others:
+        waits = "waits" if len(others) == 1 else "wait"
+        lines.append(f"{ranks_in_words(others)} {waits}, too")
+    return lines
+
+
+def _doing(state: RankState) -> str:
+    """Return what a rank does, as the rest of a sentence about it."""
+    if state.status == "starting":
+        return f"has published nothing: {state.reason or 'it is in no call of Phalanx'}"
+    if state.status != "running":
+        return f"is {state.status}: {state.reason}" if state.reason else f"is {state.status}"
+    if state.waits_for:
+        return f"has waited {state.seconds_in:.1f} s in {call_in_words(state)}"
+    last = f"; its last was {state.last_call}" if state.last_call else ""
+    silent = f"; {state.reason}" if state.reason else ""
+    doing = f"is in {call_in_words(state)}" if state.operation else "computes: it is in no call"
+    return f"{doing}{last}{silent}"
+
+
+def call_in_words(state: RankState) -> str:
+    """Return the call of a rank, as errors have it: `all_reduce #41 (float32 [32]) at a.py:57`."""
+    number = "" if state.sequence is None else f" #{state.sequence}"
+    details = f" ({state.signature})" if state.signature else ""
+    group = f" in the group of {state.group}" if state.group else ""
+    where = f" at {state.where}" if state.where else ""
+    return f"{state.operation}{number}{details}{group}{where}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 3 and 5`, `ranks 1 to 4, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+
+
+# ------------------------------------------------------------------------------
+# Which job.
+
+
+def find_job(place: str = "") -> Read:
+    """Return what reads the states of a job: the one at `place`, or the only one of this user here.
+
+    place   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists
+
+    `MisuseError` when there is none; when there are several, it lists them.
+    """
+    if place:
+        path = Path(place)
+        if not path.is_dir():
+            raise MisuseError(
+                f"there is no folder {place}: give the one that {VARIABLE} named when the job was "
+                "started, or nothing, for a job of phalanx run on this host"
+            )
+        return _reader(WatchFolder(path))
+    found = jobs()
+    running = [(folder, state) for folder, state in found if not state.ended]
+    if len(running) == 1:
+        return _reader(running[0][0])
+    if found and not running:  # it has ended while nobody looked, or just now: how, is known
+        return _reader(max(found, key=lambda job: job[0].path.stat().st_mtime)[0])
+    if not running:
+        raise MisuseError(
+            "no job of yours runs on this host under phalanx run. For a job of another launcher "
+            f"set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
+        )
+    lines = [
+        f"  phalanx watch {folder.path}   # {state.name}, {state.world_size} ranks"
+        for folder, state in running
+    ]
+    raise MisuseError("\n".join([f"{len(running)} jobs run on this host; choose one:", *lines]))
+
+
+def jobs() -> list[tuple[WatchFolder, JobState]]:
+    """Return this user's jobs of `phalanx run` on this host, and their folders."""
+    found = []
+    for folder in private_folders():
+        state = folder.read()
+        if state is not None:
+            if not state.ended and _is_gone(folder):
+                state.ended = "its launcher has gone"
+            found.append((folder, state))
+    return found
+
+
+def _is_gone(folder: WatchFolder) -> bool:
+    launcher = folder.launcher()
+    return bool(launcher) and process_status(launcher)[0] == "dead"
+
+
+def _reader(folder: WatchFolder) -> Read:
+    def read() -> JobState | None:
+        try:
+            folder.touch()
+        except OSError:
+            return None
+        state = folder.read()
+        if state is None:
+            return None
+        alive = [rank for rank in state.ranks if rank.status not in ("dead", "ended")]
+        if not state.ended and folder.launcher() and _is_gone(folder):
+            state.ended = "its launcher has gone: it was killed, perhaps"
+        elif not state.ended and not folder.has_launcher() and state.ranks and not alive:
+            state.ended = "the processes of its ranks have gone"
+        return state
+
+    return read
