@@ -246,7 +246,7 @@ def trace_command(
         console.print(f"{png}: the picture", markup=False)
 
 
-app.command("watch", help=watch.__doc__)(watch.watch_command)
+app.command("watch", help=watch.__doc__, cls=watch.WatchCommand)(watch.watch_command)
 app.command("bench", help=bench.__doc__)(bench.bench_command)
 app.command(
     "kubernetes",
