@@ -1,13 +1,16 @@
 """Show a job while it runs: what each rank does, who is slowest, who waits for whom.
 
 Without an argument it is your job that runs on this host under phalanx run; where there are several
-it lists them. For a job of another launcher, or in another place, start it with
-PHALANX_WATCH=FOLDER in its environment, a folder of its own, and name that. It may be opened and
-closed at any time; ranks publish what they do while somebody watches, and only then.
+it lists them. A job of another launcher is started with PHALANX_WATCH=FOLDER in its environment, a
+folder of its own, which is named here. A job on several hosts is started with
+PHALANX_WATCH=0.0.0.0:PORT and PHALANX_TOKEN; here are named host:port of each, with the same token.
+Ranks publish what they do while somebody watches, and only then.
 
     phalanx watch
 
     phalanx watch runs/a/watch
+
+    phalanx watch node1:9500 node2:9500
 
     phalanx watch --once
 
@@ -48,9 +51,12 @@ class WatchCommand(TyperCommand):
 
 def watch_command(
     *,
-    place: Annotated[
-        str, typer.Argument(metavar="[FOLDER]", help="What PHALANX_WATCH named for the job.")
-    ] = "",
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER | HOST:PORT...]", help="What PHALANX_WATCH named for the job."
+        ),
+    ] = None,
     once: Annotated[
         bool,
         typer.Option(
@@ -82,9 +88,10 @@ def watch_command(
 
     if web is not None and (once or as_json):
         raise MisuseError("--web shows states on a page: leave --once and --json out")
-    read = gather.find_job(place)
+    read = gather.find_job(*(places or ()))
+    where = " ".join(places or ["its folder"])
     if web is not None:
-        _serve(read, web, place)
+        _serve(read, web, where)
         return
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -92,7 +99,7 @@ def watch_command(
     if once or not (console.is_terminal or as_json):
         state = gather.snapshot(read)
         if state is None:
-            raise MisuseError(f"nothing is published in {place or 'its folder'}: is the job over?")
+            raise MisuseError(f"nothing is published in {where}: is the job over?")
         typer.echo(terminal.as_json(state)) if as_json else terminal.print_once(state, console)
         return
     try:
@@ -101,12 +108,12 @@ def watch_command(
                 typer.echo(terminal.as_json(state))
                 sys.stdout.flush()
         elif terminal.show(gather.follow(read), console) is None:
-            raise MisuseError(f"nothing is published in {place}: is the job over?")
+            raise MisuseError(f"nothing is published in {where}: is the job over?")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _serve(read: Read, port: int, place: str) -> None:
+def _serve(read: Read, port: int, where: str) -> None:
     """Show the job on a page until it has ended, or Ctrl-C."""
     from phalanx.errors import MisuseError  # noqa: PLC0415
     from phalanx.tools.watch import gather, web  # noqa: PLC0415
@@ -120,5 +127,5 @@ def _serve(read: Read, port: int, place: str) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if state is None:
-        raise MisuseError(f"nothing is published in {place or 'its folder'}: is the job over?")
+        raise MisuseError(f"nothing is published in {where}: is the job over?")
     typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")

@@ -95,7 +95,8 @@ class Transport(ABC):
     ) -> None:
         """Call back at such intervals, while this rank moves bytes or waits. Lock not held.
 
-        It is held in the callback. Not while the rank is in no call; without peers never.
+        It is held in the callback. Not while the rank is in no call; without peers never. When the
+        transport is closed, once more.
         """
 
     # Memory ---------------------------------------------------------------------------------

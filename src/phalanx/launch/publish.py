@@ -27,8 +27,16 @@ from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
 from phalanx.core.posted import Wait, WorkBase
-from phalanx.launch.state import MOST_VALUES, JobState, RankState, Status, number, plain
-from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder, machine, open_folder
+from phalanx.launch.state import MOST_VALUES, JobState, RankState, number, plain
+from phalanx.launch.watch_folder import (
+    PERIOD,
+    VARIABLE,
+    WatchFolder,
+    machine,
+    make_private_folder,
+    open_folder,
+)
+from phalanx.launch.watch_server import WatchServer, as_address, serve
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
@@ -44,10 +52,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Publisher:
     """Publishes the state of one rank, while somebody watches and its backend is open."""
 
-    def __init__(self, engine: Engine, world: World, folder: WatchFolder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        folder: WatchFolder,
+        server: WatchServer | None = None,
+    ) -> None:
         self._engine = engine
         self._world = world
         self._folder = folder
+        self._server = server
         self._name = f"rank-{world.rank}.json"
         self._thread: threading.Thread | None = None
         self._before: _Sums | None = None
@@ -55,7 +70,7 @@ class Publisher:
 
     def begin(self) -> None:
         """Tell that there is this rank, and from now on see whether somebody watches."""
-        self._write(self._bare("starting"))
+        self._write(self._bare())
         self._engine.transport.every(LOOK_EVERY, self._look)
 
     def state(self) -> RankState:
@@ -108,7 +123,14 @@ class Publisher:
         return state
 
     def _look(self) -> None:
-        """See whether somebody watches. The engine's lock is held."""
+        """See whether somebody watches, or the backend is being closed. Lock held."""
+        if self._engine.closed:
+            self._write_end()
+            if self._server is not None:
+                self._server.close()
+            return
+        if self._server is not None:
+            self._server.accept()
         if self._thread is None and self._folder.is_watched():
             name = f"phalanx rank {self._world.rank} publishes"
             self._thread = threading.Thread(target=self._publish, name=name, daemon=True)
@@ -121,11 +143,20 @@ class Publisher:
         while self._folder.is_watched() and not self._engine.closed:
             self._write(self.state())
             time.sleep(PERIOD)
-        self._write(self._bare("ended" if self._engine.closed else "starting"))
+        if self._engine.closed:  # what this thread has written last may be of before
+            self._write_end()
+        else:
+            self._write(self._bare())
         self._thread = None
 
-    def _bare(self, status: Status) -> RankState:
-        return RankState(rank=self._world.rank, status=status)
+    def _write_end(self) -> None:
+        """Publish the last state of this rank, with what it has logged."""
+        state = self.state()
+        state.status, state.reason, state.operation = "ended", "it has closed its backend", ""
+        self._write(state)
+
+    def _bare(self) -> RankState:
+        return RankState(rank=self._world.rank, status="starting")
 
     def _write(self, state: RankState) -> None:
         state.pid, state.machine, state.host = os.getpid(), machine(), socket.gethostname()
@@ -183,8 +214,16 @@ class _Sums(NamedTuple):
 def publish(backend: Backend, world: World, environ: Mapping[str, str] = os.environ) -> None:
     """Publish this rank's state while somebody watches, if the environment says where.
 
-    `MisuseError` when PHALANX_WATCH names a folder that is not fit for it.
+    At an address the first rank of each host serves what the ranks there publish. `MisuseError`
+    when PHALANX_WATCH names a folder or an address that is not fit for it.
     """
     place = environ.get(VARIABLE, "")
-    if place:
+    if not place:
+        return
+    endpoint = as_address(place)
+    if endpoint is None:
         Publisher(backend.engine, world, open_folder(Path(place))).begin()
+        return
+    folder = make_private_folder(f"port-{endpoint.port}")
+    server = serve(folder, endpoint) if world.local_rank == 0 else None
+    Publisher(backend.engine, world, folder, server).begin()

@@ -22,7 +22,7 @@ Status = Literal["starting", "running", "stopped", "dead", "ended"]
     running   it runs
     stopped   it does not run: SIGSTOP, or a debugger holds it
     dead      it has ended otherwise than well; `reason` says how
-    ended     it has ended well: exit code 0, or 75 after a notice
+    ended     it has ended well: exit code 0, or 75 after a notice; or it has left the job
 """
 
 LONGEST_TEXT = 400  # characters of any text; the rest is cut off

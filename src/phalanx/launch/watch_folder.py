@@ -92,16 +92,16 @@ class WatchFolder:
         What ranks say of themselves is completed by their launcher, which knows how they ended, and
         by a look at their processes, where these are on this machine.
         """
-        parts = list(self._parts())
-        nodes = [part for name, part in parts if name == "node"]
-        ranks = [part for name, part in parts if name == "rank"]
+        found = list(self._parts())
+        nodes = [part for name, part in found if name == "node"]
+        ranks = [part for name, part in found if name == "rank"]
         if not nodes and not ranks:
             return None
         newest = max(nodes or ranks, key=lambda part: (part.generation, part.time))
         job = JobState(
             name=plain(newest.name),
             world_size=newest.world_size,
-            time=time.time(),
+            time=max(part.time for _, part in found),
             ranks=[],
             generation=newest.generation,
             ended=plain(newest.ended),

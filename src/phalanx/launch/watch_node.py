@@ -32,6 +32,7 @@ from phalanx.launch.watch_folder import (
     open_folder,
     private_base,
 )
+from phalanx.launch.watch_server import WatchServer, as_address, serve
 from phalanx.transport.tcp.heartbeat import is_stopped
 
 
@@ -47,9 +48,12 @@ class NodeWatch:
         self._part = JobState(name=name, world_size=0, time=time.time(), ranks=[])
         self._folder: WatchFolder | None = None
         self._next = 0.0
+        self._server: WatchServer | None = None
         self.private = ""
         given = environ.get(VARIABLE, "")
-        if given and not given.startswith(f"{private_base()}/"):  # of a launcher above this one
+        above = given.startswith(f"{private_base()}/")  # that of a launcher above this one
+        endpoint = as_address(given)
+        if given and not above and endpoint is None:
             self._folder = open_folder(Path(given))
             return
         try:
@@ -57,6 +61,12 @@ class NodeWatch:
             self.private = str(self._folder.path)
         except MisuseError as error:
             sys.stderr.write(f"phalanx: this job cannot be watched: {error}\n")
+        if endpoint is not None and self._folder is not None:
+            try:
+                self._server = serve(self._folder, endpoint)
+            except BaseException:
+                shutil.rmtree(self.private, ignore_errors=True)
+                raise
 
     def environment(self) -> dict[str, str]:
         """Return what ranks find in their environment."""
@@ -75,6 +85,8 @@ class NodeWatch:
         if self._folder is None or (time.monotonic() < self._next and not now):
             return
         self._next = time.monotonic() + PERIOD
+        if self._server is not None:
+            self._server.accept()
         if self._folder.is_watched():
             self._part.ranks = [self._state(rank, output.get(rank.rank, b"")) for rank in ranks]
             self._publish()
@@ -86,6 +98,8 @@ class NodeWatch:
             return
         if self._folder.is_watched():
             self._publish()
+            if self._server is not None:
+                self._server.finish()
         elif self.private:
             shutil.rmtree(self.private, ignore_errors=True)
         else:

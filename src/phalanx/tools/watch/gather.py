@@ -25,6 +25,7 @@ from phalanx.launch.watch_folder import (
     private_folders,
     process_status,
 )
+from phalanx.launch.watch_server import RemoteFolder, as_address, token_for_watchers
 from phalanx.wire.control import Answer, chain_of_waits
 
 STALL = 2.0  # seconds in one call after which the chain of waits is shown
@@ -32,6 +33,8 @@ SILENCE = 3.0  # seconds without a new state after which a rank is said to be si
 _FIRST = 2.0  # seconds that ranks have to see that somebody watches
 _APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
 _MEMORY = 5.0  # seconds over which shares of time are averaged, to tell who is slowest
+
+GONE = "its launcher has gone without a word: it was killed, perhaps"
 
 Read = Callable[[], "JobState | None"]
 """Asks for states, and returns the latest one; None if the job is gone."""
@@ -50,10 +53,7 @@ def follow(
         latest = read()
         if latest is None:
             if state is not None:
-                state.ended, state.time = (
-                    "its launcher has gone: it was killed, perhaps",
-                    time.time(),
-                )
+                state.ended, state.time = GONE, time.time()
                 yield state
             return
         state = gatherer.complete(latest)
@@ -82,18 +82,21 @@ class Gatherer:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._published: dict[int, tuple[float, float]] = {}  # time of the state; when it came
+        # The time of each rank's latest state, and when it came.
+        self._published: dict[int, tuple[float | None, float]] = {}
         self._waiting: dict[int, float] = {}  # share of time, of late
         self._last = now()
 
     def complete(self, job: JobState) -> JobState:
         """Return `job` with all of its ranks, the slowest, and the chain of waits."""
+        job.time = time.time()
         known = {state.rank: state for state in job.ranks}
         job.ranks = [known.get(rank) or _unknown(rank) for rank in range(job.world_size)]
         now = self._now()
         weight = min((now - self._last) / _MEMORY, 1.0)
         self._last = now
         for state in job.ranks:
+            state.waits_for = [rank for rank in state.waits_for if 0 <= rank < job.world_size]
             self._note_silence(state, now)
             if state.status == "running":
                 before = self._waiting.get(state.rank, state.waiting)
@@ -116,7 +119,7 @@ class Gatherer:
         if state.status != "running":
             self._published.pop(state.rank, None)
             return
-        published, came = self._published.get(state.rank, (0.0, now))
+        published, came = self._published.get(state.rank, (None, now))
         if published != state.time:
             self._published[state.rank] = state.time, now
         elif now - came > SILENCE and not state.reason:
@@ -218,27 +221,44 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 # Which job.
 
 
-def find_job(place: str = "") -> Read:
-    """Return what reads the states of a job: the one at `place`, or the only one of this user here.
+def find_job(*places: str) -> Read:
+    """Return what reads the states of a job: at these places, or the only one of this user here.
 
-    place   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists
+    places   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists; or
+             the addresses, host:port, of all of its nodes, where the token is that of the job
 
     `MisuseError` when there is none; when there are several, it lists them.
     """
-    if place:
-        path = Path(place)
+    places = tuple(place for place in places if place)
+    endpoints = [as_address(place) for place in places]
+    if places and None not in endpoints:
+        token = token_for_watchers(places[0])
+        return _all_of([RemoteFolder(each, token).read for each in endpoints if each is not None])
+    if len(places) > 1:
+        raise MisuseError(
+            f"phalanx watch {' '.join(places)}: it is one folder, or a list of host:port"
+        )
+    if places:
+        path = Path(places[0])
         if not path.is_dir():
             raise MisuseError(
-                f"there is no folder {place}: give the one that {VARIABLE} named when the job was "
+                f"there is no folder {path}: give the one that {VARIABLE} named when the job was "
                 "started, or nothing, for a job of phalanx run on this host"
             )
         return _reader(WatchFolder(path))
-    found = jobs()
+    return _reader(choose(jobs()))
+
+
+def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
+    """Return the one folder whose job runs, or whose job has ended last. `MisuseError`: see above.
+
+    How a job has ended is known for a while, if somebody watched it.
+    """
     running = [(folder, state) for folder, state in found if not state.ended]
     if len(running) == 1:
-        return _reader(running[0][0])
-    if found and not running:  # it has ended while nobody looked, or just now: how, is known
-        return _reader(max(found, key=lambda job: job[0].path.stat().st_mtime)[0])
+        return running[0][0]
+    if found and not running:
+        return max(found, key=lambda job: job[1].time)[0]
     if not running:
         raise MisuseError(
             "no job of yours runs on this host under phalanx run. For a job of another launcher "
@@ -252,13 +272,16 @@ def find_job(place: str = "") -> Read:
 
 
 def jobs() -> list[tuple[WatchFolder, JobState]]:
-    """Return this user's jobs of `phalanx run` on this host, and their folders."""
+    """Return this user's jobs of `phalanx run` on this host, and their folders.
+
+    `time` of the states is when something was published last.
+    """
     found = []
     for folder in private_folders():
         state = folder.read()
         if state is not None:
             if not state.ended and _is_gone(folder):
-                state.ended = "its launcher has gone"
+                state.ended = GONE
             found.append((folder, state))
     return found
 
@@ -279,9 +302,27 @@ def _reader(folder: WatchFolder) -> Read:
             return None
         alive = [rank for rank in state.ranks if rank.status not in ("dead", "ended")]
         if not state.ended and folder.launcher() and _is_gone(folder):
-            state.ended = "its launcher has gone: it was killed, perhaps"
-        elif not state.ended and not folder.has_launcher() and state.ranks and not alive:
-            state.ended = "the processes of its ranks have gone"
+            state.ended = GONE
+        elif not (state.ended or folder.has_launcher() or alive):
+            well = all(rank.status == "ended" for rank in state.ranks)
+            state.ended = "its ranks have left it" if well else "its processes have gone"
         return state
+
+    return read
+
+
+def _all_of(nodes: Sequence[Read]) -> Read:
+    """Return what reads the nodes of one job as one; a node that has gone is left out."""
+
+    def read() -> JobState | None:
+        parts = [part for node in nodes if (part := node()) is not None]
+        if not parts:
+            return None
+        job = parts[0]
+        job.ranks = [state for part in parts for state in part.ranks]
+        job.generation = max(part.generation for part in parts)
+        ended = [part.ended for part in parts]
+        job.ended = ended[0] if all(ended) and len(parts) == len(nodes) else ""
+        return job
 
     return read

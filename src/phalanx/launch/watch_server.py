@@ -1,0 +1,218 @@
+"""A job's folder over the network: `PHALANX_WATCH=host:port`, for who holds the job's token.
+
+    watcher                              node: its launcher, or its first rank
+      | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
+      | <- one line of JSON, a `JobState`, twice a second, until either end closes
+
+The node only listens. It looks for callers when it looks whether somebody watches, once a second,
+and a thread serves each of them: it touches the marker in the folder, so that the ranks of this
+host publish, and sends what stands there. A caller has 2 s to prove itself, and to take a line;
+there are `MOST_WATCHERS` at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+
+from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
+from phalanx.launch.state import MOST_BYTES, JobState, bounded, plain
+from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
+from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
+from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.handshake import (
+    AcceptorHandshake,
+    DialerHandshake,
+    Handshake,
+    Identity,
+    Refused,
+)
+
+MOST_WATCHERS = 8  # callers at a time; more wait until one leaves
+_LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
+_NODE, _WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
+
+
+def as_address(place: str) -> Endpoint | None:
+    """Return the address that `place` is; None where it is a folder."""
+    if re.fullmatch(r"[^/]+:[0-9]+", place) is None:
+        return None
+    try:
+        return parse_address(place)
+    except ValueError as error:
+        raise MisuseError(f"{VARIABLE}={place}: {error}") from None
+
+
+def token_for_watchers(place: str) -> bytes:
+    """Return the job's token. `MisuseError` where the environment has none: who else may look?"""
+    token = find_token()
+    if not token:
+        raise MisuseError(
+            f"{place}: over the network only who holds the job's token may look, and there is "
+            "none: set PHALANX_TOKEN or PHALANX_TOKEN_FILE for the job and for phalanx watch; "
+            f"make a token with {MAKE_ONE}"
+        )
+    return token.encode()
+
+
+def _speak(sock: socket.socket, handshake: Handshake, first: bytes) -> None:
+    """Carry out a handshake in `PATIENCE` seconds. Raises `Refused` and OSError."""
+    deadline = time.monotonic() + PATIENCE
+    words = first
+    while True:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        sock.sendall(words)
+        if handshake.complete:
+            sock.settimeout(PATIENCE)
+            return
+        data = sock.recv(handshake.room)
+        if not data:
+            raise Refused("the connection was closed during the handshake", final=False)
+        try:
+            words = handshake.receive(data)
+        except Refused:
+            with suppress(OSError):
+                sock.sendall(handshake.farewell)
+            raise
+
+
+class WatchServer:
+    """Serves the folder of a job to watchers on other hosts. `OSError` if it cannot listen there.
+
+    Nothing runs until `accept` has met a caller.
+    """
+
+    def __init__(self, folder: WatchFolder, endpoint: Endpoint, token: bytes) -> None:
+        self._folder = folder
+        self._token = token
+        self._places = threading.Semaphore(MOST_WATCHERS)
+        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+        self._listener = socket.create_server(tuple(endpoint), family=family)
+        self._listener.setblocking(False)
+        self.endpoint = endpoint._replace(port=self._listener.getsockname()[1])
+
+    def accept(self) -> None:
+        """Serve those who have called since, each in a thread; does not wait."""
+        while self._places.acquire(blocking=False):
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:  # nobody, or somebody who has gone again
+                self._places.release()
+                return
+            name = "phalanx watch server"
+            threading.Thread(target=self._serve, args=(caller,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more. Who is connected is served as long as this process lives."""
+        self._listener.close()
+
+    def finish(self) -> None:
+        """Listen no more, and wait until the watchers have the last state, a moment at most."""
+        self.close()
+        deadline = time.monotonic() + _LAST_WORDS
+        for _ in range(MOST_WATCHERS):
+            self._places.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+
+    def _serve(self, caller: socket.socket) -> None:
+        try:
+            with caller, suppress(OSError, Refused):
+                _speak(caller, AcceptorHandshake(_NODE, self._token, lambda _: None), b"")
+                while True:
+                    self._folder.touch()
+                    state = self._folder.read()
+                    if state is not None:
+                        caller.sendall(msgspec.json.encode(state) + b"\n")
+                    if state is None or state.ended:
+                        return
+                    time.sleep(PERIOD)
+        finally:
+            self._places.release()
+
+
+def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
+    """Return a server of `folder` at that address. `MisuseError`: no token, or it is in use."""
+    token = token_for_watchers(f"{VARIABLE}={endpoint}")
+    try:
+        return WatchServer(folder, endpoint, token)
+    except OSError as error:
+        raise MisuseError(
+            f"{VARIABLE}={endpoint}: nobody can listen there ({error}): give an address of this "
+            "host (0.0.0.0 for all of them), and a free port, one for each job"
+        ) from error
+
+
+class RemoteFolder:
+    """A watcher's connection to one node. `read()` returns the latest state that has come.
+
+    `BackendUnavailableError` when nobody listens there, `AuthenticationError` when the two do not
+    hold the same token.
+    """
+
+    def __init__(self, endpoint: Endpoint, token: bytes) -> None:
+        self._received = bytearray()
+        self._latest: JobState | None = None
+        try:
+            self._socket = socket.create_connection(endpoint, PATIENCE)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"no job can be watched at {endpoint} ({error}): is that what its {VARIABLE} says, "
+                "and does it run? Give a folder, or nothing, for a job of this host"
+            ) from error
+        try:
+            handshake = DialerHandshake(_WATCHER, token, _NODE.rank)
+            _speak(self._socket, handshake, handshake.start())
+        except TimeoutError as error:
+            self._socket.close()
+            raise BackendUnavailableError(
+                f"{endpoint} takes the call, and says nothing for {PATIENCE:g} s: its process is "
+                "stopped, or its rank is in no call of Phalanx: try again"
+            ) from error
+        except (Refused, OSError) as error:
+            self._socket.close()
+            raise AuthenticationError(
+                f"the job at {endpoint} cannot be watched: {error}; the token comes from "
+                "PHALANX_TOKEN or PHALANX_TOKEN_FILE"
+            ) from error
+        self._received += handshake.surplus
+
+    def read(self) -> JobState | None:
+        """Return the latest state; None when the node has closed the connection."""
+        try:
+            self._socket.settimeout(PATIENCE if self._latest is None else 0.0)
+            while b"\n" not in self._received:
+                self._take()
+            self._socket.settimeout(0.0)
+            while True:
+                self._take()
+        except BlockingIOError:
+            pass
+        except OSError:  # the node has gone, or says nothing; what it has said last still counts
+            if b"\n" not in self._received:
+                self.close()
+                return None
+        lines, newline, rest = self._received.rpartition(b"\n")
+        if newline:
+            try:
+                state = msgspec.json.decode(lines.rpartition(b"\n")[2], type=JobState)
+            except msgspec.MsgspecError:
+                return None
+            self._received = rest
+            state.ranks = [bounded(rank) for rank in state.ranks]
+            state.name, state.ended = plain(state.name), plain(state.ended)
+            self._latest = state
+        return self._latest
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _take(self) -> None:
+        data = self._socket.recv(1 << 16)
+        if not data or len(self._received) > 2 * MOST_BYTES:
+            raise ConnectionError
+        self._received += data
