@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, focused, lowest_contrast, opened, screenshot, why_not
+from browser import SHOTS, chromium, focused, lowest_contrast, opened, screenshot, why_not
 from launchers import PATIENCE, PHALANX, environ_without_launcher
 
 from phalanx.launch.state import JobState, RankState
@@ -300,6 +300,9 @@ def until(condition: Callable[[], object]) -> None:
 # The page of a real job -------------------------------------------------------------------------
 
 
+ALL_PAST = "steps => job && job.ranks.every(rank => rank.step > steps)"
+
+
 @pytest.fixture(scope="module")
 def job_with_a_culprit(
     browser: Any, tmp_path_factory: pytest.TempPathFactory
@@ -315,13 +318,18 @@ def job_with_a_culprit(
         "PHALANX_TRACE": str(traces),
         "PHALANX_HEARTBEAT": "300",  # a stopped rank would end the job
         "PHALANX_WATCH": str(folder / "watch"),
+        "WATCHED_FOLDER": str(folder),
     }
-    words = [*PHALANX, "run", "-n", "4", str(PROGRAM), str(folder)]
+    words = [*PHALANX, "run", "-n", "4", PROGRAM.name]
+    steps = 300 if SHOTS in os.environ else 5  # there is more to see of a longer run
     with (folder / "log").open("w") as out:
-        job = subprocess.Popen(words, env=environ, stdout=out, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(
+            words, env=environ, cwd=PROGRAM.parent, stdout=out, stderr=subprocess.STDOUT
+        )
     watch = None
     try:
-        until(lambda: list((folder / "watch").glob("node-*.json")))
+        until(lambda: job.poll() is not None or list((folder / "watch").glob("node-*.json")))
+        assert job.poll() is None, (folder / "log").read_text()
         watch = subprocess.Popen(
             [*PHALANX, "watch", str(folder / "watch"), "--web"],
             env=environ_without_launcher(),
@@ -331,7 +339,7 @@ def job_with_a_culprit(
         assert watch.stdout is not None
         address = watch.stdout.readline().split()[0]
         with opened(browser, address) as page:
-            page.wait_for_function("() => job && job.ranks.every(rank => rank.step > 5)")
+            page.wait_for_function(ALL_PAST, arg=steps)
 
             def look(what: str, words: str, selector: str = "#alerts") -> None:
                 began = time.perf_counter()
@@ -341,6 +349,7 @@ def job_with_a_culprit(
 
             (folder / "slow").touch()
             look("slowed", "slowest: rank 1", "#summary")
+            page.wait_for_function(ALL_PAST, arg=steps + steps // 6)
             (victim,) = [int(row["process"]) for row in table(page) if row["rank"] == "1"]
             os.kill(victim, signal.SIGSTOP)
             look("stopped", "rank 1 is stopped")

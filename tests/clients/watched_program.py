@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import phalanx
 
-folder = Path(sys.argv[1])
+folder = Path(os.environ["WATCHED_FOLDER"])
 
 with phalanx.init(timeout=300) as backend:
     torch.manual_seed(backend.rank)

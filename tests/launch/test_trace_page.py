@@ -110,6 +110,8 @@ def test_a_collective_that_a_rank_has_no_part_in_is_told(tmp_path: Path) -> None
     merged = merge(tmp_path)
     assert merged.profile.broken == 1
     assert merged.profile.slowest[0].missing == (2,)
+    assert states(merged, 0)["waiting"] == pytest.approx(8)
+    assert merged.profile.ranks[2].awaited == pytest.approx(16)
     assert verdict(merged).startswith(
         "1 collective did not end on every rank: of rank 2 there is no part."
     )

@@ -41,7 +41,7 @@ function draw() {
     }
     if (row % every === 0) {
       to.fillStyle = colour("text");
-      to.fillText("rank " + rank, 0, top + height / 2);
+      to.fillText("rank " + rank, 0, Math.max(7, top + height / 2));
     }
   });
   to.fillStyle = colour("dim");

@@ -37,7 +37,7 @@ _STATES = dict(
         (
             "computing, or anything else between operations",
             "computing while an operation is under way",
-            "waiting in a collective for a rank that has not begun it",
+            "waiting in a collective for a rank that has not begun it, or died in it",
             "in an operation that all its ranks have begun",
         ),
         strict=True,

@@ -7,7 +7,8 @@
 
 At any time a rank is in one of four states: `STATES`. A rank waits, in a collective, until the last
 one of its group has begun it; this is what ranks lose by one that is slow, by any backend. It is by
-the starts of all ranks, and so as wrong as their hosts' clocks differ.
+the starts of all ranks, and so as wrong as their hosts' clocks differ. Of a rank that died in a
+collective there is no start: then the others wait for it to their end.
 """
 
 from __future__ import annotations
@@ -174,14 +175,8 @@ class Profile:
     def collective(self, event: Event, parts: list[Part]) -> None:
         """All ranks of a group have begun a collective, the last one of `parts` with `event`."""
         last = parts[-1]
-        kind = self._kind(event)
         for part in parts[:-1]:
-            until = min(last.start, part.end)
-            seconds = max(0.0, until - part.waited) / 1e6
-            self.ranks[part.rank].waited += seconds
-            self.ranks[last.rank].awaited += seconds
-            kind.waiting += seconds
-            self._add(self.ranks[part.rank].waiting, self.first + part.waited, self.first + until)
+            self._waits(event, part, min(last.start, part.end), last.rank)
         self._note_slow(event, parts, last=last.rank, late=(last.start - parts[0].start) / 1e6)
 
     def incomplete(self, event: Event, parts: list[Part], missing: list[int]) -> None:
@@ -189,11 +184,22 @@ class Profile:
         self.broken += 1
         for rank in missing:
             self.absent[rank] += 1
+        for part in parts:
+            self._waits(event, part, part.end, missing[0] if len(missing) == 1 else None)
         self._note_slow(event, parts, missing=tuple(missing))
 
     def alone(self, event: Event, part: Part) -> None:
         """A message, or a collective of one rank."""
         self._note_slow(event, [part])
+
+    def _waits(self, event: Event, part: Part, until: float, culprit: int | None) -> None:
+        """A rank is blocked in its part, until then, by what another one has not begun."""
+        seconds = max(0.0, until - part.waited) / 1e6
+        self.ranks[part.rank].waited += seconds
+        self._kind(event).waiting += seconds
+        self._add(self.ranks[part.rank].waiting, self.first + part.waited, self.first + until)
+        if culprit is not None:
+            self.ranks[culprit].awaited += seconds
 
     def _kind(self, event: Event) -> KindOfOperation:
         args = event["args"]

@@ -212,7 +212,7 @@ function drawTimeline() {
       }
     });
     to.fillStyle = colour("text");
-    if (rank % every === 0) to.fillText("rank " + rank, 0, top + height / 2);
+    if (rank % every === 0) to.fillText("rank " + rank, 0, Math.max(7, top + height / 2));
   }
   to.fillStyle = colour("dim");
   for (let ago = 0; ago <= MINUTE; ago += 15) {
