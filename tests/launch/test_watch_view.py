@@ -127,7 +127,8 @@ def test_the_slowest_is_at_the_end_of_the_chain_or_waits_least() -> None:
 def test_a_rank_that_publishes_nothing_any_more_is_said_to_be_silent() -> None:
     times = iter([0.0, 0.0, 2.0, 4.0])
     gatherer = Gatherer(lambda: next(times))
-    reasons = [gatherer.complete(job(computes(0))).ranks[0].reason for _ in range(3)]
+    states = [gatherer.complete(job(computes(0), computes(1))) for _ in range(3)]
+    reasons = [state.ranks[1].reason for state in states]
     assert reasons == ["", "", "it has published nothing for 4 s"]
 
 
@@ -209,7 +210,7 @@ def test_the_picture_fits_and_shows_what_matters(width: int, size: int, height: 
     lines = shown(crowd(size), width, height)
     assert max(map(len, lines)) <= width
     assert height is None or len(lines) <= height - 1
-    text = "\n".join(lines)
+    text = " ".join(lines)
     assert f"slowest: rank {size - 2}" in lines[0]
     assert "loss 2.5 (2.5 to" in lines[0]
     (row,) = [line for line in lines if line.lstrip().startswith(f"> {size - 2}")]

@@ -74,11 +74,7 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     made = make_backend(backend, world, timeout)
-    try:
-        publish(made, world)
-    except BaseException:
-        made.abort()
-        raise
+    publish(made)
     announce(made)
     return made
 

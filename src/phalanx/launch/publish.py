@@ -27,6 +27,8 @@ from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
 from phalanx.core.posted import Wait, WorkBase
+from phalanx.errors import DistributedError
+from phalanx.launch.environment import World, read_environment
 from phalanx.launch.state import MOST_VALUES, JobState, RankState, number, plain
 from phalanx.launch.watch_folder import (
     PERIOD,
@@ -40,7 +42,6 @@ from phalanx.launch.watch_server import WatchServer, as_address, serve
 
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
-    from phalanx.launch.environment import World
 
 log = logging.getLogger("phalanx")
 
@@ -156,7 +157,8 @@ class Publisher:
         self._write(state)
 
     def _bare(self) -> RankState:
-        return RankState(rank=self._world.rank, status="starting")
+        alone = self._world.world_size == 1  # it makes no calls, in which it would look
+        return RankState(rank=self._world.rank, status="running" if alone else "starting")
 
     def _write(self, state: RankState) -> None:
         state.pid, state.machine, state.host = os.getpid(), machine(), socket.gethostname()
@@ -211,19 +213,29 @@ class _Sums(NamedTuple):
         return cls(now, blocked, counts.seconds_waiting, calls, counts.bytes_out, counts.bytes_in)
 
 
-def publish(backend: Backend, world: World, environ: Mapping[str, str] = os.environ) -> None:
+def publish(backend: Backend, environ: Mapping[str, str] = os.environ) -> None:
     """Publish this rank's state while somebody watches, if the environment says where.
 
     At an address the first rank of each host serves what the ranks there publish. `MisuseError`
-    when PHALANX_WATCH names a folder or an address that is not fit for it.
+    when PHALANX_WATCH names a folder or an address that is not fit for it; the backend is gone
+    then.
     """
     place = environ.get(VARIABLE, "")
     if not place:
         return
-    endpoint = as_address(place)
-    if endpoint is None:
-        Publisher(backend.engine, world, open_folder(Path(place))).begin()
-        return
-    folder = make_private_folder(f"port-{endpoint.port}")
-    server = serve(folder, endpoint) if world.local_rank == 0 else None
+    world: World | None = None
+    with suppress(DistributedError):  # as a program has it that torch's groups form by themselves
+        world = read_environment(environ)
+    if world is None or (world.rank, world.world_size) != (backend.rank, backend.world_size):
+        world = World(backend.rank, backend.world_size)  # made by hand, as torch's groups may be
+    try:
+        endpoint, server = as_address(place), None
+        if endpoint is None:
+            folder = open_folder(Path(place))
+        else:
+            folder = make_private_folder(f"port-{endpoint.port}")
+            server = serve(folder, endpoint) if world.local_rank == 0 else None
+    except BaseException:
+        backend.abort()
+        raise
     Publisher(backend.engine, world, folder, server).begin()

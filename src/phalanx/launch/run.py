@@ -189,6 +189,7 @@ class _Launch:
             if not failed:
                 code = max(node.code for node in outcome)
                 if code == AGAIN:
+                    self._how = f"the ranks have left (exit code {AGAIN}): start the job again"
                     sys.stderr.write(
                         f"the ranks have left; exit code {AGAIN}: start the job again\n"
                     )
@@ -206,12 +207,13 @@ class _Launch:
             print_restart(exits, elsewhere, restart)
 
     def tell_why(self, error: Exception) -> None:
-        """Tell the other nodes why this one leaves: the job ends with it."""
-        how = f"failed: {error}"
+        """Tell the other nodes why this one leaves: the job ends with it, everywhere alike."""
+        how, code = f"failed: {error}", 1
         if self._signals.received:
-            how = f"was stopped by {signal.Signals(self._signals.received[0]).name}"
+            signum = signal.Signals(self._signals.received[0])
+            how, code = f"was stopped by {signum.name}", 128 + signum
         self._how = summary = f"its launcher {how}"
-        self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=1, final=True))
+        self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=code, final=True))
 
     def close(self) -> bool:
         """Leave the job; return whether no thread is left."""

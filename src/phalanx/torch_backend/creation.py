@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.launch.init import announce
+from phalanx.launch.publish import publish
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import VERSION, PhalanxProcessGroup
@@ -38,6 +39,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
             store, world_rank = options.store, options.group_rank
             backend = meet(store, world_rank, options.group_size, timeout)
             if not options.global_ranks_in_group:  # it is the default group
+                publish(backend)
                 announce(backend)
         others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:

@@ -97,7 +97,8 @@ class Gatherer:
         self._last = now
         for state in job.ranks:
             state.waits_for = [rank for rank in state.waits_for if 0 <= rank < job.world_size]
-            self._note_silence(state, now)
+            if job.world_size > 1:
+                self._note_silence(state, now)
             if state.status == "running":
                 before = self._waiting.get(state.rank, state.waiting)
                 self._waiting[state.rank] = before + weight * (state.waiting - before)

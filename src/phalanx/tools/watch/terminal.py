@@ -1,14 +1,14 @@
 """A job's state as a table in the terminal, and as lines for a program.
 
-    train.py --lr 3: 4 ranks, generation 0; slowest: rank 2              loss 2.31
-      rank   step  s/step  call                   for s  waits for  waiting  last line
-         0    117   0.052  all_reduce #234          4.1  2              91%  step 117
-         1    117   0.052  all_reduce #234          4.1  2              91%
-    >    2    117   0.052  stopped                                      0%   process 4711 is ...
-         3    117   0.052  all_reduce #234          4.1  2              90%
-
-    rank 0 has waited 4.1 s in all_reduce #234 (float32 [32], sum) at train.py:57
+    train.py: 4 ranks; slowest: rank 2; loss 1.613 (1.613 to 1.63)
+    rank step s/step call           for s waits for wait last line
+       0   43 0.0651 all_reduce #44   4.4 2         100% step 40
+       1   43  0.062 all_reduce #44   4.5 2         100% step 40
+     > 2   42  0.056 stopped                             process 4711 is stopped (SIGSTO...
+       3   43 0.0612 all_reduce #44   4.4 2         100% step 40
+    rank 1 has waited 4.5 s in all_reduce #44 (float32 [262144], sum, direct) at train.py:5
     -> for rank 2, which is stopped: process 4711 is stopped (SIGSTOP, or a debugger holds it)
+    ranks 0, 3 wait, too
 
 Wide terminals show more columns. Where there are more ranks than lines, those that matter are
 shown: the slowest, what is stopped or dead, and who waits longest; a line sums up the others.
@@ -65,8 +65,10 @@ def as_json(state: JobState) -> str:
 def picture(state: JobState, width: int, height: int | None = None) -> RenderableType:
     """Return what shows `state` on so many columns, and lines if they are given."""
     above = [_headline(state, width)]
+    # Where there is no end of lines, nothing is cut off.
     below = [
-        Text(line, style="bold yellow", no_wrap=True, overflow="ellipsis") for line in state.chain
+        Text(line, style="bold yellow", no_wrap=height is not None, overflow="ellipsis")
+        for line in state.chain
     ]
     if state.ended:
         below.append(Text(f"the job has ended: {state.ended}", style="bold"))
