@@ -24,7 +24,7 @@ from phalanx.tools.watch.web import (
     LONGEST_REQUEST,
     PAGES,
     Feed,
-    WatchServer,
+    PageServer,
     sample,
     serve,
 )
@@ -38,8 +38,8 @@ def a_job(*, at: float = 0.0, ranks: int = 2, **more: Any) -> JobState:
 
 
 @pytest.fixture
-def server() -> Iterator[WatchServer]:
-    with WatchServer(Feed()) as made:
+def server() -> Iterator[PageServer]:
+    with PageServer(Feed()) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
@@ -49,7 +49,7 @@ def server() -> Iterator[WatchServer]:
 
 
 def ask(
-    server: WatchServer, path: str, *, method: str = "GET", **headers: str
+    server: PageServer, path: str, *, method: str = "GET", **headers: str
 ) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
     connection.putrequest(method, path, skip_host="Host" in headers)
@@ -69,7 +69,7 @@ def next_event(stream: http.client.HTTPResponse) -> Any:
 # Who gets in ------------------------------------------------------------------------------------
 
 
-def test_the_page_is_at_the_address_that_has_the_word(server: WatchServer) -> None:
+def test_the_page_is_at_the_address_that_has_the_word(server: PageServer) -> None:
     assert server.address == f"http://127.0.0.1:{server.server_port}/{server.word}/"
     answer = ask(server, f"/{server.word}/")
     assert answer.status == 200
@@ -88,7 +88,7 @@ def test_the_page_is_at_the_address_that_has_the_word(server: WatchServer) -> No
 def test_the_word_is_another_one_each_time_and_long() -> None:
     words = set()
     for _ in range(5):
-        with WatchServer(Feed()) as server:
+        with PageServer(Feed()) as server:
             words.add(server.word)
     assert len(words) == 5
     assert min(map(len, words)) >= 32
@@ -97,20 +97,20 @@ def test_the_word_is_another_one_each_time_and_long() -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/events", "//", "/x/", "/x/events", "/?word", "*", "/%00/é"]
 )
-def test_without_the_word_everything_is_forbidden(server: WatchServer, path: str) -> None:
+def test_without_the_word_everything_is_forbidden(server: PageServer, path: str) -> None:
     path = path.encode().decode("latin1")
     assert ask_raw(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
         b"HTTP/1.0 403"
     )
 
 
-def test_a_part_of_the_word_is_not_enough(server: WatchServer) -> None:
+def test_a_part_of_the_word_is_not_enough(server: PageServer) -> None:
     for word in (server.word[:-1], server.word + "x", server.word.swapcase(), f"x/{server.word}"):
         assert ask(server, f"/{word}/").status == 403
 
 
 @pytest.mark.parametrize("method", ["POST", "HEAD", "PUT", "DELETE", "OPTIONS", "CONNECT", "X"])
-def test_nothing_but_get_is_allowed(server: WatchServer, method: str) -> None:
+def test_nothing_but_get_is_allowed(server: PageServer, method: str) -> None:
     assert ask(server, f"/{server.word}/", method=method).status == 405
     assert ask(server, "/", method=method).status == 403
 
@@ -131,18 +131,18 @@ def test_nothing_but_get_is_allowed(server: WatchServer, method: str) -> None:
     ],
 )
 def test_a_name_that_was_made_to_point_here_is_refused(
-    server: WatchServer, host: str, status: int
+    server: PageServer, host: str, status: int
 ) -> None:
     assert ask(server, f"/{server.word}/", Host=host).status == status
 
 
-def test_a_request_has_one_host(server: WatchServer) -> None:
+def test_a_request_has_one_host(server: PageServer) -> None:
     for hosts in ("", "Host: localhost\r\nHost: localhost\r\n"):
         answer = ask_raw(server, f"GET /{server.word}/ HTTP/1.1\r\n{hosts}\r\n")
         assert answer.startswith(b"HTTP/1.0 403")
 
 
-def test_what_is_not_there_is_not_found(server: WatchServer) -> None:
+def test_what_is_not_there_is_not_found(server: PageServer) -> None:
     for place in ("page.js", "../", "events/", "%65vents", "//events"):
         assert ask(server, f"/{server.word}/{place}").status == 404
 
@@ -151,7 +151,7 @@ def test_what_is_not_there_is_not_found(server: WatchServer) -> None:
 
 
 def test_a_page_gets_all_samples_at_once_and_then_each_state_as_it_comes(
-    server: WatchServer,
+    server: PageServer,
 ) -> None:
     for second in range(3):
         server.feed.put(a_job(at=float(second)))
@@ -196,7 +196,7 @@ def test_a_sample_has_three_characters_a_rank_and_means_of_what_is_logged() -> N
 # What it costs ----------------------------------------------------------------------------------
 
 
-def connect(server: WatchServer) -> socket.socket:
+def connect(server: PageServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.server_port), timeout=PATIENCE)
 
 
@@ -211,26 +211,26 @@ def all_of(connection: socket.socket) -> bytes:
     return found
 
 
-def ask_raw(server: WatchServer, request: str) -> bytes:
+def ask_raw(server: PageServer, request: str) -> bytes:
     with connect(server) as connection:
         connection.sendall(request.encode("latin1"))
         return all_of(connection)
 
 
-def test_a_request_that_is_too_long_gets_no_answer(server: WatchServer) -> None:
+def test_a_request_that_is_too_long_gets_no_answer(server: PageServer) -> None:
     head = f"GET /{server.word}/ HTTP/1.1\r\nHost: localhost\r\n"
     assert ask_raw(server, f"{head}X: {'x' * LONGEST_REQUEST}\r\n\r\n") == b""
     assert ask_raw(server, f"{head}\r\n").startswith(b"HTTP/1.0 200"), "others are served"
 
 
-def test_what_is_no_request_is_refused(server: WatchServer) -> None:
+def test_what_is_no_request_is_refused(server: PageServer) -> None:
     for words in ("\r\n\r\n", "GET\r\n\r\n", "a b c d e\r\n\r\n", "GET / HTTP/9.9\r\n\r\n"):
         assert b"200" not in ask_raw(server, words)
     assert ask(server, f"/{server.word}/").status == 200
 
 
 def test_beyond_a_number_of_connections_the_next_is_closed_until_one_has_gone(
-    server: WatchServer,
+    server: PageServer,
 ) -> None:
     idle = [connect(server) for _ in range(CLIENTS)]
     with connect(server) as one_more:
@@ -246,7 +246,7 @@ def test_beyond_a_number_of_connections_the_next_is_closed_until_one_has_gone(
     assert ask(server, f"/{server.word}/").status == 200
 
 
-def test_a_number_of_pages_may_be_open(server: WatchServer) -> None:
+def test_a_number_of_pages_may_be_open(server: PageServer) -> None:
     streams = [ask(server, f"/{server.word}/events") for _ in range(PAGES)]
     assert {stream.status for stream in streams} == {200}
     assert ask(server, f"/{server.word}/events").status == 503
@@ -254,9 +254,9 @@ def test_a_number_of_pages_may_be_open(server: WatchServer) -> None:
     assert [stream.read() for stream in streams] == [b""] * PAGES
 
 
-def test_a_port_that_is_taken_is_said(server: WatchServer) -> None:
+def test_a_port_that_is_taken_is_said(server: PageServer) -> None:
     with pytest.raises(MisuseError, match=rf"--web {server.server_port}: nothing can listen"):
-        WatchServer(Feed(), server.server_port)
+        PageServer(Feed(), server.server_port)
 
 
 def test_a_page_has_the_last_state_before_the_server_ends() -> None:

@@ -140,7 +140,7 @@ class Feed:
             return self.number, event
 
 
-class WatchServer(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the page of one feed on loopback, at a port of its own if it is 0.
 
     address   what to open in a browser
@@ -199,7 +199,7 @@ class WatchServer(ThreadingHTTPServer):
 class _Request(BaseHTTPRequestHandler):
     """One request, and the answer to it; then the connection ends."""
 
-    server: WatchServer
+    server: PageServer
     server_version = "phalanx"
     sys_version = ""
 
@@ -311,7 +311,7 @@ def serve(
     server has ended.
     """
     feed, state = Feed(), None
-    with WatchServer(feed, port) as server:
+    with PageServer(feed, port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
         thread.start()
         try:
