@@ -19,8 +19,9 @@
 #
 # The clusters and trainers that Phalanx works with (docs/clusters.md) are tested with the real ones:
 # Ray, Slurm, Kubernetes, Accelerate, Hugging Face's Trainer, Lightning, Jupyter. In an environment of
-# its own, and with Debian's packages of Slurm, which root installs where there is apt-get; what is
-# missing is skipped, with the reason. It takes ten to fifteen minutes on two cores:
+# its own, and with Debian's packages of Slurm and Chromium (for the pages of `phalanx watch --web` and
+# `phalanx trace --html`), which root installs where there is apt-get; what is missing is skipped, with
+# the reason. It takes ten to fifteen minutes on two cores:
 #
 #   make test-clients                            or some: ARGS="-k lightning"
 #
@@ -81,7 +82,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
-SLURM := slurmctld slurmd slurm-client
+DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
 	two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
@@ -199,9 +200,9 @@ $(CLIENTS_READY): pyproject.toml constraints.txt
 		"$$(grep '^torch==' constraints.txt)"
 	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 		--constraint constraints.txt --editable '.[test,clients]'
-	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v slurmctld > /dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $(SLURM) \
-			|| echo "without $(SLURM): the tests of Slurm are skipped"; fi
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! { command -v slurmctld && command -v chromium; } > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $(DEBIAN) \
+			|| echo "without $(DEBIAN): the tests that need them are skipped"; fi
 	touch $@
 
 $(DOCS_READY): $(READY)

@@ -150,6 +150,30 @@ def test_waiting_is_the_time_until_others_came(cluster: Cluster, folder: Path) -
     assert waited["args"]["waiting_us"] >= 0.25e6
 
 
+def test_a_program_is_blocked_from_when_it_waits(cluster: Cluster, folder: Path) -> None:
+    def work(backend: Backend) -> int:
+        place: int = whole(backend).rank
+        if backend.rank == 0:
+            pending = phalanx.async_all_reduce(torch.ones(COUNT), backend, algorithm="ring")
+            backend.sendrecv(b"!", 1, bytearray(1), 1)  # the collective goes on meanwhile
+            pending.wait()
+        else:
+            backend.sendrecv(b"!", 0, bytearray(1), 0)
+            phalanx.all_reduce(torch.ones(COUNT), backend, algorithm="ring")
+        return place
+
+    rank = cluster.run(work, 2)[0]
+    done = {event["name"]: event for event in traced(folder, rank)}
+    reduced, message = done["all_reduce"], done["sendrecv"]
+    assert 0 <= reduced["args"]["blocked_us"] <= reduced["dur"] - message["dur"] + 0.3
+
+
+def test_a_call_that_is_over_when_it_returns_has_blocked_all_the_time(folder: Path) -> None:
+    phalanx.all_reduce(torch.ones(COUNT), SimulatedBackend.create_group(1)[0])
+    (event,) = traced(folder, 0)
+    assert event["args"]["blocked_us"] == event["dur"]
+
+
 def test_what_failed_says_so(cluster: Cluster, folder: Path) -> None:
     def disagree(backend: Backend) -> tuple[int, str]:
         with pytest.raises(DesyncError) as info:

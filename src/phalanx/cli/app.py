@@ -178,6 +178,19 @@ def trace_command(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Instead of FOLDER/merged.json."),
     ] = None,
+    as_html: Annotated[
+        bool,
+        typer.Option(
+            "--html",
+            help="Also write a page that sums it up, beside it: merged.html. It needs no network.",
+        ),
+    ] = False,
+    as_png: Annotated[
+        bool,
+        typer.Option(
+            "--png", help="Also write a picture: merged.png. Needs pip install 'phalanx[plot]'."
+        ),
+    ] = False,
 ) -> None:
     """Merge the traces of a job's ranks into one, and sum them up.
 
@@ -186,13 +199,20 @@ def trace_command(
 
         PHALANX_TRACE=traces phalanx run -n 4 train.py
 
-        phalanx trace traces
+        phalanx trace traces --html
+
+    The page shows what each rank did when, for whom the others waited, how much of communication
+    was overlapped with computing, and the slowest operations.
     """
     from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
     from rich.table import Table  # noqa: PLC0415
 
-    from phalanx.tools.trace import merge  # noqa: PLC0415
+    from phalanx.tools.trace import page  # noqa: PLC0415
+    from phalanx.tools.trace.merged import merge, merged_file  # noqa: PLC0415
 
+    path = merged_file(folder, output)
+    html = page.page_beside(path) if as_html else None
+    png = page.picture_beside(path) if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "operations", "MiB", "waiting s", "moving s", "errors", "last", "by s"):
@@ -219,10 +239,16 @@ def trace_command(
     for note in merged.notes:
         console.print(f"Note: {note}", markup=False)
     console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)
+    if html is not None:
+        page.write_page(merged, html)
+        console.print(f"{html}: open it in a browser", markup=False)
+    if png is not None:
+        page.write_picture(merged, png)
+        console.print(f"{png}: the picture", markup=False)
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
-app.command("watch", help=watch.__doc__)(watch.watch_command)
+app.command("watch", help=watch.__doc__, cls=watch.WatchCommand)(watch.watch_command)
 app.command("bench", help=bench.__doc__)(bench.bench_command)
 app.command(
     "kubernetes",

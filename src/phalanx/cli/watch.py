@@ -13,15 +13,40 @@ Ranks publish what they do while somebody watches, and only then.
     phalanx watch node1:9500 node2:9500
 
     phalanx watch --once
+
+    phalanx watch --web
+
+With --web it is a page, for you on this host: the address that is printed lets in who has it. From
+another host, forward a port: ssh -L 8000:127.0.0.1:8000 HOST, with --web 8000.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from phalanx.tools.watch.gather import Read
+
+MOST_PORTS = 65535
+
+
+class WatchCommand(TyperCommand):
+    """The command, with `--web` that may stand without a port: 0 then, for any that is free."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        has_port = [word.isdecimal() for word in [*args[1:], ""]]
+        words = [
+            "--web=0" if word == "--web" and not port else word
+            for word, port in zip(args, has_port, strict=True)
+        ]
+        return super().parse_args(ctx, words)
 
 
 def watch_command(
@@ -44,6 +69,16 @@ def watch_command(
             "--json", help="For programs: one line for each state, to the end; with --once one."
         ),
     ] = False,
+    web: Annotated[
+        int | None,
+        typer.Option(
+            "--web",
+            metavar="[PORT]",
+            min=0,
+            max=MOST_PORTS,
+            help="Serve a page on this host's loopback, at a free port if none is given.",
+        ),
+    ] = None,
 ) -> None:
     """Run `phalanx watch`, whose help is this module's docstring."""
     from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
@@ -51,8 +86,13 @@ def watch_command(
     from phalanx.errors import MisuseError  # noqa: PLC0415
     from phalanx.tools.watch import gather, terminal  # noqa: PLC0415
 
+    if web is not None and (once or as_json):
+        raise MisuseError("--web shows states on a page: leave --once and --json out")
     read = gather.find_job(*(places or ()))
     where = " ".join(places or ["its folder"])
+    if web is not None:
+        _serve(read, web, where)
+        return
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = terminal.WIDE_ENOUGH
@@ -71,3 +111,21 @@ def watch_command(
             raise MisuseError(f"nothing is published in {where}: is the job over?")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _serve(read: Read, port: int, where: str) -> None:
+    """Show the job on a page until it has ended, or Ctrl-C."""
+    from phalanx.errors import MisuseError  # noqa: PLC0415
+    from phalanx.tools.watch import gather, web  # noqa: PLC0415
+
+    def ready(address: str) -> None:
+        typer.echo(f"{address}  (Ctrl-C ends it)")
+        sys.stdout.flush()
+
+    try:
+        state = web.serve(gather.follow(read), port, ready=ready)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if state is None:
+        raise MisuseError(f"nothing is published in {where}: is the job over?")
+    typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")

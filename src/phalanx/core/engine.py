@@ -239,7 +239,7 @@ class Engine(Poster):
         if self.counters is not None:
             self.counters.ended(work.call)
         if self.trace is not None:
-            self.trace.ended(work)
+            self.trace.ended(work, self.watchdog.awaited_since(work))
         self.transport.wake(work)
 
     def count(self) -> Counts:

@@ -117,6 +117,8 @@ class Group(GroupBase):
                 if self._queue and self._queue[0] is work:
                     work.advance()
             self.engine.run_ready()
+            if self.engine.trace is not None and not work.over:
+                self.engine.trace.issued(work, self.engine.now())
         except Exception:
             raise
         except BaseException as interruption:

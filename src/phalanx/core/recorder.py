@@ -79,6 +79,7 @@ class Trace:
         self._since = time() - now()
         self._file = _create(folder, rank)
         self._size = 0  # bytes, all of whole lines
+        self._issued: dict[WorkBase, float] = {}  # when the calls that issued works came back
         weakref.finalize(self, _close, self._file)
         self._write(b"[\n")
         self._name("process_name", 0, name=f"rank {rank}")
@@ -105,10 +106,20 @@ class Trace:
                 f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
             ) from error
 
-    def ended(self, work: WorkBase) -> None:
-        """Write down a work that is over."""
+    def issued(self, work: WorkBase, now: float) -> None:
+        """The call that issued a work, which is not over, comes back."""
+        self._issued[work] = now
+
+    def ended(self, work: WorkBase, awaited: float) -> None:
+        """Write down a work that is over, for which a thread has waited since then, or never (inf).
+
+        A thread was in it from its start until the call that issued it came back, and while it was
+        waited for.
+        """
         call, collective = work.call, work.is_collective
         seconds = call.ended - call.started
+        issued = self._issued.pop(work, call.ended)
+        free = min(max(awaited, issued), call.ended) - issued
         arguments: dict[str, Any] = {
             "sequence": call.sequence,
             "bytes": len(work.buffers[0]) if work.buffers else 0,
@@ -117,6 +128,7 @@ class Trace:
             "group": call.suffix.removeprefix(" in the group of ") or "world",
             "waiting_us": round(work.waited * 1e6, 1),
             "moving_us": round((seconds - work.waited) * 1e6, 1),
+            "blocked_us": round((seconds - free) * 1e6, 1),
             "signature": call.signature,
             "where": str(call.site),
         }

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from phalanx.core.matching import is_full
-from phalanx.core.posted import GroupBase, Wait
+from phalanx.core.posted import GroupBase, Wait, WorkBase
 from phalanx.errors import CollectiveTimeoutError, MisuseError
 from phalanx.wire.control import Answer, Ask, chain_of_waits, shortened
 
@@ -66,6 +66,11 @@ class Watchdog:
         self.queries: dict[Wait, WaitForGraph] = {}
         self._warned: set[int] = set()  # groups of which the log has said that a call waits
         self._numbers = itertools.count(1)
+
+    def awaited_since(self, work: WorkBase) -> float:
+        """Since when a thread waits for a work, on the engine's clock; inf if none does."""
+        since = (began for wait, began in list(self.waits.items()) if work in wait.parts())
+        return min(since, default=math.inf)
 
     def check_deadline(self, wait: Wait, now: float) -> float:
         """Check the deadline of a wait; returns when to check again, on the same clock.

@@ -19,7 +19,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from phalanx.errors import MisuseError
+from phalanx.tools.trace.profile import Part, Profile
 
 Event = dict[str, Any]
 """One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
@@ -66,18 +67,25 @@ class MergedTrace:
 
     collectives   how many all ranks have started; `last` and `late` of the ranks are about these
     notes         what a reader of the numbers should know
+    profile       where the ranks' time went
     """
 
     path: Path
     ranks: list[RankSummary]
     collectives: int
     notes: list[str]
+    profile: Profile
 
     @property
     def straggler(self) -> RankSummary | None:
         """The rank that the others lost most time with."""
         slowest = max(self.ranks, key=lambda rank: rank.late)
         return slowest if slowest.late > 0 else None
+
+
+def merged_file(folder: Path, output: Path | None = None) -> Path:
+    """Where `merge` writes."""
+    return output or folder / "merged.json"
 
 
 def merge(folder: Path, output: Path | None = None) -> MergedTrace:
@@ -87,18 +95,18 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
     replaced. Raises `MisuseError` where there is nothing to merge, and where `output` cannot be
     written or is there and no merged trace.
     """
-    output = output or folder / "merged.json"
+    output = merged_file(folder, output)
     with open_traces(folder) as files:
         _check_replaceable(output)
         ranks: dict[int, RankSummary] = {}
         for file in files:
             ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
-        stragglers = Stragglers(ranks)
+        stragglers, profile = Stragglers(ranks), _empty_profile(files)
         part = output.with_name(f"{output.name}.part")
         try:
             with part.open("wb") as out:
                 separator = _HEAD
-                for event in _merged_events(files, ranks, stragglers):
+                for event in _merged_events(files, ranks, stragglers, profile):
                     out.write(separator)
                     out.write(msgspec.json.encode(event))
                     separator = b",\n"
@@ -111,7 +119,9 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
                 f"{output} cannot be written ({error}): name another file with -o"
             ) from error
         ordered = [ranks[rank] for rank in sorted(ranks)]
-        return MergedTrace(output, ordered, stragglers.collectives, _notes(files))
+        for event, parts, missing in stragglers.incomplete():
+            profile.incomplete(event, parts, missing)
+        return MergedTrace(output, ordered, stragglers.collectives, _notes(files), profile)
 
 
 def _check_replaceable(output: Path) -> None:
@@ -126,10 +136,21 @@ def _check_replaceable(output: Path) -> None:
         raise MisuseError(f"{output} is there and no merged trace: name another file with -o")
 
 
+def _empty_profile(files: list[TraceFile]) -> Profile:
+    first = min((min(file.times) for file in files if file.times), default=0.0)
+    profile = Profile(first, max((file.ended for file in files), default=first))
+    for file in sorted(files, key=lambda file: file.started):
+        profile.present(file.rank, file.started * 1e6, file.ended)
+    return profile
+
+
 def _merged_events(
-    files: list[TraceFile], ranks: dict[int, RankSummary], stragglers: Stragglers
+    files: list[TraceFile],
+    ranks: dict[int, RankSummary],
+    stragglers: Stragglers,
+    profile: Profile,
 ) -> Iterator[Event]:
-    """All events of the merged file; fills the summaries as it goes."""
+    """All events of the merged file; fills the summaries and the profile as it goes."""
 
     def label(what: str, rank: int, line: int, **args: object) -> Event:
         return {"ph": "M", "name": what, "pid": rank, "tid": line, "args": args}
@@ -155,7 +176,12 @@ def _merged_events(
         summary.waiting += args.get("waiting_us", 0) / 1e6
         summary.moving += args.get("moving_us", 0) / 1e6
         summary.errors += "error" in args
-        stragglers.add(file, event)
+        part = profile.operation(file.rank, event)
+        parts = stragglers.add(file, event, part)
+        if parts is None:
+            profile.alone(event, part)
+        elif parts:
+            profile.collective(event, parts)
         free_from = lines.setdefault((file.rank, file.run, event.get("tid")), {})
         free = (line for line, time in free_from.items() if time <= event["ts"])
         line = next(free, 0)
@@ -208,6 +234,8 @@ class _Args(msgspec.Struct):
     group: str = "world"
     waiting_us: float = 0.0
     moving_us: float = 0.0
+    blocked_us: float = 0.0
+    where: str = ""
     error: str = ""
     # A backend:
     world_size: int = 0
@@ -237,6 +265,7 @@ class TraceFile:
 
     world_size   0: it was not written down
     started      seconds since 1970, by the clock of `host`
+    ended        microseconds since 1970: when its last operation was over
     damaged      lines that cannot be read, apart from the last one
     cut_off      whether the last line cannot be read
     times        when each operation started, in microseconds since 1970
@@ -249,6 +278,7 @@ class TraceFile:
     world_size: int = 0
     host: str = "?"
     started: float = 0.0
+    ended: float = 0.0
     run: int = 0
     damaged: int = 0
     cut_off: bool = False
@@ -269,6 +299,7 @@ class TraceFile:
                 continue
             if event.ph == "X":
                 self.times.append(event.ts)
+                self.ended = max(self.ended, event.ts + max(event.dur, 0.0))
                 self.places.append(self.data.tell() - len(line))
             elif event.name == "phalanx":
                 self.world_size = event.args.world_size
@@ -334,20 +365,25 @@ class Stragglers:
     def __init__(self, ranks: Mapping[int, RankSummary]) -> None:
         self.ranks = ranks
         self.collectives = 0
-        self._open: dict[tuple[object, ...], list[float]] = {}  # when ranks have started it
+        # What ranks have started and others not yet: an event of it, whose it is, and its parts.
+        self._open: dict[tuple[object, ...], tuple[Event, Sequence[int], list[Part]]] = {}
         self._ordinals: dict[tuple[object, ...], int] = {}
         self._groups: Counter[tuple[object, ...]] = Counter()
 
-    def add(self, file: TraceFile, event: Event) -> None:
-        """Take the next operation, of the rank whose `file` it is in."""
+    def add(self, file: TraceFile, event: Event, part: Part) -> list[Part] | None:
+        """Take the next operation, of the rank whose `file` it is in.
+
+        Return all parts of its collective if it is the last one of them, and else none; None if it
+        is no collective of several ranks.
+        """
         if event.get("cat") != "collective":
-            return
+            return None
         args = event["args"]
         group = str(args.get("group", "world"))
         members = _MEMBERS.search(group)
-        size = len(members[1].split(",")) if members else file.world_size
-        if size < 2:
-            return
+        ranks = [*map(int, members[1].split(","))] if members else range(file.world_size)
+        if len(ranks) < 2:
+            return None
         # How many groups of these members the rank had before this one: ranks number their groups
         # each for itself, but make those of the same members in one order.
         alike = (file.rank, file.run, group)
@@ -356,10 +392,18 @@ class Stragglers:
             self._ordinals[this] = self._groups[alike]
             self._groups[alike] += 1
         key = (file.run, group, self._ordinals[this], args.get("sequence"))
-        starts = self._open.setdefault(key, [])
-        starts.append(event["ts"])
-        if len(starts) == size:
-            del self._open[key]
-            self.collectives += 1
-            self.ranks[file.rank].last += 1
-            self.ranks[file.rank].late += (starts[-1] - starts[-2]) / 1e6
+        parts = self._open.setdefault(key, (event, ranks, []))[2]
+        parts.append(part)
+        if len(parts) < len(ranks):
+            return []
+        del self._open[key]
+        self.collectives += 1
+        self.ranks[file.rank].last += 1
+        self.ranks[file.rank].late += (parts[-1].start - parts[-2].start) / 1e6
+        return parts
+
+    def incomplete(self) -> Iterator[tuple[Event, list[Part], list[int]]]:
+        """Yield each collective that some ranks have no part in: its parts, and these ranks."""
+        for event, ranks, parts in self._open.values():
+            begun = {part.rank for part in parts}
+            yield event, parts, [rank for rank in ranks if rank not in begun]

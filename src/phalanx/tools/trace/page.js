@@ -1,0 +1,119 @@
+"use strict";
+// The picture: a row a rank, a column a bin of time; in each, from below, the states' shares.
+const data = JSON.parse(document.getElementById("data").textContent);
+const canvas = document.getElementById("timeline");
+const readout = document.getElementById("readout");
+const LABELS = 64, AXIS = 22, FULL = 35;
+const height = Math.max(4, Math.min(40, Math.floor(640 / data.ranks.length)));
+let cursor = null;
+
+function share(row, bin, state) {
+  return parseInt(data.shares[row][bin * data.states.length + state], 36) / FULL;
+}
+
+function draw() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = name => style.getPropertyValue("--" + name).trim();
+  const width = canvas.clientWidth, scale = window.devicePixelRatio || 1;
+  const tall = height * data.ranks.length + AXIS;
+  canvas.width = width * scale;
+  canvas.height = tall * scale;
+  canvas.style.height = tall + "px";
+  const to = canvas.getContext("2d");
+  to.scale(scale, scale);
+  to.font = "12px system-ui, sans-serif";
+  to.textBaseline = "middle";
+  const wide = (width - LABELS) / data.bins, gap = height > 8 ? 2 : 0;
+  const every = Math.ceil(14 / height);  // ranks a label
+  data.ranks.forEach((rank, row) => {
+    const top = row * height, inside = height - gap;
+    to.fillStyle = colour("absent");
+    to.fillRect(LABELS, top, width - LABELS, inside);
+    for (let bin = 0; bin < data.bins; bin++) {
+      let bottom = top + inside;
+      data.states.forEach((state, number) => {
+        const tall = share(row, bin, number) * inside;
+        if (!tall) return;
+        to.fillStyle = colour(state);
+        to.fillRect(LABELS + bin * wide, bottom - tall, wide + .4, tall);
+        bottom -= tall;
+      });
+    }
+    if (row % every === 0) {
+      to.fillStyle = colour("text");
+      to.fillText("rank " + rank, 0, Math.max(7, top + height / 2));
+    }
+  });
+  to.fillStyle = colour("dim");
+  const base = tall - AXIS / 2;
+  for (let tick = 0; tick <= 5; tick++) {
+    to.textAlign = tick === 0 ? "left" : tick === 5 ? "right" : "center";
+    to.fillText(seconds(data.seconds * tick / 5), LABELS + (width - LABELS) * tick / 5, base);
+  }
+  to.textAlign = "left";
+  if (cursor) {
+    to.strokeStyle = colour("text");
+    to.lineWidth = 2;
+    to.strokeRect(LABELS + cursor.bin * wide - 1, cursor.row * height - 1, wide + 2, height + 1);
+  }
+}
+
+function seconds(value) {
+  if (value >= 10 || value === 0) return value.toFixed(0) + " s";
+  if (value >= .01) return value.toFixed(value < 1 ? 3 : 2) + " s";
+  return (value * 1e3).toFixed(3) + " ms";
+}
+
+function show(row, bin) {
+  cursor = {
+    row: Math.max(0, Math.min(data.ranks.length - 1, row)),
+    bin: Math.max(0, Math.min(data.bins - 1, bin)),
+  };
+  const each = data.states.map((state, number) =>
+    Math.round(100 * share(cursor.row, cursor.bin, number)) + " % " + state);
+  const from = data.seconds * cursor.bin / data.bins, to = data.seconds * (cursor.bin + 1) / data.bins;
+  readout.textContent =
+    `rank ${data.ranks[cursor.row]}, ${seconds(from)} to ${seconds(to)}: ${each.join(", ")}`;
+  draw();
+}
+
+canvas.addEventListener("mousemove", event => {
+  const wide = (canvas.clientWidth - LABELS) / data.bins;
+  show(Math.floor(event.offsetY / height), Math.floor((event.offsetX - LABELS) / wide));
+});
+const MOVES = {
+  ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0],
+  PageUp: [-8, 0], PageDown: [8, 0], Home: [0, -1e9], End: [0, 1e9],
+};
+canvas.addEventListener("keydown", event => {
+  const move = MOVES[event.key];
+  if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  if (cursor) show(cursor.row + move[0], cursor.bin + move[1]);
+  else show(0, 0);
+});
+new ResizeObserver(draw).observe(canvas);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+
+// Tables: a heading is a button that sorts, the largest first; again, the other way.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0];
+  [...table.tHead.rows[0].cells].forEach((heading, column) => {
+    if (heading.dataset.fixed !== undefined) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...heading.childNodes);
+    heading.append(button);
+    button.addEventListener("click", () => {
+      const up = heading.getAttribute("aria-sort") === "descending";
+      for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+      const rows = [...body.rows].sort((one, other) => {
+        const a = key(one), b = key(other), difference = Number(a) - Number(b);
+        return Number.isNaN(difference) ? (a < b ? -1 : a > b ? 1 : 0) : difference;
+      });
+      body.append(...(up ? rows : rows.reverse()));
+    });
+  });
+}
