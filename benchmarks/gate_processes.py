@@ -46,6 +46,8 @@ class Version(NamedTuple):
         """What its processes find: this package, one thread, hashes alike, and no launcher."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(STRANGE)}
         path = {"PYTHONPATH": str(self.folder / "src"), "PYTHONUNBUFFERED": "1"}
+        # The entry point of this environment's Phalanx may name what the base does not have yet.
+        path["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         return {**kept, **path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **added}
 
     def check(self, file: str) -> None:

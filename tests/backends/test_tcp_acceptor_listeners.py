@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from clusters import PATIENCE
 from listening import everywhere, let_mean_loopback, listening, needs_proc
+from ports import unused_port
 from test_tcp_rendezvous import (  # noqa: F401
     Start,
     _no_token_in_the_environment,
@@ -20,12 +21,6 @@ from test_tcp_rendezvous import (  # noqa: F401
 from phalanx.launch.store import connect_store, hold_store, listen_for_store
 
 pytestmark = needs_proc
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def new_places(before: set[tuple[str, int]], count: int) -> set[tuple[str, int]]:
@@ -46,7 +41,7 @@ def test_every_rank_listens_on_one_interface_during_the_rendezvous_and_nowhere_a
     if host == "[::1]" and not _has_ipv6():
         pytest.skip("this host has no IPv6")
     before = listening()
-    address = f"{host}:{free_port()}"
+    address = f"{host}:{unused_port()}"
     early = [start(rank, 3, address) for rank in (0, 1)]
     found = new_places(before, 2)
     assert len(found) == 2, "rank 0 and rank 1"
@@ -58,7 +53,7 @@ def test_every_rank_listens_on_one_interface_during_the_rendezvous_and_nowhere_a
 
 def test_rank_0_listens_on_all_interfaces_only_if_it_is_told_to(start: Start) -> None:  # noqa: F811
     before = listening()
-    port = free_port()
+    port = unused_port()
     zero = start(0, 2, f"0.0.0.0:{port}")
     assert new_places(before, 1) == {("0.0.0.0", port)}
     one = start(1, 2, f"127.0.0.1:{port}")

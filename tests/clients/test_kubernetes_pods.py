@@ -67,6 +67,21 @@ if step == 0:
 print("goes on", flush=True)
 """
 
+LEAVES = """
+import signal, time
+
+with phalanx.Notice(backend) as notice:
+    print("trains", flush=True)
+    while not notice.given():
+        step += 1
+        time.sleep(0.01)
+steps = phalanx.all_gather(torch.tensor([step]), backend)
+assert steps.eq(step).all(), steps
+print("left at the same step", flush=True)
+backend.close()
+sys.exit(notice.exit_code)
+"""
+
 
 @pytest.fixture(autouse=True)
 def _networks_are_allowed() -> None:
@@ -142,3 +157,22 @@ def test_a_pod_that_is_killed_ends_the_other_one_and_both_go_on(stack: ExitStack
     pods.start(0)
     assert [pods.exit_code(index) for index in (0, 1)] == [0, 0], pods.log(0) + pods.log(1)
     assert pods.log(0).count("goes on") == pods.log(1).count("goes on") == 2
+
+
+@pytest.mark.parametrize(("script", "code"), [(BEGIN + WAITS_AT_FIRST, 143), (BEGIN + LEAVES, 75)])
+def test_a_pod_that_the_cluster_moves_ends_all_and_none_counts_as_a_failure(
+    script: str, code: int, stack: ExitStack
+) -> None:
+    """With a `Notice` all ranks leave at one step; without one they are stopped."""
+    pods = make_pods(stack, JOB, script)
+    pods.publish()
+    for index in (0, 1):
+        pods.start(index)
+    for index in (0, 1):
+        pods.wait_for(index, "trains")
+    pods.signal(1, signal.SIGTERM)
+    codes = [pods.exit_code(index) for index in (0, 1)]
+    assert codes == [code, code], pods.log(0) + pods.log(1)
+    assert pods.follows(code) == "Ignore"
+    left = [pods.log(index).count("left at the same step") for index in (0, 1)]
+    assert left == ([2, 2] if code == 75 else [0, 0])

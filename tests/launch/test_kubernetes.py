@@ -244,17 +244,17 @@ def test_a_trainjob_says_how_many_and_its_runtime_where() -> None:
 # A pod that ends, and what is started again -----------------------------------------------------
 
 
-def test_of_a_job_each_pod_is_started_again_and_75_is_not_counted() -> None:
+def test_of_a_job_each_pod_is_started_again_and_leaving_is_not_counted() -> None:
     job = KubernetesJob(target="t.py", name="t", image="i", nodes=3, max_restarts=2)
     spec = make_manifest(job, TOKEN)[-1]["spec"]
     moved, again = spec["podFailurePolicy"]["rules"]
     assert moved["action"] == again["action"] == "Ignore"
     assert moved["onPodConditions"][0]["type"] == "DisruptionTarget"
-    assert again["onExitCodes"] == {"operator": "In", "values": [75]}
+    assert again["onExitCodes"] == {"operator": "In", "values": [75, 143]}
     assert spec["backoffLimit"] == 2 * 3, "every failure is one of each pod"
 
 
-def test_of_a_jobset_all_pods_are_started_again_and_75_is_not_counted() -> None:
+def test_of_a_jobset_all_pods_are_started_again_and_leaving_is_not_counted() -> None:
     job = KubernetesJob(target="t.py", kind="jobset", name="t", image="i", nodes=3, max_restarts=2)
     spec = make_manifest(job, TOKEN)[-1]["spec"]
     inner = spec["replicatedJobs"][0]["template"]["spec"]

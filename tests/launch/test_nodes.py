@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import pytest
+from ports import unused_port
 
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.launch.reaper import Reaper
@@ -21,8 +22,7 @@ PATIENCE = 30.0
 
 @pytest.fixture
 def master() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{unused_port()}"
 
 
 @pytest.fixture

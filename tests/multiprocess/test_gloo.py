@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ports import unused_port
 from test_training import alone, train_on_my_rows
 
 from phalanx import Backend, PeerLostError, all_reduce, spawn
@@ -64,10 +64,8 @@ def test_a_launched_script_has_gloo_by_itself_and_over_torchs_process_group(
 ) -> None:
     program = tmp_path / "script.py"
     program.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place |= {"MASTER_PORT": str(unused_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program)],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launchers import PHALANX, Launch, environ_without_launcher, finish, launch, run_script
+from ports import unused_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -163,8 +164,7 @@ def test_all_nodes_leave_with_the_one_that_was_told_to(tmp_path: Path) -> None:
         "while not told.exists(): time.sleep(0.01)\n"
         "sys.exit(75)\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        master = f"127.0.0.1:{free.getsockname()[1]}"
+    master = f"127.0.0.1:{unused_port()}"
     folder = ready(tmp_path)
     words = [*PHALANX, "run", "--nnodes", "2", "--master", master, "--max-restarts", "1"]
     with (

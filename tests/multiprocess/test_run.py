@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launchers import PHALANX, environ_without_launcher, hear_signals
+from ports import unused_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -205,8 +205,7 @@ def test_bound_ranks_run_on_cores_that_no_other_rank_has(
 
 def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
     """Two nodes of one rank each; the first to start is not the one with the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        master = f"127.0.0.1:{free.getsockname()[1]}"
+    master = f"127.0.0.1:{unused_port()}"
     common = [*PHALANX, "run", "--nnodes", "2", "--master", master, *options]
     return [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
 
@@ -249,8 +248,7 @@ def test_a_node_that_cannot_start_its_ranks_ends_the_job(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     script = write(tmp_path, "import time; time.sleep(60)")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        master = f"127.0.0.1:{free.getsockname()[1]}"
+    master = f"127.0.0.1:{unused_port()}"
     words = [*PHALANX, "run", "--nnodes", "2", "--master", master]
     few = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh"]
     one = start([*few, *words, "-n", "40", "--node-rank", "1", script], environ)
@@ -277,7 +275,7 @@ def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str
     one.send_signal(signal.SIGTERM)
     assert finish(one) == ([143], [], "stopped by SIGTERM\n")
     assert finish(zero) == (
-        [1],
+        [143],
         [],
         "the first failure was on another node, 1: its launcher was stopped by SIGTERM\n",
     )

@@ -6,7 +6,6 @@ by themselves, which takes an installed package.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 import stock_program
 from launchers import PHALANX, environ_without_launcher
 from mpi_jobs import MPIRUN
+from ports import unused_port
 from worlds import run_gloo
 
 PROGRAM = str(Path(__file__).with_name("stock_program.py"))
@@ -53,7 +53,7 @@ def run(name: str, backend: str = "phalanx", rounds: int = 3) -> str:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(unused_port()),
             "MEETING_FILE": f"{folder}/meeting",
         }
         if launcher:
@@ -74,11 +74,6 @@ def run(name: str, backend: str = "phalanx", rounds: int = 3) -> str:
 def _start(words: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def expected(backend: str = "phalanx") -> str:

@@ -9,6 +9,7 @@ import torch
 from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import unused_port
 
 from phalanx import (
     AllReduceAggregator,
@@ -264,11 +265,9 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
 
 
 def test_a_config_connects_its_rank():
-    import socket
     import threading
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     met: dict[int, list[float]] = {}
 
     def run(rank: int) -> None:

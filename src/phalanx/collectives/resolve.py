@@ -134,6 +134,8 @@ class TensorRequest(Request[T]):
                 return self._staged(plan, first.device)
             if shm is not None:
                 steps = shm.steps(self.source, self.out, self.own)
+                if backend.engine.counters is not None:
+                    steps = backend.engine.counters.taking(steps, shm.taken)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint

@@ -37,6 +37,7 @@ from torch import Tensor
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.request import SMALL
+from phalanx.core.counters import Taken
 from phalanx.core.reduce_op import BLOCK, RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
@@ -125,7 +126,10 @@ copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a thir
 
 
 class ShmDirect:
-    """One collective of one control block, for tensors of one shape and dtype."""
+    """One collective of one control block, for tensors of one shape and dtype.
+
+    taken   the bytes that it moves between this rank and each other, for the counters
+    """
 
     def __init__(self, plan: Plan, control: ControlBlock) -> None:
         key, form = plan.key, FORMS[plan.key.collective]
@@ -171,6 +175,13 @@ class ShmDirect:
         crowded = form.reduced and control.share_of_cores == 0
         high = READ_CROWDED if crowded else self._given
         self._reads = control.is_readable and low <= self._given <= high
+        self.taken = tuple(
+            Taken(
+                rank, self._taken(place, self.me, key.root), self._taken(self.me, place, key.root)
+            )
+            for place, rank in enumerate(control.ranks)
+            if place != self.me
+        )
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
@@ -186,6 +197,18 @@ class ShmDirect:
         if own:
             self._settle(source, own)
         return self._small(source, out)
+
+    def _taken(self, by: int, giver: int, root: int) -> int:
+        """How many bytes one member reads of another one's memory."""
+        form = self.form
+        gets, gives = by == root or not form.to_root, giver == root or not form.from_root
+        if not gives or not (gets or form.passed_on):
+            return 0
+        if self.is_small and form.passed_on:  # who gets the result reduces all of it
+            return self._given if gets else 0
+        start, stop = self._slices[by] if form.sliced else (0, self._given)
+        first, last = self._slices[giver] if form.passed_on and gets else (0, 0)
+        return stop - start + last - first
 
     def _settle(self, source: Tensor | None, own: OwnParts) -> None:
         """Put what is elsewhere in its place: not only this rank's reduction goes by it."""

@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.core.call import Call, call_site, check_timeout
 from phalanx.core.common import CommonMemory, Own
+from phalanx.core.counters import Counts, Progress
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
@@ -114,6 +115,23 @@ class Backend:
     def seconds_waiting(self) -> float:
         """Seconds that calls of this group, and of those made of it, have spent blocked."""
         return self.group.seconds_waiting
+
+    def counters(self) -> Counts:
+        """Bytes, messages, operations, waiting and failures of this rank, of all its groups.
+
+        The numbers are of the whole job, whichever of its groups is asked. Counting begins with the
+        first call, whose numbers are zero, but for failures and kept bytes. From then on it costs
+        an operation up to 2 us. `Counts` says what is counted.
+        """
+        return self.engine.count()
+
+    @property
+    def progress(self) -> Progress:
+        """Where the program logs its steps, for those who watch the job: `log(step, loss=...)`.
+
+        The same for all groups of a rank.
+        """
+        return self.engine.progress
 
     @property
     def registers_memory(self) -> bool:
@@ -378,6 +396,7 @@ class Backend:
             step: Program | None = None
             is_free = group.is_free()
             spin = LONG if blocking else BRIEF
+            counters = engine.counters
             try:
                 call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
                 if is_free:
@@ -386,7 +405,10 @@ class Backend:
                             if isinstance(step, Round):
                                 break
                             step.begin(call)
-                            if not step.ready(spin=spin):
+                            if counters is not None:
+                                if not counters.ready(step, spin):
+                                    break
+                            elif not step.ready(spin=spin):
                                 break
                             if not blocking:
                                 spin = 0.0
@@ -394,6 +416,8 @@ class Backend:
                             group.finished = call.sequence + 1
                             call.ended = engine.now()
                             engine.history.calls.append(call)
+                            if counters is not None:
+                                counters.ended(call)
                             return call
                         assert step is not None
                         steps = chain((step,), steps)

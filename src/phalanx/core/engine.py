@@ -8,7 +8,7 @@
 Many works of many groups are under way at a time. `lock` guards all state; methods whose docstring
 says "Lock held" are called with it held. Three collaborators are told of events: the checker of
 each group (do ranks agree), the watchdog (deadlines, who waits for whom), the recorder (last calls,
-trace).
+trace). A fourth one counts, once it is wanted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from phalanx.core.counters import Counters, Counts, Progress
 from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
 from phalanx.core.failure import Failure
 from phalanx.core.matching import Matching
@@ -54,6 +55,9 @@ class Engine(Poster):
     transport  set by the transport's constructor
     process    which this rank is; a child that was forked is another one
     native     for each group, what another library carries out whole
+    counters   counts what this rank does; None until the first call of `count`
+    progress   how far the program has come
+    at_close   called, in order, when this rank has left; the lock is not held
     copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
     strict     whether ranks compare call sites, too, and before a library's collectives begin
@@ -89,6 +93,10 @@ class Engine(Poster):
         self.lost: dict[int, Failure] = {}  # peers that are gone, and why
         self.matching = Matching(self._is_stale)
         self.history = History(rank)
+        self.counters: Counters | None = None
+        self.moved = None
+        self.progress = Progress(rank, now)
+        self.at_close: list[Callable[[], object]] = []
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(
@@ -180,13 +188,18 @@ class Engine(Poster):
             return False
         diverged = step.diverged()
         if diverged is None:
+            if complete and self.counters is not None:
+                peer = step.awaited()
+                self.counters.arrived(work, ANY if peer is None else peer)
             return complete
         work.group.checker.has_diverged(work.call, diverged)
         return False
 
     def wait(self, until: Wait) -> None:
         """Block until that is over. Lock not held."""
-        began = self.now()
+        began, counters = self.now(), self.counters
+        if counters is not None:
+            counters.blocks(until, began)
         self.watchdog.waits.setdefault(until, began)
         try:
             self.transport.wait(until)
@@ -194,7 +207,10 @@ class Engine(Poster):
             self.watchdog.waits.pop(until, None)  # another thread may have waited for it, too
             if until.over and self.watchdog.queries:
                 self.watchdog.forget(until)
-            until.group.was_blocked(self.now() - began)
+            now = self.now()
+            until.group.was_blocked(now - began)
+            if counters is not None:
+                counters.is_free(until, now)
         if self.callbacks:
             self.run_callbacks()
 
@@ -220,9 +236,22 @@ class Engine(Poster):
         self.polled.pop(work, None)
         if self.watchdog.queries:
             self.watchdog.forget(work)
+        if self.counters is not None:
+            self.counters.ended(work.call)
         if self.trace is not None:
             self.trace.ended(work)
         self.transport.wake(work)
+
+    def count(self) -> Counts:
+        """The numbers of this rank. With the first call, counting begins."""
+        with self.lock:
+            if self.counters is None:
+                kept, failures = self.matching.unexpected_bytes, self.history.failures
+                self.counters = Counters(
+                    self.rank, self.world_size, self.lock, self.now, kept, failures
+                )
+                self.moved = self.counters.moved
+            return self.counters.snapshot()
 
     def check_reachable(self, work: WorkBase, peer: int) -> None:
         """Raise `PeerLostError` if a work would wait for a rank that has left."""

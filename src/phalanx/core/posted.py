@@ -214,10 +214,12 @@ class Poster(ABC):
 
     now     the clock, in seconds
     ready   works whose step is complete: they can go on
+    moved   is told of each message that is about to be complete; None: nobody counts them
     """
 
     now: Callable[[], float]
     ready: deque[WorkBase]
+    moved: Callable[[PostedMessage], None] | None
 
     @abstractmethod
     def post(self, work: WorkBase, round_: Round) -> bool:
@@ -251,9 +253,11 @@ class PostedMessage(ABC):
         """
         if self.done:
             return
+        posted = self.round
+        if posted.poster.moved is not None:
+            posted.poster.moved(self)
         self.done = True
         self.view = NOTHING
-        posted = self.round
         del self.round  # a cycle, which only the garbage collector would free
         posted.left -= 1
         if posted.left == 0 and posted.posted:

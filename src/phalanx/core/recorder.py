@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,17 +22,22 @@ SHOWN = 8  # operations in an error's note
 
 
 class History:
-    """The last calls of one rank, of all its groups, in the order in which they ended."""
+    """The last calls of one rank, of all its groups, in the order in which they ended.
+
+    failures   how often a call has ended with an error, by the error's class
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.calls: deque[Call] = deque(maxlen=SHOWN)
+        self.failures: Counter[str] = Counter()
 
     def note_on(self, error: BaseException) -> None:
         """Add a note to an error, once, that lists the last operations (Python 3.11 shows it).
 
         The error follows once more: of long texts many a log keeps nothing but the end.
         """
+        self.failures[type(error).__name__] += 1
         if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
             said = f"and then: {type(error).__name__}: {error}"
             error.add_note("\n".join([*self._lines(), said]))

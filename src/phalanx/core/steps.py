@@ -89,6 +89,13 @@ class Step(ABC):
         """A rank that takes part with another rolling hash, so in another collective, if any."""
         return None
 
+    def awaited(self) -> int | None:
+        """The rank that came last, of those it has waited for since this was asked last.
+
+        None if it has waited for nobody, and `ANY` if nobody knows for whom.
+        """
+        return ANY
+
     def cancel(self) -> None:  # noqa: B027 - an epoch, for one, holds nothing
         """Give it up: from now on it neither reads nor writes the caller's memory."""
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.launch import slurm
+from phalanx.launch import metrics, slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store, tries
 from phalanx.native.mpi import duplicate, import_mpi
@@ -66,6 +66,7 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
     environment that makes no sense raises what `read_environment` says.
     """
     check_name(backend)
+    metrics.wanted(os.environ)
     world = read_environment(os.environ) or World(rank=0, world_size=1)
     if world.source == "slurm":
         slurm.die_with_step(os.environ)
@@ -73,6 +74,7 @@ def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     made = make_backend(backend, world, timeout)
+    metrics.begin(made)
     announce(made)
     return made
 

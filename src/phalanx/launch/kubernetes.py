@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.report import AGAIN
+from phalanx.launch.report import AGAIN, STOPPED
 from phalanx.wire.control import Endpoint, parse_address
 
 # ------------------------------------------------------------------------------
@@ -307,7 +307,8 @@ def _pod(job: KubernetesJob) -> Object:
 def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -> Object:
     """Return the spec of a Job with a pod for each node.
 
-    `action` is what becomes of it when a pod says "again", or the cluster has moved it.
+    `action` is what becomes of it when a pod says "again", or the cluster has moved it: SIGTERM to
+    one of the pods ends all of them with `STOPPED`.
     """
     endpoint = str(Endpoint(master, PORT))
     options = ["--nnodes", str(job.nodes), "-n", str(job.ranks), "--master", endpoint]
@@ -316,7 +317,7 @@ def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -
     if resources := _resources(job):
         pod["containers"][0]["resources"] = resources
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-    again = {"operator": "In", "values": [AGAIN]}
+    again = {"operator": "In", "values": [AGAIN, STOPPED]}
     return {
         "completionMode": "Indexed",
         "completions": job.nodes,

@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
+from phalanx.launch import metrics
 from phalanx.launch.binding import Processors, bind, threads_per_rank
 from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.output import RankPipes
@@ -95,6 +96,7 @@ class Job:
                 parse_address(self.master).host.encode("idna")  # as names are looked up
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
+        metrics.wanted(os.environ)
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
             # Only the outermost name: looking further would import it, here.
@@ -200,12 +202,13 @@ class _Launch:
             print_restart(exits, elsewhere, restart)
 
     def tell_why(self, error: Exception) -> None:
-        """Tell the other nodes why this one leaves: the job ends with it."""
-        how = f"failed: {error}"
+        """Tell the other nodes why this one leaves: the job ends with it, everywhere alike."""
+        how, code = f"failed: {error}", 1
         if self._signals.received:
-            how = f"was stopped by {signal.Signals(self._signals.received[0]).name}"
+            signum = signal.Signals(self._signals.received[0])
+            how, code = f"was stopped by {signum.name}", 128 + signum
         summary = f"its launcher {how}"
-        self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=1, final=True))
+        self._nodes.write(NodeExit(self._job.node_rank, True, summary, code=code, final=True))
 
     def close(self) -> bool:
         """Leave the job; return whether no thread is left."""

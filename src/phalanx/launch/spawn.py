@@ -35,6 +35,7 @@ from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.launch import metrics
 from phalanx.launch.binding import threads_per_rank
 from phalanx.launch.environment import World
 from phalanx.launch.init import check_name
@@ -77,6 +78,7 @@ def spawn(
     if world_size < 1:
         raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
     check_name(backend)
+    metrics.wanted(os.environ)
     try:
         preparation = get_preparation_data("")
     except RuntimeError:  # which says it for `multiprocessing`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
+from phalanx.launch import metrics
 from phalanx.launch.init import announce
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
@@ -27,6 +29,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
     """
     try:
         check_version()
+        metrics.wanted(os.environ)
         named = named_for_devices(options.group_rank)
         timeout = options.timeout.total_seconds()
         default = _default_group() if options.global_ranks_in_group else None
@@ -38,6 +41,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
             store, world_rank = options.store, options.group_rank
             backend = meet(store, world_rank, options.group_size, timeout)
             if not options.global_ranks_in_group:  # it is the default group
+                metrics.begin(backend)
                 announce(backend)
         others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:

@@ -218,6 +218,8 @@ class MeshBackend(Backend):
             transport.shut()
             engine.copies.clear()
         self._at_exit.cancel()
+        for callback in engine.at_close:
+            callback()
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -181,6 +181,8 @@ class SimulatedBackend(Backend):
                 else:
                     other.peer_left(engine.rank)
             engine.run_ready()
+        for callback in engine.at_close:
+            callback()
 
 
 class StoredMemory(Source):

@@ -70,6 +70,7 @@ class ControlBlock:
     share_of_cores  how many of this host's cores there are for each of its ranks, 0 if too few
     met      all others are known to have raised their flags as high
     needed   they have to, before the next collective may use its entry (`room`)
+    late     the words of the member that this rank has waited for last; None: for nobody
     """
 
     def __init__(self, domain: HostDomain, group: int, ranks: tuple[int, ...], rank: int) -> None:
@@ -79,6 +80,7 @@ class ControlBlock:
         self.size = len(ranks)
         self.turn = self.side = self.phase = self.part = self.met = self.needed = 0
         self.starts = [0] * AHEAD
+        self.late: memoryview | None = None
         # What the others' flags are when they have read a part, and all this rank has given so.
         self._read = [0] * PARTS
         self._staged = 0
@@ -233,6 +235,7 @@ class ControlBlock:
                 return False
         for words in flags:
             if words[FLAG] < value:
+                self.late = words
                 for _ in range(QUICK if self._patience else 0):
                     if words[FLAG] >= value:
                         break
@@ -439,7 +442,14 @@ class FlagWait(Step):
                 slot = control.slots[place] or control.find_peer(place)
                 if slot is None or slot.words[FLAG] < value:
                     absent.append(control.ranks[place])
+                    control.late = slot.words if slot is not None else None
         return absent
+
+    @override
+    def awaited(self) -> int | None:
+        control = self.control
+        late, control.late = control.late, None
+        return next((slot.rank for slot in control.known if slot.words is late), None)
 
 
 class ShmEpoch(FlagWait):

@@ -1,0 +1,322 @@
+"""Counters: what one rank has moved, done and waited for; and how far its program has come.
+
+    backend.counters()   -> Counts      numbers of this rank, of all its groups together
+    backend.progress     -> Progress    the step that has ended last; the program logs it
+
+What is counted, and when:
+
+    bytes, messages   of a send when its memory may be used again; of a receive when its memory is
+                      filled. So messages that wait for their receive are counted as sent only;
+                      they are in `bytes_kept` of the receiver. Headers and control messages are not
+                      counted. Large messages inside a host go through memory, and are messages
+    given, read       of collectives in shared memory, which send nothing: bytes that a peer reads
+                      of this rank's tensor or staging memory, and that this rank reads of a peer's
+    operations        collectives and messages that are over, well or not; their seconds are from
+                      the call to the end, so those of operations that overlap add up to more than
+                      has passed
+    waiting           seconds in which a thread was blocked in a call, until what it waited for was
+                      there. They count for the rank whose message or flag came last. A library
+                      (Gloo, NCCL, MPI) does not say whom it waits for, nor what it sends: there,
+                      only operations and the sum of the seconds are known
+
+When all messages have arrived, bytes sent by all ranks equal bytes received by all, and bytes given
+equal bytes read.
+
+Counting begins with the first call of `counters()` and does not end: until then an operation pays
+for one comparison. Failures, kept bytes and progress are always known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import index
+from threading import RLock
+from time import time
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from phalanx.core.call import Call
+from phalanx.core.posted import PostedMessage, PostedReceive, Wait, WorkBase
+from phalanx.core.steps import ANY, Program, Step
+from phalanx.errors import DistributedError
+
+# ------------------------------------------------------------------------------
+# What `backend.counters()` returns.
+
+
+class PeerCounts(Struct, frozen=True):
+    """What one rank has exchanged with one other.
+
+    messages_sent, messages_received, bytes_sent, bytes_received   of messages, without headers
+    bytes_given, bytes_read   in collectives in shared memory: that the peer has read here; that
+                              this rank has read there
+    bytes_kept                of messages of the peer that no receive has asked for, at this moment
+    seconds_waiting           in which this rank was blocked until the peer's message or flag came
+    """
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_given: int = 0
+    bytes_read: int = 0
+    bytes_kept: int = 0
+    seconds_waiting: float = 0.0
+
+
+class OperationCounts(Struct, frozen=True):
+    """How many operations of one kind are over, well or not, and the sum of their seconds."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class Counts(Struct, frozen=True):
+    """The numbers of one rank of a job, of all its groups together, at one moment.
+
+    rank, world_size  of the whole job
+    since             when counting began, in seconds since 1970
+    peers             by rank of the job; ranks with which nothing was exchanged may be missing
+    operations        by name, such as `all_reduce` and `send`
+    seconds_waiting   in which a thread of this rank was blocked in a call, for whomever: more than
+                      the sum over `peers` where it is not known for whom
+    failures          how often a call has ended with an error, by the error's class
+    """
+
+    rank: int
+    world_size: int
+    since: float
+    peers: dict[int, PeerCounts]
+    operations: dict[str, OperationCounts]
+    seconds_waiting: float
+    failures: dict[str, int]
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that other ranks have from this one: sent and given."""
+        return sum(peer.bytes_sent + peer.bytes_given for peer in self.peers.values())
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that this rank has from others: received and read."""
+        return sum(peer.bytes_received + peer.bytes_read for peer in self.peers.values())
+
+
+# ------------------------------------------------------------------------------
+# Counting.
+
+
+class Taken(NamedTuple):
+    """What one collective in shared memory moves between this rank and a peer, in bytes."""
+
+    peer: int  # a rank of the job
+    given: int
+    read: int
+
+
+class _Peer:
+    """`PeerCounts` that grow."""
+
+    __slots__ = (
+        "bytes_given",
+        "bytes_read",
+        "bytes_received",
+        "bytes_sent",
+        "messages_received",
+        "messages_sent",
+        "seconds_waiting",
+    )
+
+    def __init__(self) -> None:
+        self.messages_sent = self.messages_received = 0
+        self.bytes_sent = self.bytes_received = self.bytes_given = self.bytes_read = 0
+        self.seconds_waiting = 0.0
+
+
+class Counters:
+    """Counts what one rank does, from when it is made on. The engine's lock is held in all of it,
+    but in `blocks` and `is_free`."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        lock: RLock,
+        now: Callable[[], float],
+        kept: Mapping[int, int],
+        failures: Mapping[str, int],
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._lock = lock
+        self._now = now
+        self._kept = kept
+        self._failures = failures
+        self._since = time()
+        self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
+        self._operations: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        self._seconds_waiting = 0.0
+        self._blocked: dict[Wait, float] = {}  # and since when it was not accounted for
+
+    def snapshot(self) -> Counts:
+        """The numbers of this moment."""
+        for wait, since in list(self._blocked.items()):
+            self._blocked[wait] = now = self._now()
+            absent = wait.waits_for() or [ANY]
+            for peer in absent:
+                self._waited(peer, (now - since) / len(absent))
+        kept = {peer: count for peer, count in self._kept.items() if count}
+        return Counts(
+            self._rank,
+            self._world_size,
+            self._since,
+            {peer: self._of(peer, kept.get(peer, 0)) for peer in sorted({*self._peers, *kept})},
+            {
+                name: OperationCounts(int(count), seconds)
+                for name, (count, seconds) in sorted(self._operations.items())
+            },
+            self._seconds_waiting,
+            dict(self._failures),
+        )
+
+    def _of(self, peer: int, kept: int) -> PeerCounts:
+        counted = self._peers.get(peer) or _Peer()
+        numbers = {name: getattr(counted, name) for name in _Peer.__slots__}
+        return PeerCounts(**numbers, bytes_kept=kept)
+
+    # Operations and bytes -------------------------------------------------------------------
+
+    def ended(self, call: Call) -> None:
+        """An operation is over."""
+        counted = self._operations[call.name]
+        counted[0] += 1
+        counted[1] += call.ended - call.started
+
+    def moved(self, message: PostedMessage) -> None:
+        """A message of a round is about to be complete."""
+        counted = self._peers[message.peer]
+        if type(message) is PostedReceive:
+            counted.messages_received += 1
+            counted.bytes_received += message.stop - message.start
+        else:
+            counted.messages_sent += 1
+            counted.bytes_sent += len(message.view)
+        if self._blocked and message.round.left == 1:
+            self.arrived(message.work, message.peer)
+
+    def taking(self, program: Iterable[Program], taken: Iterable[Taken]) -> Iterator[Program]:
+        """The program of a collective in shared memory; when it is over, it has moved this."""
+        yield from program
+        for peer, given, read in taken:
+            counted = self._peers[peer]
+            counted.bytes_given += given
+            counted.bytes_read += read
+
+    # Waiting --------------------------------------------------------------------------------
+
+    def ready(self, step: Step, spin: float) -> bool:
+        """`step.ready(spin)`, by a caller that is blocked meanwhile."""
+        began = self._now()
+        complete = step.ready(spin=spin)
+        peer = step.awaited()
+        if peer is not None:
+            self._waited(peer, self._now() - began)
+        return complete
+
+    def blocks(self, wait: Wait, now: float) -> None:
+        """A thread begins to wait. Lock not held."""
+        self._blocked.setdefault(wait, now)
+
+    def arrived(self, work: WorkBase, peer: int) -> None:
+        """A step of a work is complete, with this peer's part as the last one."""
+        for wait, since in list(self._blocked.items()):
+            if wait is work or _is_held_up(wait, work):
+                self._blocked[wait] = now = self._now()
+                self._waited(peer, now - since)
+
+    def is_free(self, wait: Wait, now: float) -> None:
+        """A thread goes on, or gives up: then the rank counts that the error blames.
+
+        Lock not held.
+        """
+        with self._lock:
+            since, error = self._blocked.pop(wait, None), wait.error
+            if since is None:  # another thread has waited for it, too
+                return
+            peer = error.peer if isinstance(error, DistributedError) else None
+            blamed = ANY if peer is None else wait.group.ranks[peer]
+            self._waited(blamed, now - since)
+
+    def _waited(self, peer: int, seconds: float) -> None:
+        """This rank was blocked for so long, for this one."""
+        self._seconds_waiting += seconds
+        if peer != ANY:
+            self._peers[peer].seconds_waiting += seconds
+
+
+def _is_held_up(wait: Wait, work: WorkBase) -> bool:
+    """Whether this has to end before the wait can, or before a part of it can."""
+    return any(part.group.head_of_queue(part) is work for part in wait.parts())
+
+
+# ------------------------------------------------------------------------------
+# Progress: how far the program has come.
+
+
+class LoggedStep(Struct, frozen=True):
+    """What the program has logged.
+
+    number   of the last step that has ended; -1: none was logged
+    ended    when, in seconds since 1970
+    seconds  that a step has taken since the one that was logged before it; None for the first
+    values   the latest value of each name, such as `loss`
+    """
+
+    number: int = -1
+    ended: float = 0.0
+    seconds: float | None = None
+    values: dict[str, float] = {}
+
+
+class Progress:
+    """Where a rank's program says how far it has come, for those who watch the job.
+
+        for step, batch in enumerate(batches):
+            loss = train(batch)
+            backend.progress.log(step, loss=loss)
+
+    latest   what was logged last; another object each time, which any thread may read
+    """
+
+    def __init__(self, rank: int, now: Callable[[], float]) -> None:
+        self.latest = LoggedStep()
+        self._rank = rank
+        self._now = now
+        self._at = 0.0  # on that clock
+
+    def log(self, step: int, **values: float) -> None:
+        """Note that this step has ended, and the latest values. About 2 us; sends nothing.
+
+        step     its number; need not grow by one, nor grow
+        values   numbers, or tensors of one element; one on a device is waited for. Values that were
+                 logged before, and are not given now, stay
+
+        Call it from one thread. Raises TypeError for what is no number.
+        """
+        number, last, now = index(step), self.latest, self._now()
+        known = dict(last.values)
+        for name, value in values.items():
+            try:
+                known[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"rank {self._rank}: progress.log({step}, {name}={value!r}): it takes numbers "
+                    "and tensors of one element"
+                ) from error
+        seconds = None
+        if last.number >= 0:
+            seconds = (now - self._at) / max(1, number - last.number)
+        self._at = now
+        self.latest = LoggedStep(number, time(), seconds, known)

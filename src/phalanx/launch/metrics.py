@@ -1,0 +1,432 @@
+"""Metrics: the counters of each rank, for Prometheus and OpenTelemetry.
+
+    PHALANX_METRICS=9400           rank 0 of each host serves http://127.0.0.1:9400/metrics, the
+                                   next rank of the host the next port, and so on
+    PHALANX_METRICS=10.0.0.7:9400  there: whoever can connect can read them
+    PHALANX_METRICS=otel           they go to the meter provider that the program has set up
+
+What is told is one table, `METRICS`. The text is our own, some 20 lines, and so is the server: that
+of prometheus_client takes any number of connections, for any time, and would be one more package.
+A rank that cannot listen warns, and trains without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from phalanx.errors import MisuseError
+from phalanx.wire.control import Endpoint, parse_address
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from phalanx.core.backend import Backend
+    from phalanx.core.counters import Counts, LoggedStep
+    from phalanx.core.engine import Engine
+
+log = logging.getLogger("phalanx")
+
+VARIABLE = "PHALANX_METRICS"
+LOOPBACK = "127.0.0.1"
+OTEL = "otel"
+MAX_REQUEST = 8 << 10  # bytes
+MAX_CONNECTIONS = 16  # at a time; more are closed at once
+MAX_SECONDS = 5.0  # from a connection's begin to its end
+
+
+def wanted(environ: Mapping[str, str]) -> Endpoint | str | None:
+    """What `PHALANX_METRICS` says: where rank 0 of each host listens, `OTEL`, or None.
+
+    Raises `MisuseError` for anything else, and where OpenTelemetry is missing.
+    """
+    text = environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    if text == OTEL:
+        if importlib.util.find_spec("opentelemetry") is None:
+            raise MisuseError(
+                f"{VARIABLE}={OTEL} needs OpenTelemetry's API, and the program its SDK: "
+                "pip install 'phalanx[otel]'"
+            )
+        return OTEL
+    host, _, port = text.rpartition(":")
+    try:
+        return parse_address(f"{host or LOOPBACK}:{port}")
+    except ValueError as error:
+        raise MisuseError(
+            f"{VARIABLE}={text!r} is none of: a port, such as 9400, on which the first rank of "
+            "each host answers on loopback, and the next ones on the next ports; host:port, for "
+            f"another address; {OTEL}, for OpenTelemetry"
+        ) from error
+
+
+def begin(backend: Backend) -> None:
+    """Count from now on, and serve the numbers as `PHALANX_METRICS` says, until the backend closes.
+
+    Rank r of a host, by the order of ranks, listens r ports after the first. If it cannot, it warns
+    and goes on. Raises what `wanted` does.
+    """
+    where, engine = wanted(os.environ), backend.engine
+    if where is None:
+        return
+    engine.count()
+    if not isinstance(where, Endpoint):
+        hand_to_otel(engine)
+        return
+    local_rank = backend.topology[: backend.rank].count(backend.topology[backend.rank])
+    endpoint = where._replace(port=where.port + local_rank)
+    try:
+        listener = _listen(endpoint)
+    except (OSError, OverflowError) as error:
+        log.warning(
+            "rank %d serves no metrics: it cannot listen at %s (%s=%s, and %d ranks of this host "
+            "before it): %s. Is another job there? The training goes on",
+            backend.rank,
+            endpoint,
+            VARIABLE,
+            os.environ[VARIABLE],
+            local_rank,
+            getattr(error, "strerror", None) or error,
+        )
+        return
+    MetricsServer(engine, listener)
+
+
+def _listen(endpoint: Endpoint) -> socket.socket:
+    if endpoint.port > 65535:
+        raise OverflowError("the last port is 65535")
+    family, kind, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(MAX_CONNECTIONS)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+# ------------------------------------------------------------------------------
+# The table: what is told.
+
+Labels: TypeAlias = "dict[str, str]"
+Samples: TypeAlias = "Iterable[tuple[Labels, float]]"
+
+
+class Metric(NamedTuple):
+    """One row.
+
+    name   without `phalanx_`; Prometheus sees `_total` behind that of a counter
+    kind   `counter` or `gauge`
+    unit   as OpenTelemetry writes it
+    read   gives its samples, each with its labels but for the rank
+    """
+
+    name: str
+    kind: str
+    unit: str
+    help: str
+    read: Callable[[Counts, LoggedStep], Samples]
+
+    @property
+    def prometheus_name(self) -> str:
+        """As Prometheus sees it."""
+        return f"phalanx_{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+def _of_peers(*fields: tuple[str, Labels]) -> Callable[[Counts, LoggedStep], Samples]:
+    """A sample for each peer and field of `PeerCounts`."""
+
+    def read(counts: Counts, _: LoggedStep) -> Samples:
+        for peer, counted in counts.peers.items():
+            for field, labels in fields:
+                yield {"peer": str(peer), **labels}, getattr(counted, field)
+
+    return read
+
+
+def _waiting(counts: Counts, _: LoggedStep) -> Samples:
+    """For each peer, and for nobody knows whom."""
+    known = 0.0
+    for peer, counted in counts.peers.items():
+        known += counted.seconds_waiting
+        yield {"peer": str(peer)}, counted.seconds_waiting
+    yield {"peer": "unknown"}, max(0.0, counts.seconds_waiting - known)
+
+
+def _of_operations(field: str) -> Callable[[Counts, LoggedStep], Samples]:
+    return lambda counts, _: (
+        ({"operation": name}, getattr(each, field)) for name, each in counts.operations.items()
+    )
+
+
+def _of_step(read: Callable[[LoggedStep], float | None]) -> Callable[[Counts, LoggedStep], Samples]:
+    """One sample, once a step was logged."""
+
+    def samples(_: Counts, step: LoggedStep) -> Samples:
+        value = read(step)
+        if step.number >= 0 and value is not None:
+            yield {}, value
+
+    return samples
+
+
+MESSAGE, MEMORY = {"by": "message"}, {"by": "memory"}
+METRICS = (
+    Metric(
+        "sent_bytes",
+        "counter",
+        "By",
+        "Bytes that a peer has from this rank: of messages, and read in shared memory.",
+        _of_peers(("bytes_sent", MESSAGE), ("bytes_given", MEMORY)),
+    ),
+    Metric(
+        "received_bytes",
+        "counter",
+        "By",
+        "Bytes that this rank has from a peer: of messages, and read in shared memory.",
+        _of_peers(("bytes_received", MESSAGE), ("bytes_read", MEMORY)),
+    ),
+    Metric(
+        "sent_messages",
+        "counter",
+        "{message}",
+        "Messages to a peer.",
+        _of_peers(("messages_sent", {})),
+    ),
+    Metric(
+        "received_messages",
+        "counter",
+        "{message}",
+        "Messages from a peer.",
+        _of_peers(("messages_received", {})),
+    ),
+    Metric(
+        "kept_bytes",
+        "gauge",
+        "By",
+        "Bytes of a peer's messages that no receive has asked for yet.",
+        _of_peers(("bytes_kept", {})),
+    ),
+    Metric(
+        "waiting_seconds",
+        "counter",
+        "s",
+        "Seconds in which a thread was blocked in a call, by the peer whose part came last.",
+        _waiting,
+    ),
+    Metric(
+        "operations",
+        "counter",
+        "{operation}",
+        "Collectives and messages that are over, well or not.",
+        _of_operations("count"),
+    ),
+    Metric(
+        "operation_seconds",
+        "counter",
+        "s",
+        "Their seconds, from the call to the end; those that overlap count each.",
+        _of_operations("seconds"),
+    ),
+    Metric(
+        "failures",
+        "counter",
+        "{call}",
+        "Calls that have ended with an error, by its class.",
+        lambda counts, _: (({"error": name}, n) for name, n in counts.failures.items()),
+    ),
+    Metric(
+        "step",
+        "gauge",
+        "{step}",
+        "The number of the last step that the program has logged.",
+        _of_step(lambda step: step.number),
+    ),
+    Metric(
+        "step_seconds",
+        "gauge",
+        "s",
+        "Seconds that a step has taken since the one that was logged before it.",
+        _of_step(lambda step: step.seconds),
+    ),
+    Metric(
+        "step_ended_seconds",
+        "gauge",
+        "s",
+        "When that step ended, in seconds since 1970.",
+        _of_step(lambda step: step.ended),
+    ),
+    Metric(
+        "logged",
+        "gauge",
+        "1",
+        "The latest values that the program has logged, such as its loss.",
+        lambda _, step: (({"name": name}, value) for name, value in step.values.items()),
+    ),
+)
+
+
+# ------------------------------------------------------------------------------
+# OpenTelemetry.
+
+
+def hand_to_otel(engine: Engine) -> None:
+    """Give OpenTelemetry's global meter provider an observable instrument for each metric.
+
+    Whenever its reader collects, it gets the numbers of that moment; after the end the last ones.
+    The program may set up its provider before or afterwards.
+    """
+    from opentelemetry import metrics  # noqa: PLC0415
+
+    meter = metrics.get_meter("phalanx")
+    create = {"counter": meter.create_observable_counter, "gauge": meter.create_observable_gauge}
+    for metric in METRICS:
+
+        def observe(_: object, metric: Metric = metric) -> Iterator[metrics.Observation]:
+            for labels, value in metric.read(engine.count(), engine.progress.latest):
+                yield metrics.Observation(value, {"rank": str(engine.rank), **labels})
+
+        create[metric.kind](
+            f"phalanx.{metric.name}", [observe], unit=metric.unit, description=metric.help
+        )
+
+
+# ------------------------------------------------------------------------------
+# Prometheus: the text, and the server.
+
+
+def exposition(counts: Counts, step: LoggedStep) -> str:
+    """All metrics of a rank in Prometheus's text format 0.0.4."""
+    lines = []
+    for metric in METRICS:
+        name = metric.prometheus_name
+        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+        for labels, value in metric.read(counts, step):
+            pairs = ",".join(
+                f'{label}="{_escaped(text)}"'
+                for label, text in {"rank": str(counts.rank), **labels}.items()
+            )
+            lines.append(f"{name}{{{pairs}}} {_number(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+class MetricsServer:
+    """Answers GET and HEAD of /metrics for one rank, in a thread that ends with its backend.
+
+    Requests are bounded: in bytes, in seconds, and in how many there are at a time.
+    """
+
+    def __init__(
+        self, engine: Engine, listener: socket.socket, *, seconds: float = MAX_SECONDS
+    ) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._seconds = seconds
+        self._open = 0
+        self._began = threading.Event()
+        self._end: Callable[[], object] = bool  # nothing, before it has begun
+        name = f"phalanx metrics of rank {engine.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        engine.at_close.append(self.close)
+        # A data loader's worker must not keep the port.
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(listener)))
+
+    def close(self) -> None:
+        """Stop; the port is free when this returns."""
+        self._began.wait()
+        with suppress(RuntimeError):  # it has ended
+            self._end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import asyncio  # noqa: PLC0415 - which a rank without metrics need not wait for
+
+        async def serve() -> None:
+            over, loop = asyncio.Event(), asyncio.get_running_loop()
+            self._end = partial(loop.call_soon_threadsafe, over.set)
+            server = await asyncio.start_server(
+                self._connected, sock=self._listener, limit=MAX_REQUEST
+            )
+            self._began.set()
+            await over.wait()
+            server.close()
+
+        try:
+            asyncio.run(serve())
+        finally:
+            self._began.set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import asyncio  # noqa: PLC0415
+
+        self._open += 1
+        try:
+            if self._open <= MAX_CONNECTIONS:
+                await asyncio.wait_for(self._answer(reader, writer), self._seconds)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            pass  # the client is gone, or slow
+        finally:
+            self._open -= 1
+            writer.transport.abort()  # nothing, if all was sent
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import asyncio  # noqa: PLC0415
+
+        try:
+            answer = self._respond(await reader.readuntil(b"\r\n\r\n"))
+        except asyncio.LimitOverrunError:
+            answer = _response(f"431 Request Over {MAX_REQUEST} Bytes")
+        writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    def _respond(self, request: bytes) -> bytes:
+        """The answer to a request, whose body, if any, is not read."""
+        words = request.partition(b"\r\n")[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response("400 Bad Request")
+        if words[1].partition(b"?")[0] != b"/metrics":
+            return _response("404 Not Found", "only /metrics is here\n")
+        if words[0] not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", also="Allow: GET, HEAD\r\n")
+        text = exposition(self._engine.count(), self._engine.progress.latest)
+        return _response("200 OK", text, head_only=words[0] == b"HEAD")
+
+
+def _response(status: str, body: str = "", *, also: str = "", head_only: bool = False) -> bytes:
+    content = body.encode()
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: close\r\n{also}\r\n"
+    )
+    return head.encode() + (b"" if head_only else content)
+
+
+def _close_in_child(listener: weakref.ref[socket.socket]) -> None:
+    """Close a listener in a child process that was forked."""
+    own = listener()
+    if own is not None:
+        own.close()
