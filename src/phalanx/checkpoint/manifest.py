@@ -182,10 +182,9 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     """What no reader should believe: a checkpoint may come from a stranger."""
-    if len(manifest.rng) != manifest.world_size or manifest.world_size < 1:
-        yield "another number of random states than of ranks"
-    if len(manifest.own) not in {0, manifest.world_size}:
-        yield f"it is of {manifest.world_size} ranks and has own values of {len(manifest.own)}"
+    size, counts = manifest.world_size, (len(manifest.rng), len(manifest.own) or len(manifest.rng))
+    if counts != (size, size) or size < 1:
+        yield f"it is of {size} ranks, and has random states of {counts[0]} and values of {counts[1]}"
     for file in manifest.files:
         if not TENSOR_FILE.fullmatch(file.name):
             yield f"no file of a checkpoint is named {file.name!r}"
@@ -268,7 +267,7 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
             pairs = value.items()
             encoded = {"$dict": [[inside(key, "key"), inside(part, key)] for key, part in pairs]}
         case _:
-            hint = ". Its tolist() can be kept" if hasattr(value, "tolist") else ""  # NumPy's
+            hint = ". Its tolist() can be kept" * hasattr(value, "tolist")  # NumPy's
             raise UnsupportedObjectError(
                 f"{path} is a {type(value).__qualname__}, which a checkpoint cannot keep: it takes "
                 "None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them"

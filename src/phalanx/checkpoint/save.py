@@ -84,8 +84,9 @@ def save_checkpoint(
     An error is raised on every rank: `CheckpointIOError` (an OSError) with rank, file and errno;
     and, before anything is written, `CheckpointMismatchError` for ranks that do not hold one model
     together; `MisuseError` for an optimizer with a parameter that is not the model's, and for ranks
-    that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` or `own` that
-    cannot be kept, with the rank and the part of it. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` or `own`
+    that cannot be kept, with the rank and the part of it. `CollectiveTimeoutError`,
+    `PeerLostError`, `DesyncError`.
     """
     folder = os.path.abspath(folder)
     group = group_for(model, backend, folder, "save_checkpoint", timeout)
