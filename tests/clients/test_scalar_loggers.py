@@ -1,4 +1,4 @@
-"""What `Scalars` writes, read back with the loggers themselves: on 2 ranks, and by a run that resumes.
+"""What `Scalars` writes, read back with the loggers: on 2 ranks, and by a run that resumes.
 
 The first run is killed after it has logged steps 0 to 7, say; the second goes on at step 5.
 """

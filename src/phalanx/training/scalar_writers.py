@@ -225,7 +225,7 @@ class Trackio:
 # What `to` may name
 
 
-class Kind(NamedTuple):
+class TargetKind(NamedTuple):
     """A kind of target: its writer, the package and extra, and what stands after the colon."""
 
     make: Callable[[str, str, int], Writer]
@@ -234,16 +234,16 @@ class Kind(NamedTuple):
     allowed: tuple[str, ...] = ()
 
 
-KINDS: Mapping[str, Kind] = {
-    "jsonl": Kind(JsonLines, "", "a file"),
-    "tensorboard": Kind(TensorBoard, "tensorboard", "a folder"),
-    "mlflow": Kind(MLflow, "mlflow", "a tracking URI, such as sqlite:///runs.db"),
-    "wandb": Kind(WandB, "wandb", "offline or online", ("offline", "online")),
-    "trackio": Kind(Trackio, "trackio", ""),
+KINDS: Mapping[str, TargetKind] = {
+    "jsonl": TargetKind(JsonLines, "", "a file"),
+    "tensorboard": TargetKind(TensorBoard, "tensorboard", "a folder"),
+    "mlflow": TargetKind(MLflow, "mlflow", "a tracking URI, such as sqlite:///runs.db"),
+    "wandb": TargetKind(WandB, "wandb", "offline or online", ("offline", "online")),
+    "trackio": TargetKind(Trackio, "trackio", ""),
 }
 
 
-def parse(to: object) -> tuple[Kind, str]:
+def parse(to: object) -> tuple[TargetKind, str]:
     """The kind of one of `to`, and its target.
 
     Raises ValueError for what names none, ModuleNotFoundError for a missing package. Imports none.

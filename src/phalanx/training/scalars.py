@@ -34,7 +34,7 @@ from phalanx.collectives import PendingCollective, async_all_reduce_
 from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, MisuseError
-from phalanx.training.scalar_writers import RESERVED, Kind, Writer, parse
+from phalanx.training.scalar_writers import RESERVED, TargetKind, Writer, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -271,7 +271,7 @@ _Record = tuple[int, int, dict[str, float]]
 class _Target:
     """Where rank 0 writes: records go to a thread of its own, since to write may take long."""
 
-    def __init__(self, to: str, kind: Kind, target: str, name: str) -> None:
+    def __init__(self, to: str, kind: TargetKind, target: str, name: str) -> None:
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self._to, self._kind, self._target, self._name = to, kind, target, name
         self._warned = False
