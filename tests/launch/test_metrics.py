@@ -28,7 +28,8 @@ from phalanx.launch.metrics import METRICS, MetricsServer, exposition, wanted
 from phalanx.launch.run import Job
 from phalanx.wire.control import Endpoint
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana.json"
 SAMPLE = re.compile(r"^(\w+)\{((?:\w+=\"(?:[^\"\\]|\\.)*\",?)+)\} (\S+)$")
 LABEL = re.compile(r"(\w+)=\"((?:[^\"\\]|\\.)*)\"")
 
@@ -354,3 +355,11 @@ def test_the_dashboard_shows_metrics_that_are_served() -> None:
             named |= used
     assert named <= served
     assert {name for name in served if "messages" not in name} <= named
+
+
+def test_the_table_of_metrics_in_the_documents_is_this_one() -> None:
+    document = (DOCS / "seeing-a-job.md").read_text()
+    shown = re.search(r"<!-- metrics -->\n\n(.*?)\n\n<!-- end of metrics -->", document, re.DOTALL)
+    assert shown is not None
+    rows = [f"| `{metric.prometheus_name}` | {metric.help} |" for metric in METRICS]
+    assert shown[1].splitlines() == ["| metric | |", "|---|---|", *rows]

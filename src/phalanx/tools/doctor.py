@@ -412,6 +412,11 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
                 "functions of a notebook",
                 partial(find_client, "cloudpickle", "notebook", module="cloudpickle"),
             ),
+            (
+                "opentelemetry",
+                "metrics for OpenTelemetry",
+                partial(find_client, "opentelemetry-api", "otel", module="opentelemetry.metrics"),
+            ),
             ("accelerate", "Accelerate", partial(find_trainer, "accelerate")),
             ("transformers", "Hugging Face's Trainer", partial(find_trainer, "transformers")),
             ("lightning", "Lightning and Fabric", find_lightning),
