@@ -126,7 +126,7 @@ def test_values_of_another_number_of_ranks_make_no_sense(folder: Path) -> None:
     content = encode(manifest)
     commit = encode(Commit(VERSION, 1, len(content), xxh3_64_hexdigest(content)))
     with pytest.raises(
-        CheckpointDamagedError, match="of 2 ranks, and with random states of 2 and own values of 3"
+        CheckpointDamagedError, match="2 ranks, random states of 2, and own values of 3"
     ):
         decode_manifest(str(path), commit, content)
 

@@ -184,7 +184,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     """What no reader should believe: a checkpoint may come from a stranger."""
     size, counts = manifest.world_size, (len(manifest.rng), len(manifest.own) or len(manifest.rng))
     if counts != (size, size) or size < 1:
-        yield f"of {size} ranks, and with random states of {counts[0]} and own values of {counts[1]}"
+        yield f"{size} ranks, random states of {counts[0]}, and own values of {counts[1]}"
     for file in manifest.files:
         if not TENSOR_FILE.fullmatch(file.name):
             yield f"no file of a checkpoint is named {file.name!r}"
