@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-PATIENCE = 30.0  # seconds in which `close` waits for a target
+PATIENCE = (
+    120.0  # seconds in which `close` waits for a target: MLflow may need 30 for a new database
+)
 
 
 class Scalars:
@@ -158,7 +160,7 @@ class Scalars:
 
     def close(self) -> None:
         """Write what was logged since the last record, too. Every rank calls it; blocks until rank
-        0 has written, but for 30 s at most. A second call does nothing."""
+        0 has written, but for 120 s at most. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
