@@ -4,6 +4,7 @@ A DDP step of a small model runs in interleaved rounds of the same processes:
 
     bare      the step alone
     notice    and `Notice.given()` after each
+    scalars   and `Scalars.log()` of a tensor and a number after each, into JSON lines
 
 A round is some steps in a row. What a kind costs is the median, over the rounds, of its time less
 that of `bare` in the same round. Every rank's replica is compared with rank 0's in the end.
@@ -17,6 +18,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
@@ -40,7 +42,17 @@ def notice(backend: Backend) -> Iterator[Callable[[int], object]]:
         yield lambda step: given.given()
 
 
-KINDS = {"bare": bare, "notice": notice}
+@contextmanager
+def scalars(backend: Backend) -> Iterator[Callable[[int], object]]:
+    """Logs two scalars after each step, of which every tenth has a record in a file."""
+    loss = torch.ones(())
+    with TemporaryDirectory() as folder:  # rank 0 writes into its own
+        shared = phalanx.broadcast_object(folder, backend)
+        with phalanx.Scalars(backend, [f"jsonl:{shared}/a.jsonl"]) as means:
+            yield lambda step: means.log(step, loss=loss, lr=0.1)
+
+
+KINDS = {"bare": bare, "notice": notice, "scalars": scalars}
 
 
 def benchmark_rank(backend: Backend) -> dict[str, list[float]]:

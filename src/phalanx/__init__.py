@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from phalanx.tensor import parallelize as parallelize
     from phalanx.tensor import shard_tensor as shard_tensor
     from phalanx.training import Notice as Notice
+    from phalanx.training import Scalars as Scalars
     from phalanx.training import distributed_train_step as distributed_train_step
     from phalanx.training import train_epoch as train_epoch
 
@@ -189,6 +190,7 @@ _WHERE = {
     ),
     "phalanx.training": (
         "Notice",
+        "Scalars",
         "distributed_train_step",
         "train_epoch",
     ),

@@ -45,12 +45,16 @@ class Checkpoint(NamedTuple):
     extra        what was saved beside the model
     folder       of the checkpoint, in the folder that was given
     world_size   how many ranks saved it
+    own          what the ranks saved for themselves. If `world_size` ranks load it, what this rank
+                 saved; else the list of what all of them saved, in their order: who loads on
+                 another number of ranks decides what becomes of it. None if no rank saved any
     """
 
     step: int
     extra: Any
     folder: Path
     world_size: int
+    own: Any = None
 
 
 def load_checkpoint(
@@ -68,7 +72,7 @@ def load_checkpoint(
     folder        where checkpoints were saved; the newest one is loaded, after waiting for one that
                   is being written in the background. Or one checkpoint's own
     model         to load into; any way to split it over any number of ranks will do, whatever it
-                  was when it was saved. None: only the step and `extra` are wanted; no
+                  was when it was saved. None: only the step, `extra` and `own` are wanted; no
                   random state is brought back then
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
                   their parameters had (learning rates, too), and it the state
@@ -168,7 +172,9 @@ class _Load:
         rank, size = self._group.rank, self._group.size
         as_many = len(manifest.rng) == size  # there is a random state for each rank
         rng = reader.whole(manifest.rng[rank if as_many else 0])
-        reader.request(manifest.extra)
+        own = manifest.own[rank] if as_many and manifest.own else manifest.own or None
+        for value in (manifest.extra, own):
+            reader.request(value)
         reader.read()
         try:
             random_states = state.check_random_state(rng)
@@ -179,8 +185,9 @@ class _Load:
             if as_many
             else partial(state.reseed, rng, rank, size)
         )
-        extra = from_json(manifest.extra, reader.whole)
-        self._loaded = Checkpoint(manifest.step, extra, Path(self._path), manifest.world_size)
+        extra, own = (from_json(value, reader.whole) for value in (manifest.extra, own))
+        path, world_size = Path(self._path), manifest.world_size
+        self._loaded = Checkpoint(manifest.step, extra, path, world_size, own)
         return unused
 
 

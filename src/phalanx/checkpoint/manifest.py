@@ -89,12 +89,13 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
     shared: Any
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a checkpoint contains.
 
     aliases   other names of tied parameters and buffers, with the name that is stored
     values    what modules keep beside tensors (`get_extra_state`), by its key in the state dict
     rng       for each rank the name of the tensor with its random state
+    own       a value for each rank; empty, and not written, if no rank gave one
     """
 
     format: str
@@ -111,6 +112,7 @@ class Manifest(msgspec.Struct, frozen=True):
     state: dict[str, TensorRecord]
     rng: list[str]
     extra: Any
+    own: list[Any] = []
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -180,8 +182,9 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     """What no reader should believe: a checkpoint may come from a stranger."""
-    if len(manifest.rng) != manifest.world_size or manifest.world_size < 1:
-        yield "another number of random states than of ranks"
+    size, counts = manifest.world_size, (len(manifest.rng), len(manifest.own) or len(manifest.rng))
+    if counts != (size, size) or size < 1:
+        yield f"{size} ranks, random states of {counts[0]}, and own values of {counts[1]}"
     for file in manifest.files:
         if not TENSOR_FILE.fullmatch(file.name):
             yield f"no file of a checkpoint is named {file.name!r}"
@@ -264,9 +267,11 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
             pairs = value.items()
             encoded = {"$dict": [[inside(key, "key"), inside(part, key)] for key, part in pairs]}
         case _:
+            hint = ". Its tolist() can be kept" * hasattr(value, "tolist")  # NumPy's
             raise UnsupportedObjectError(
                 f"{path} is a {type(value).__qualname__}, which a checkpoint cannot keep: it takes "
                 "None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them"
+                + hint
             )
     return encoded
 

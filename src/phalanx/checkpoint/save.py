@@ -44,6 +44,7 @@ def save_checkpoint(
     step: int,
     optimizer: torch.optim.Optimizer | None = None,
     extra: object = None,
+    own: object = None,
     backend: Backend | None = None,
     keep: int | None = 3,
     async_save: bool = False,
@@ -61,6 +62,8 @@ def save_checkpoint(
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
                 and dicts of them, such as the state of a learning rate schedule
+    own         of the same kinds, kept for each rank, such as where its data loader is
+                (`StatefulDataLoader.state_dict()`). None for a rank that has none
     backend     the ranks that save together; by default the model's, or this one by itself. With
                 tensor-parallel layers (`parallelize`) those that have the same part of them, in a
                 folder of their own
@@ -81,13 +84,14 @@ def save_checkpoint(
     An error is raised on every rank: `CheckpointIOError` (an OSError) with rank, file and errno;
     and, before anything is written, `CheckpointMismatchError` for ranks that do not hold one model
     together; `MisuseError` for an optimizer with a parameter that is not the model's, and for ranks
-    that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` that cannot
-    be kept. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` or `own`
+    that cannot be kept, with the rank and the part of it. `CollectiveTimeoutError`,
+    `PeerLostError`, `DesyncError`.
     """
     folder = os.path.abspath(folder)
     group = group_for(model, backend, folder, "save_checkpoint", timeout)
     save = _Save(group, folder, step, keep, async_save)
-    return save.run(model, optimizer, extra)
+    return save.run(model, optimizer, extra, own)
 
 
 @dataclass
@@ -108,13 +112,17 @@ class _Save:
     new: Generator[tuple[str, str, str], list[FileRecord]] | None = None  # on rank 0
 
     def run(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: object
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: object,
+        own: object,
     ) -> PendingSave:
         group, backend = self.group, self.group.backend
         means: dict[Tensor, Tensor] = {}
         for wrapper in state.wrappers_of(model):
             means.update(wrapper.means(timeout=group.timeout))
-        told = group.on_all(lambda: self._describe(model, optimizer, extra, means))
+        told = group.on_all(lambda: self._describe(model, optimizer, extra, own, means))
         described = [msgspec.json.decode(each, type=RankDescription) for each in told]
         with self._abandoned_on_error():
             name, self.nonce, self.previous = group.on_all(lambda: self._open(described))[0]
@@ -135,6 +143,7 @@ class _Save:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: object,
+        own: object,
         means: dict[Tensor, Tensor],
     ) -> bytes:
         """What this rank holds and asks for. The ranks exchange it; nothing is written yet."""
@@ -160,6 +169,7 @@ class _Save:
                 local.add("state", f"own/{number}/{key}", tensor, equal=False)
         local.add("state", described.rng, state.capture_random_state(), equal=False)
         described.extra = local.json(extra, "extra") if rank == 0 else None
+        described.own = local.json(own, f"own@{rank}")
         self.tensors = local.tensors
         described.held = list(local.tensors)
         self.step = operator.index(self.step)

@@ -54,6 +54,7 @@ class RankDescription(msgspec.Struct):
     optimizer: OptimizerRecord | None = None
     rng: str = ""
     extra: Json = None
+    own: Json = None
     fresh_group: bool = False
 
 
@@ -344,6 +345,7 @@ def make_manifest(
     for each in reversed(described):  # the first rank's entry wins
         aliases |= each.aliases
         values |= each.values
+    own = [each.own for each in described]
     try:
         version = importlib.metadata.version("phalanx")
     except importlib.metadata.PackageNotFoundError:  # run from its source
@@ -363,4 +365,5 @@ def make_manifest(
         state=tensor_records(planned, "state"),
         rng=[each.rng for each in described],
         extra=described[0].extra,
+        own=own if any(each is not None for each in own) else [],
     )

@@ -421,6 +421,13 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
             ("transformers", "Hugging Face's Trainer", partial(find_trainer, "transformers")),
             ("lightning", "Lightning and Fabric", find_lightning),
         ),
+        "Data and loggers": (
+            ("torchdata", "StatefulDataLoader", partial(find_client, "torchdata", "data")),
+            *(
+                (package, "Scalars", partial(find_client, package, package))
+                for package in ("tensorboard", "mlflow", "wandb", "trackio")
+            ),
+        ),
     }
 )
 CHECKS: Sequence[Check] = tuple(
