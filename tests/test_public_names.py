@@ -34,7 +34,7 @@ IN_TRAINING_SCRIPTS = set(
     Pipeline PipelineParallelConfig split_into_stages balance_stages
     ColumnParallelLinear RowParallelLinear ParallelEmbedding parallelize shard_tensor gather_shards
     DeviceMesh SyncBatchNorm GradScaler LocalSGD DiLoCo
-    save_checkpoint load_checkpoint latest_checkpoint
+    save_checkpoint load_checkpoint load_pretrained latest_checkpoint
     GradientAggregator LocalAggregator AllReduceAggregator CompressedAggregator ParameterServer
     distributed_train_step train_epoch Notice
     TopK TopKCompressor PowerSGD Quantized ErrorFeedback

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.backends import *
     from phalanx.checkpoint import latest_checkpoint as latest_checkpoint
     from phalanx.checkpoint import load_checkpoint as load_checkpoint
+    from phalanx.checkpoint import load_pretrained as load_pretrained
     from phalanx.checkpoint import save_checkpoint as save_checkpoint
     from phalanx.collectives import *
     from phalanx.compression import CompressedGradient as CompressedGradient
@@ -79,6 +80,7 @@ _WHERE = {
     "phalanx.checkpoint": (
         "latest_checkpoint",
         "load_checkpoint",
+        "load_pretrained",
         "save_checkpoint",
     ),
     "phalanx.collectives": (

@@ -7,6 +7,7 @@ calls themselves are real.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,19 @@ def recorded(folder: str) -> Iterator[list[Operation]]:
     operations: list[Operation] = []
     with watched(folder, operations.append):
         yield operations
+
+
+def failing(number: int, error: int, folder: str) -> Hook:
+    """Has the call of this number fail; like the system, it names the file if it was given one."""
+    calls = itertools.count()
+
+    def hook(operation: Operation) -> None:
+        if next(calls) == number:
+            named = operation.name in ("open", "mkdir", "rmdir", "rename", "unlink", "listdir")
+            path = os.path.join(folder, operation.path)
+            raise OSError(error, os.strerror(error), *([path] if named else []))
+
+    return hook
 
 
 _WATCHED = (

@@ -9,7 +9,6 @@ was not fsynced is there, or not, or in part).
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_runs import MEMORY, assert_same, load_plain, plain_after, save_sharded, small
-from file_operations import Disk, Hook, Operation, recorded, watched, write_tree
+from file_operations import Disk, Operation, failing, recorded, watched, write_tree
 
 import phalanx
 from phalanx import CheckpointError, CheckpointIOError, CheckpointNotFoundError, latest_checkpoint
@@ -197,19 +196,6 @@ def test_an_error_at_any_call_fails_on_all_ranks_and_leaves_the_old_checkpoint(
         load_plain(folder, make=small)
         failed += bool(text)
     assert failed > len(operations) / 9
-
-
-def failing(number: int, error: int, folder: str) -> Hook:
-    """Has the call of this number fail; like the system, it names the file if it was given one."""
-    calls = itertools.count()
-
-    def hook(operation: Operation) -> None:
-        if next(calls) == number:
-            named = operation.name in ("open", "mkdir", "rmdir", "rename", "unlink", "listdir")
-            path = os.path.join(folder, operation.path)
-            raise OSError(error, os.strerror(error), *([path] if named else []))
-
-    return hook
 
 
 def test_a_process_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(

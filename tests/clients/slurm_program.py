@@ -7,7 +7,6 @@ started again, three steps more, then it ends.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -15,12 +14,8 @@ import torch
 
 import phalanx
 
-AGAIN = 75
-
 
 def main(folder: Path) -> None:
-    told = torch.zeros(1)
-    signal.signal(signal.SIGTERM, lambda *_: told.fill_(1))
     backend = phalanx.init(timeout=120)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -30,17 +25,20 @@ def main(folder: Path) -> None:
     if phalanx.latest_checkpoint(folder) is not None:
         start = phalanx.load_checkpoint(folder, model=ddp, optimizer=optimizer).step
         end = start + 3
-    for step in range(start, end):
-        if phalanx.all_reduce(told, backend, op=phalanx.ReduceOp.MAX).item():
-            phalanx.save_checkpoint(folder, model=ddp, optimizer=optimizer, step=step)
-            print(f"saved at step {step}", flush=True)
-            sys.exit(AGAIN)
-        optimizer.zero_grad()
-        # Each rank's gradient is -(rank + 1): the weight counts the steps, times their mean.
-        (-ddp(torch.full((1, 1), backend.rank + 1.0))).sum().backward()
-        optimizer.step()
-        if step == start:
-            print(f"rank {backend.rank} of {backend.world_size} trains from {start}", flush=True)
+    with phalanx.Notice(backend) as notice:
+        for step in range(start, end):
+            optimizer.zero_grad()
+            # Each rank's gradient is -(rank + 1): the weight counts the steps, times their mean.
+            (-ddp(torch.full((1, 1), backend.rank + 1.0))).sum().backward()
+            optimizer.step()
+            if step == start:
+                print(
+                    f"rank {backend.rank} of {backend.world_size} trains from {start}", flush=True
+                )
+            if notice.given():
+                phalanx.save_checkpoint(folder, model=ddp, optimizer=optimizer, step=step + 1)
+                print(f"saved at step {step + 1}", flush=True)
+                sys.exit(notice.exit_code)
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     weight = model.weight.item() / ((backend.world_size + 1) / 2)
     print(f"start {restarts} ends at step {end} with {weight:g}", flush=True)

@@ -71,6 +71,7 @@ LEAVES = """
 import signal, time
 
 with phalanx.Notice(backend) as notice:
+    backend.barrier()  # a SIGTERM before the with statement would be no notice
     print("trains", flush=True)
     while not notice.given():
         step += 1

@@ -10,6 +10,8 @@ in the same folder.
 
 The same is done at each call that a save makes to the system, and half way through each write.
 
+So are conversions to the formats of others: they leave the whole result, or none.
+
 The full disk is a tmpfs of a few MiB (needs root), filled to leave room for a random part of a
 save: the save fails on both ranks, which name the file; the last checkpoint loads; nothing is left
 over.
@@ -232,8 +234,23 @@ def every_call(_times: int, _seed: int) -> bool:
     return ended.returncode == 0
 
 
+def conversions(times: int, _seed: int) -> bool:
+    """Conversions that are killed at their calls, and in the middle of their writes."""
+    program = Path(__file__).parent.parent / "checkpoint" / "killed_conversions.py"
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, str(program), name, str(times)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    print((ended.stdout or ended.stderr).strip(), flush=True)
+    return ended.returncode == 0
+
+
 def main() -> int:
-    rows = {"kills": kills, "every call": every_call, "full disks": full_disks}
+    rows = {
+        "kills": kills,
+        "every call": every_call,
+        "full disks": full_disks,
+        "conversions": conversions,
+    }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -90,9 +90,17 @@ def _described(error: Exception) -> tuple[str, str, int | None]:
 
 
 def group_for(
-    model: nn.Module | None, backend: Backend | None, folder: str, op: str, timeout: float | None
+    model: nn.Module | None,
+    backend: Backend | None,
+    folder: str,
+    op: str,
+    timeout: float | None,
+    *,
+    of_parts: bool = False,
 ) -> CheckpointGroup:
     """The ranks of `backend`, by default the model's, or this one by itself.
+
+    of_parts   whether ranks with different parts of one layer may be together
 
     Raises `MisuseError` for a model that has several backends, and as `_check_layer_parts_apart`.
     """
@@ -104,7 +112,7 @@ def group_for(
                 "load it together"
             )
         backend = next(iter(backends.values()), None)
-    if model is not None:
+    if model is not None and not of_parts:
         _check_layer_parts_apart(model, backend, folder, op)
     return CheckpointGroup(backend, op, timeout)
 

@@ -128,7 +128,7 @@ class _Load:
             raise
         nobodys = set(unused[0]).intersection(*unused[1:])
         if nobodys:
-            names = _shown([name for name in unused[0] if name in nobodys])
+            names = shown([name for name in unused[0] if name in nobodys])
             raise CheckpointMismatchError(
                 f"{self._group.op}: {self._path} does not fit: the model has no place for {names}, "
                 "which the checkpoint has",
@@ -145,7 +145,7 @@ class _Load:
         """The checkpoint's place in the folder, and the bytes of its commit record and manifest."""
         wait_for_latest(self._group.backend)
         self._path = find(self._folder, step)
-        return os.path.relpath(self._path, self._folder), _read_records(self._path)
+        return os.path.relpath(self._path, self._folder), read_records(self._path)
 
     def _read(
         self,
@@ -206,7 +206,7 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
     missing += [key for key in model.stateful if key not in manifest.values]
     if missing:
         raise CheckpointMismatchError(
-            f"it has no {_shown(missing)}, which the model has: load it into the model that was "
+            f"it has no {shown(missing)}, which the model has: load it into the model that was "
             "saved"
         )
     wrong = []
@@ -219,7 +219,7 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
                 f"{list(shard.slice.shape)} here"
             )
     if wrong:
-        raise CheckpointMismatchError(f"it is of another model: {_shown(wrong)}")
+        raise CheckpointMismatchError(f"it is of another model: {shown(wrong)}")
     loaded = [
         (shard.tensor, reader.part(manifest.model[there[name]], shard.slice))
         for name, shard in here.items()
@@ -270,7 +270,7 @@ def _into_optimizer(
     missing = [name for name, stored in there.items() if stored not in group_of]
     if missing:
         raise CheckpointMismatchError(
-            f"its optimizer has no {_shown(missing)}, which the optimizer here has"
+            f"its optimizer has no {shown(missing)}, which the optimizer here has"
         )
     options: list[Json] = []
     states: list[dict[Tensor, dict[str, StateToLoad]]] = []
@@ -336,7 +336,7 @@ def _request_state(
     for own in record.own:
         if (own.start, own.stop) == (start, stop):
             return reader.request(own.value)
-    parts = _shown([f"{each.start}:{each.stop}" for each in record.own])
+    parts = shown([f"{each.start}:{each.stop}" for each in record.own])
     raise CheckpointMismatchError(
         f"{what} cannot be cut otherwise than it was: it was saved for elements {parts}, and this "
         f"rank has {start}:{stop}. Load it with the number of ranks and the strategy that it was "
@@ -357,7 +357,7 @@ def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool)
     return like
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: list[str]) -> str:
     """The first few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -398,13 +398,14 @@ def find(folder: str, step: int | None) -> str:
                 f"there is no checkpoint of step {step} in {folder}, which has {have}"
             )
     if not found:
-        left = storage.numbered(folder)
+        own = storage.parse(folder)
+        left = storage.numbered(folder) or ([own] if own is not None else [])
         hint = f": {left[-1].path} was never committed" if left else ""
         raise CheckpointNotFoundError(f"there is no checkpoint in {folder}{hint}")
     return found[-1].path
 
 
-def _read_records(path: str) -> list[bytes]:
+def read_records(path: str) -> list[bytes]:
     """The commit record and the manifest of a checkpoint, as they are in its files."""
     records = []
     for name in (storage.COMMIT, storage.MANIFEST):
@@ -433,7 +434,7 @@ def instead_of(path: str) -> str:
         return ". It was removed while it was being read: load the one that is the newest now"
     for other in sorted(others, key=lambda each: (each.number > number, abs(each.number - number))):
         with suppress(OSError, CheckpointError):
-            manifest = decode_manifest(other.path, *_read_records(other.path))
+            manifest = decode_manifest(other.path, *read_records(other.path))
             files = {os.path.join(other.path, file.name): file.bytes for file in manifest.files}
             if all(storage.size_of(file) == size for file, size in files.items()):
                 which = "previous" if other.number < number else "next"

@@ -190,7 +190,7 @@ class _Save:
         if self.group.rank != 0:
             return "", "", ""
         manifest = make_manifest(described, optimizer, planned, self.step)
-        self.new = _new_checkpoint(self.folder, manifest, self.group.timeout / 2, self.keep)
+        self.new = new_checkpoint(self.folder, manifest, self.group.timeout / 2, self.keep)
         return next(self.new)
 
     def _copy(self) -> None:
@@ -259,7 +259,7 @@ class _Save:
 # Before the rename every file is durable, and earlier checkpoints have not been touched.
 
 
-def _new_checkpoint(
+def new_checkpoint(
     folder: str, manifest: Manifest, timeout: float, keep: int | None
 ) -> Generator[tuple[str, str, str], list[FileRecord]]:
     """Make a checkpoint in `folder`, of which `manifest` says everything but the files.

@@ -15,7 +15,7 @@ import importlib.metadata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -63,10 +63,14 @@ class RankDescription(msgspec.Struct):
 
 
 class LocalTensors:
-    """The tensors that this rank could write, by their descriptions."""
+    """The tensors that this rank could write, by their descriptions.
 
-    def __init__(self) -> None:
+    placeholders   whether tensors on the meta device may stand for what is read when it is written
+    """
+
+    def __init__(self, *, placeholders: bool = False) -> None:
         self.tensors: dict[TensorShard, Tensor] = {}
+        self._placeholders = placeholders
         self._names: set[tuple[FileKind, str]] = set()
 
     def add(
@@ -75,11 +79,13 @@ class LocalTensors:
         """Add a tensor, or the `part` of one; see `TensorShard`."""
         if (kind, name) in self._names or name == METADATA:
             raise MisuseError(f"two tensors would be named {name}: give one another name")
-        check_tensor(name, tensor)
+        if not (self._placeholders and tensor.is_meta):
+            check_tensor(name, tensor)
+            tensor = tensor.detach()
         part = part or Slice.whole(tuple(tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
         shard = TensorShard(kind, name, dtype, part.shape, part.start, part.stop, equal)
-        self.tensors[shard] = tensor.detach()
+        self.tensors[shard] = tensor
         self._names.add((kind, name))
 
     def json(self, value: object, path: str) -> Json:
@@ -109,18 +115,37 @@ def describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard], local: LocalTensors
 ) -> OptimizerRecord:
     """What the optimizer keeps; its tensors are added to `local`. Raises as `named_groups` does."""
-    groups: list[OptionsRecord] = []
     named = named_groups(optimizer, parameters)
-    for number, (names, group) in enumerate(zip(named, optimizer.param_groups, strict=True)):
-        options = {key: group[key] for key in group if key not in {"params", "param_names"}}
-        options_json = local.json(options, f"optimizer/group{number}")
-        groups.append(OptionsRecord(list(names), options_json))
     kept = {
         name: optimizer.state[parameter]
         for names in named
         for name, parameter in names.items()
         if parameter in optimizer.state
     }
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    groups = [
+        (list(names), group) for names, group in zip(named, optimizer.param_groups, strict=True)
+    ]
+    return optimizer_record(type(optimizer).__name__, groups, kept, shared, parameters, local)
+
+
+def optimizer_record(
+    kind: str,
+    grouped: Sequence[tuple[list[str], Mapping[str, object]]],
+    kept: Mapping[str, Mapping[str, object]],
+    shared: Mapping[Any, object],
+    parameters: Mapping[str, ParameterShard],
+    local: LocalTensors,
+) -> OptimizerRecord:
+    """An optimizer: names and options of each group, what is kept for each parameter, and the rest.
+
+    Its tensors are added to `local`.
+    """
+    groups: list[OptionsRecord] = []
+    for number, (names, group) in enumerate(grouped):
+        options = {key: group[key] for key in group if key not in {"params", "param_names"}}
+        options_json = local.json(options, f"optimizer/group{number}")
+        groups.append(OptionsRecord(names, options_json))
     sharded = _sharded_keys(kept, parameters)
 
     def describe(name: str, key: str, value: object) -> StateRecord:
@@ -139,13 +164,11 @@ def describe_optimizer(
         name: {key: describe(name, key, value) for key, value in of_parameter.items()}
         for name, of_parameter in kept.items()
     }
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    shared_json = local.json(shared, "optimizer/shared")
-    return OptimizerRecord(type(optimizer).__name__, groups, state, shared_json)
+    return OptimizerRecord(kind, groups, state, local.json(shared, "optimizer/shared"))
 
 
 def _sharded_keys(
-    state: Mapping[str, Mapping[object, object]], parameters: Mapping[str, ParameterShard]
+    state: Mapping[str, Mapping[Any, object]], parameters: Mapping[str, ParameterShard]
 ) -> set[str]:
     """The keys under which every tensor has its parameter's shape.
 

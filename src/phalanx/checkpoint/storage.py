@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
 
 log = logging.getLogger("phalanx")
 
@@ -232,3 +232,92 @@ def _acquired(descriptor: int, path: str) -> bool:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+# ------------------------------------------------------------------------------
+# A folder that is there whole, or not at all
+#
+#     out                  what was asked for; it may be there already if it is empty
+#     .out.unfinished      beside it, locked (flock) while it is written, then renamed to `out`
+
+_NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks what is open for writing only
+
+
+@contextmanager
+def new_folder(path: str, nbytes: int) -> Iterator[str]:
+    """Give a folder to write into, which becomes `path` at the end of the block.
+
+    nbytes   how many bytes will be written; raises `CheckpointIOError` if there is no room for them
+
+    Files in it have to be durable by then. If the block raises, the folder is removed. A kill
+    leaves it beside `path`, and the next attempt removes what is in it. Raises `MisuseError` if
+    there is something at `path`, but for an empty folder; `CheckpointError` while another process
+    writes it.
+    """
+    path = os.path.realpath(path)
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise MisuseError(f"{path} is there already: name a folder that is new, or empty")
+    parent, name = os.path.split(path)
+    make_parents(parent)
+    unfinished = os.path.join(parent, f".{name}.unfinished")
+    with naming(unfinished), _held(unfinished):
+        try:
+            _remove_files(unfinished)  # left over: the lock says that nobody writes them
+            check_room(parent, nbytes)
+            yield unfinished
+            sync_folder(unfinished)
+            os.rename(unfinished, path)
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to report
+                _remove_files(unfinished)
+                os.rmdir(unfinished)
+            raise
+        sync_folder(parent)
+
+
+@contextmanager
+def _held(folder: str) -> Iterator[None]:
+    """Make a folder, if it is not there, and hold a lock on it."""
+    while True:
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process has finished, and renamed it
+            continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"{folder} is being written by another process: wait for its end, or name "
+                    "another folder"
+                ) from None
+            except OSError as error:
+                if error.errno not in _NO_FOLDER_LOCKS:
+                    raise
+                log.warning("%s: no locks here: let only one process write it", folder)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                    yield
+                    return
+        finally:
+            os.close(descriptor)
+
+
+def _remove_files(folder: str) -> None:
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+
+
+def check_room(folder: str, nbytes: int) -> None:
+    """Raise `CheckpointIOError` if the disk of a folder has no room for so many bytes."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if nbytes > free:
+        error = CheckpointIOError(
+            f"{folder} has room for {free:,} bytes, and {nbytes:,} would be written: make room, or "
+            "name a folder on another disk"
+        )
+        error.errno = errno.ENOSPC
+        raise error

@@ -43,12 +43,13 @@ from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import tensor_bytes
 
 BLOCK = 4 << 20  # bytes that share one checksum: the least that a reader reads
+HELD = 64 << 20  # bytes that a conversion holds at a time
 METADATA = "__metadata__"  # a key of the header, which no tensor can have
-_ALIGNMENT = 8
+ALIGNMENT = 8
 
 FileKind = Literal["model", "state"]
 
-_DTYPES_ON_DISK: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
+DTYPES_ON_DISK: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
     {
         "bool": ("BOOL", ()),
         "uint8": ("U8", ()),
@@ -131,7 +132,7 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
     for shard, begin in zip(ordered, begins, strict=True):
         itemsize = DTYPES[shard.dtype].itemsize
         as_bytes = ("U8", (itemsize,) if itemsize > 1 else ())
-        dtype, more = _DTYPES_ON_DISK.get(shard.dtype, as_bytes)
+        dtype, more = DTYPES_ON_DISK.get(shard.dtype, as_bytes)
         shape = shard.shape if shard.is_whole else (shard.stop - shard.start,)
         header[shard.name] = {
             "dtype": dtype,
@@ -139,7 +140,7 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
             "data_offsets": [begin, begin + shard.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT)
     first = 8 + len(text)
     placed = [(shard, first + begin) for shard, begin in zip(ordered, begins, strict=True)]
     return PlannedFile(rank, kind, name, len(text).to_bytes(8, "little") + text, placed)
@@ -269,15 +270,69 @@ class Reader:
         self._requests.clear()
 
 
-def _read_blocks(
-    descriptor: int, path: str, file: FileRecord, requests: Sequence[_Request]
+def copy_tensors(
+    reader: Reader,
+    records: Iterable[TensorRecord],
+    write: Callable[[memoryview], object],
+    most: int = HELD,
 ) -> None:
+    """Give the bytes of tensors to `write`, one tensor after the other, with `most` held at a time.
+
+    Small tensors are read together, large ones in parts. Raises as `Reader.read`.
+    """
+    parts: list[Tensor] = []
+    room = most
+
+    def flush() -> None:
+        reader.read()
+        parts.reverse()
+        while parts:
+            write(tensor_bytes(parts.pop()))
+
+    for record in records:
+        size, start, count = DTYPES[record.dtype].itemsize, 0, prod(record.shape)
+        while start < count:
+            if room < size:
+                flush()
+                room = most
+            stop = min(count, start + room // size)
+            parts.append(reader.part(record, Slice(record.shape, start, stop)))
+            room -= size * (stop - start)
+            start = stop
+    flush()
+
+
+def verify_file(folder: str, file: FileRecord, advance: Callable[[int], object]) -> None:
+    """Read all of a file, and compare it with its checksums; `advance` hears of each block's bytes.
+
+    Raises `CheckpointDamagedError`, which names the first bytes that are not as they were written.
+    """
+    path = os.path.join(folder, file.name)
+    try:
+        with opened(path, os.O_RDONLY) as descriptor:
+            _check_size(descriptor, path, file)
+            buffer = memoryview(bytearray(min(file.block, file.bytes)))
+            for number in range(-(-file.bytes // file.block)):
+                block = buffer[: min(file.block, file.bytes - number * file.block)]
+                _read_block(descriptor, path, file, number, block)
+                advance(len(block))
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{path} is missing") from None
+
+
+def _check_size(descriptor: int, path: str, file: FileRecord) -> None:
     size = os.fstat(descriptor).st_size
     if size != file.bytes:
         how = "truncated" if size < file.bytes else "longer"
         raise CheckpointDamagedError(
             f"{path} is {how}: it has {size} bytes, and had {file.bytes} when it was written"
         )
+
+
+def _read_blocks(
+    descriptor: int, path: str, file: FileRecord, requests: Sequence[_Request]
+) -> None:
+    _check_size(descriptor, path, file)
     by_block: dict[int, list[_Request]] = defaultdict(list)
     for request in requests:
         first, into = request
@@ -292,17 +347,25 @@ def _read_blocks(
         for first, into in wanted:
             if first <= begin and end <= first + len(into):  # read into place
                 direct, block = into, into[begin - first : end - first]
-        rest, at = block, begin
-        while rest:
-            count = os.preadv(descriptor, [rest], at)
-            if count == 0:
-                raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
-            rest, at = rest[count:], at + count
-        if xxh3_64_hexdigest(block) != file.checksums[16 * number : 16 * (number + 1)]:
-            raise CheckpointDamagedError(
-                f"{path} is not as it was written: the checksum of its bytes {begin}:{end} differs"
-            )
+        _read_block(descriptor, path, file, number, block)
         for first, into in wanted:
             if into is not direct:
                 low, high = max(begin, first), min(end, first + len(into))
                 into[low - first : high - first] = block[low - begin : high - begin]
+
+
+def _read_block(
+    descriptor: int, path: str, file: FileRecord, number: int, block: memoryview
+) -> None:
+    """Read a block of a file, and compare it with its checksum."""
+    begin = at = number * file.block
+    rest = block
+    while rest:
+        count = os.preadv(descriptor, [rest], at)
+        if count == 0:
+            raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
+        rest, at = rest[count:], at + count
+    if xxh3_64_hexdigest(block) != file.checksums[16 * number : 16 * (number + 1)]:
+        raise CheckpointDamagedError(
+            f"{path} is not as it was written: the checksum of its bytes {begin}:{at} differs"
+        )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli import bench, kubernetes, slurm
+from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.launch.kubernetes import read_pod
 from phalanx.launch.run import Job, run
 
@@ -220,6 +221,7 @@ def trace_command(
     console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)
 
 
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("bench", help=bench.__doc__)(bench.bench_command)
 app.command(
     "kubernetes",

@@ -1,0 +1,286 @@
+"""A checkpoint as Hugging Face's libraries have it: safetensors files of whole tensors.
+
+    out/
+        model-00001-of-00002.safetensors    no larger than a shard, unless one tensor is
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json        {"metadata": {"total_size": ...}, "weight_map": {...}}
+        config.json, tokenizer.json, ...    copied from another folder
+
+What fits into one shard is `model.safetensors`, without an index. Names are those of the plain
+model. Tied tensors are there once, as `save_pretrained` writes them; their other names are in the
+metadata, as those of huggingface_hub's `save_torch_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from phalanx.checkpoint.manifest import TensorRecord
+from phalanx.checkpoint.storage import (
+    new_folder,
+    opened,
+    read_file,
+    write_all,
+    write_file,
+)
+from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, natural_order, nbytes_of
+from phalanx.checkpoint.tensor_files import (
+    ALIGNMENT,
+    DTYPES_ON_DISK,
+    METADATA,
+    Reader,
+    copy_tensors,
+)
+from phalanx.errors import CheckpointNotFoundError, MisuseError, UnsupportedOperationError
+from phalanx.wire.codec import DTYPES
+
+SHARD_SIZE = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_CONFIG = "config.json"
+_TO_COPY = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
+_NOT_TO_COPY = frozenset({"trainer_state.json"})
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the latter before transformers 5
+
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{dtype: name for dtype, (name, more) in DTYPES_ON_DISK.items() if not more},
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "complex64": "C64",
+    }
+)
+"""The format's name of each dtype that the safetensors library reads."""
+
+
+class Exported(NamedTuple):
+    """What was written: the folder, its files, their bytes, and what one should know."""
+
+    path: str
+    files: list[str]
+    nbytes: int
+    notes: list[str]
+
+
+class _ShardFile(NamedTuple):
+    name: str
+    header: bytes
+    records: list[TensorRecord]
+
+
+def export_hugging_face(
+    checkpoint: StoredCheckpoint,
+    out: str | os.PathLike[str],
+    *,
+    shard_size: int = SHARD_SIZE,
+    config: str | os.PathLike[str] | None = None,
+    begin: Begin,
+) -> Exported:
+    """Write a checkpoint's model into the folder `out`, which is there whole afterwards, or not.
+
+    out          new, or empty
+    shard_size   the most bytes of tensors in one file; a larger tensor has a file of its own
+    config       a config.json, or a folder with one, of which the tokenizer's files are copied, too
+    begin        is told how many bytes of tensors there are, and what it gives how many are written
+
+    Holds 64 MiB and a block at a time, whatever the size of a tensor. Raises
+    `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
+    room, `UnsupportedOperationError` for a dtype that the format does not have, `MisuseError`.
+    """
+    manifest = checkpoint.manifest
+    _check_dtypes(manifest.model)
+    notes = _notes(checkpoint)
+    copied = _config_files(config, manifest.model, notes) if config is not None else {}
+    nbytes = sum(map(nbytes_of, manifest.model.values()))
+    files = _plan(manifest.model, manifest.aliases, shard_size)
+    if len(files) > 1:
+        index = {
+            "metadata": {
+                "total_size": nbytes,
+                **manifest.aliases,
+            },
+            "weight_map": {name: file for file, names, _ in files for name in names},
+        }
+        copied[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    shards = [
+        _ShardFile(file, header, [manifest.model[name] for name in names])
+        for file, names, header in files
+    ]
+    needed = nbytes + sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
+    reader, advance = Reader(checkpoint.path, manifest), begin(nbytes)
+    with new_folder(os.fspath(out), needed) as folder:
+        for shard in shards:
+            _write_shard(os.path.join(folder, shard.name), shard, reader, advance)
+        for name, content in copied.items():
+            write_file(os.path.join(folder, name), content)
+    names = [shard.name for shard in shards] + sorted(copied)
+    return Exported(os.path.abspath(out), names, needed, notes)
+
+
+def _write_shard(path: str, shard: _ShardFile, reader: Reader, advance: Advance) -> None:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+
+        def write(part: memoryview) -> None:
+            write_all(descriptor, part)
+            advance(len(part))
+
+        write_all(descriptor, memoryview(shard.header))
+        copy_tensors(reader, shard.records, write)
+        os.fsync(descriptor)
+
+
+def _check_dtypes(records: Mapping[str, TensorRecord]) -> None:
+    lacking = [f"{name} is {r.dtype}" for name, r in records.items() if r.dtype not in DTYPE_NAMES]
+    if lacking:
+        raise UnsupportedOperationError(
+            f"the safetensors format does not have every dtype of the model: {lacking[0]}"
+            + (f", and {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        )
+
+
+def _notes(checkpoint: StoredCheckpoint) -> list[str]:
+    notes = []
+    if values := list(checkpoint.manifest.values):
+        notes.append(f"left out, since it is no tensor: {', '.join(values)} (get_extra_state)")
+    return notes
+
+
+# ------------------------------------------------------------------------------
+# Files
+
+
+def _plan(
+    records: Mapping[str, TensorRecord], aliases: Mapping[str, str], shard_size: int
+) -> list[tuple[str, list[str], bytes]]:
+    """Each file's name, the names of its tensors in their order, and its header."""
+    shards = _split(records, shard_size)
+    planned = []
+    for number, names in enumerate(shards, start=1):
+        of_shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = of_shard if len(shards) > 1 else SINGLE
+        ordered = sorted(names, key=lambda name: (-DTYPES[records[name].dtype].itemsize, name))
+        tied = {other: name for other, name in aliases.items() if name in names}
+        planned.append((file, ordered, _header({n: records[n] for n in ordered}, tied)))
+    return planned
+
+
+def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[str]]:
+    """The names of each shard, in the order of layers: huggingface_hub's rule."""
+    if shard_size < 1:
+        raise MisuseError(f"a shard has 1 byte or more, not {shard_size}")
+    shards: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for name in sorted(records, key=natural_order):
+        nbytes = nbytes_of(records[name])
+        if nbytes > shard_size:
+            shards.append([name])
+            continue
+        if size + nbytes > shard_size:
+            shards.append(current)
+            current, size = [], 0
+        current.append(name)
+        size += nbytes
+    return [*shards, current] if current or not shards else shards
+
+
+def _header(records: Mapping[str, TensorRecord], tied: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {METADATA: {"format": "pt", **tied}}
+    begin = 0
+    for name, record in records.items():
+        end = begin + nbytes_of(record)
+        header[name] = {
+            "dtype": DTYPE_NAMES[record.dtype],
+            "shape": list(record.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ------------------------------------------------------------------------------
+# The configuration
+
+
+def _config_files(
+    config: str | os.PathLike[str], records: Mapping[str, TensorRecord], notes: list[str]
+) -> dict[str, bytes]:
+    """The files to copy, by name; `config.json` says the dtype that the tensors have."""
+    given = Path(config)
+    if given.is_dir():
+        found = {path.name: path for path in sorted(given.iterdir()) if _is_to_copy(path)}
+        main = given / _CONFIG
+    else:
+        found, main = {}, given
+    if not main.is_file():
+        raise CheckpointNotFoundError(
+            f"there is no {main}: --config takes a config.json, or a folder with one, such as what "
+            "save_pretrained has written"
+        )
+    content = {name: read_file(str(path)) for name, path in found.items()}
+    content[_CONFIG] = _with_dtype(main, read_file(str(main)), records, notes)
+    return content
+
+
+def _is_to_copy(path: Path) -> bool:
+    name = path.name
+    ours = name.endswith(".index.json") or name in _NOT_TO_COPY
+    return path.suffix in _TO_COPY and path.is_file() and not ours
+
+
+def _with_dtype(
+    path: Path, content: bytes, records: Mapping[str, TensorRecord], notes: list[str]
+) -> bytes:
+    """The configuration with the tensors' dtype: `from_pretrained` turns them into what it says."""
+    try:
+        read: Any = json.loads(content)
+    except ValueError as error:
+        raise MisuseError(f"{path} is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise MisuseError(f"{path} is no configuration: it has a {type(read).__name__}")
+    dtype = _dtype_of(records.values())
+    wrong = [key for key in _DTYPE_KEYS if dtype is not None and read.get(key, dtype) != dtype]
+    if not wrong:
+        return content
+    for key in wrong:
+        notes.append(f"{_CONFIG} says {key} {dtype}, as the model has it; it was {read[key]}")
+        read[key] = dtype
+    return json.dumps(read, indent=2).encode() + b"\n"
+
+
+def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
+    """The floating dtype that most bytes have."""
+    sizes: Counter[str] = Counter()
+    for record in records:
+        if DTYPES[record.dtype].is_floating_point:
+            sizes[record.dtype] += nbytes_of(record)
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+_UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "": 1,
+        **{f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))},
+        **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    }
+)
+
+
+def parse_size(text: str) -> int:
+    """The bytes of a size such as 5GB, 500MB or 2GiB; `MisuseError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units: Sequence[int] = [
+        size for unit, size in _UNITS.items() if match and unit.lower() == match[2].lower()
+    ]
+    if match is None or not units:
+        raise MisuseError(f"{text!r} is no size: give a number and a unit, such as 5GB or 500MB")
+    return int(float(match[1]) * units[0])

@@ -1,0 +1,370 @@
+"""`load_pretrained`: safetensors files, as Hugging Face has them, into a model that ranks split.
+
+    rank 0's part of a weight       w[0:6]   read from byte 0 of it on, 6 elements
+    rank 1's                        w[6:12]  from element 6 on
+
+Each rank reads the headers, and of the data what it holds. A part of a tensor-parallel layer is
+several ranges of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.checkpoint.group import group_for
+from phalanx.checkpoint.hugging_face import DTYPE_NAMES, INDEX, SINGLE
+from phalanx.checkpoint.load import shown
+from phalanx.checkpoint.state import ModelState, ParameterShard, model_state
+from phalanx.checkpoint.storage import opened, read_file, size_of
+from phalanx.checkpoint.tensor_files import METADATA
+from phalanx.core.backend import Backend
+from phalanx.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from phalanx.parallel.wrapper import walk
+from phalanx.tensor.layer import ParallelLayer
+from phalanx.wire.codec import DTYPES
+from phalanx.wire.memory import copy_bits, tensor_bytes
+
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+_LONGEST_HEADER = 100_000_000  # bytes: the safetensors library's bound
+_CHUNK = 4 << 20  # bytes that are read at a time
+_DTYPES: Mapping[str, str] = MappingProxyType({name: dtype for dtype, name in DTYPE_NAMES.items()})
+
+
+def load_pretrained(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    backend: Backend | None = None,
+    rename: Rename | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Load a model from safetensors files, as Hugging Face has them; every rank calls it.
+
+    folder    with `model.safetensors`, or `model.safetensors.index.json` and its shards; all ranks
+              see it
+    model     plain, DDP, FSDP with any strategy, tensor-parallel (`parallelize`), or a pipeline
+    backend   the ranks that load together; by default the model's, or this one by itself. Of a
+              tensor-parallel model give all ranks that have it
+    rename    the model's name for a name in the files: a function, or a mapping of those that
+              differ. None for one that is not loaded
+    timeout   seconds that a rank waits for the others at a time; by default 600, or the backend's
+              if that is more
+
+    A floating dtype is converted to the model's, as `Tensor.to` does it; others have to be the
+    same. Tied parameters are loaded from any of their names; if several are there they have to be
+    equal. Extra state is left as it is. Blocks until every rank has read what it holds, and found
+    that it fits; only then is anything changed. A rank reads its own bytes and the headers, and
+    holds as much as it has of the model, and at most 64 MiB. Messages: names, no tensors.
+
+    Raises, on every rank and with nothing changed, `CheckpointNotFoundError`;
+    `CheckpointDamagedError` for a file that is truncated, or whose header contradicts itself;
+    `CheckpointMismatchError`, naming what is missing, has no place in the model, or is of another
+    shape or dtype; `CheckpointIOError`. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    """
+    folder = os.path.abspath(folder)
+    group = group_for(model, backend, folder, "load_pretrained", timeout, of_parts=True)
+    load = _Pretrained(folder, model, rename)
+    unused = group.on_all(load.check)
+    nobodys = [name for name in unused[0] if all(name in others for others in unused[1:])]
+    if nobodys:
+        raise CheckpointMismatchError(
+            f"load_pretrained: {folder} does not fit: the model has no place for {shown(nobodys)}. "
+            "With rename= they get other names, or None, and are not loaded then",
+            rank=group.rank,
+            op=group.op,
+        )
+    group.on_all(load.read)
+    load.apply()
+
+
+class _Entry(NamedTuple):
+    """A tensor in a file: from which byte of the file on."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+
+Range = tuple[int, int, int]
+"""Elements of a whole tensor, read row by row: from, how many, and where they are in the part."""
+
+
+class _Wanted(NamedTuple):
+    """What this rank has of a tensor, and what it reads for it; `others` have to be equal."""
+
+    name: str
+    shard: ParameterShard
+    entry: _Entry
+    others: list[_Entry]
+    ranges: Callable[[], Iterator[Range]]
+
+
+class _Pretrained:
+    """One rank's part in one load: check, read, and, when all ranks have read, apply."""
+
+    def __init__(self, folder: str, model: nn.Module, rename: Rename | None) -> None:
+        self._folder = folder
+        self._model = model
+        self._rename = rename
+        self._wanted: list[_Wanted] = []
+        self._read: list[Tensor] = []
+        self._held: ModelState | None = None
+
+    def check(self) -> list[str]:
+        """Whether all fits; the names in the files that this rank's model has no place for."""
+        self._held = held = model_state(self._model)
+        there = _renamed(_entries(self._folder), self._rename)
+        here = {**held.parameters, **held.buffers}
+        names = {name: [name] for name in here}
+        for other, stored in held.aliases.items():
+            if stored in names:
+                names[stored].append(other)
+        missing = [name for name, known in names.items() if not any(n in there for n in known)]
+        if missing:
+            raise CheckpointMismatchError(
+                f"{self._folder} does not fit: it has no {shown(missing)}, which the model has"
+            )
+        cuts = dict(_cuts(self._model))
+        wrong = []
+        for name, shard in here.items():
+            entries = [there[known] for known in names[name] if known in there]
+            whole, ranges = _whole(shard, cuts.get(name))
+            for entry in entries:
+                ours = str(shard.tensor.dtype).removeprefix("torch.")
+                if entry.shape != whole or not _converts(entry.dtype, ours):
+                    wrong.append(
+                        f"{name} is {entry.dtype} {list(entry.shape)} there and {ours} "
+                        f"{list(whole)} here"
+                    )
+            self._wanted.append(_Wanted(name, shard, entries[0], entries[1:], ranges))
+        if wrong:
+            raise CheckpointMismatchError(f"{self._folder} does not fit: {shown(wrong)}")
+        used = {known for known_as in names.values() for known in known_as}
+        return [name for name in there if name not in used]
+
+    def read(self) -> None:
+        """Read what this rank has; the model is as it was."""
+        for name, shard, entry, others, ranges in self._wanted:
+            part = torch.empty(shard.slice.numel, dtype=shard.tensor.dtype)
+            for begin, values in _parts(entry, ranges(), part.dtype):
+                part[begin : begin + len(values)] = values
+            for other in others:
+                for begin, values in _parts(other, ranges(), part.dtype):
+                    ours = part[begin : begin + len(values)]
+                    if tensor_bytes(ours) != tensor_bytes(values):
+                        raise CheckpointMismatchError(
+                            f"{self._folder} does not fit: {name} has several names in the model, "
+                            "and under these different values in the files"
+                        )
+            self._read.append(part)
+
+    def apply(self) -> None:
+        """Change the model."""
+        assert self._held is not None
+        with ExitStack() as writing, torch.no_grad():
+            for wrapper in self._held.wrappers:
+                writing.enter_context(wrapper.writing())
+            for wanted, part in zip(self._wanted, self._read, strict=True):
+                tensor = wanted.shard.tensor.detach()
+                copy_bits(tensor, part.view(tensor.shape))
+
+
+def _converts(there: str, here: str) -> bool:
+    floating = DTYPES[there].is_floating_point and DTYPES[here].is_floating_point
+    return there == here or floating
+
+
+def _renamed(entries: Mapping[str, _Entry], rename: Rename | None) -> dict[str, _Entry]:
+    renamed: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        new: str | None = name
+        if isinstance(rename, Mapping):
+            new = rename.get(name, name)
+        elif rename is not None:
+            new = rename(name)
+        if new is None:
+            continue
+        if new in renamed:
+            raise CheckpointMismatchError(f"two tensors would be named {new}: {name} is the second")
+        renamed[new] = entry
+    return renamed
+
+
+# ------------------------------------------------------------------------------
+# Which elements of the whole a rank has
+#
+#     a weight of 2 x 6, cut along dim 1, rank 1 of 2      0 1 2 [3 4 5]
+#                                                          6 7 8 [9 10 11]
+#     ranges: 3 from element 3 on, 3 from element 9 on
+
+Cut = tuple[int, int, tuple[tuple[int, int], ...]]
+"""A dimension, how long it is in the whole, and the runs (start, end) of it that a rank has."""
+
+
+def _cuts(model: nn.Module) -> Iterator[tuple[str, Cut]]:
+    for prefix, module in walk(model):
+        if isinstance(module, ParallelLayer):
+            for name, split in module.splits.items():
+                yield (
+                    prefix + name,
+                    (split.dim, split.cut.total, split.cut.runs[module.backend.rank]),
+                )
+
+
+def _whole(
+    shard: ParameterShard, cut: Cut | None
+) -> tuple[tuple[int, ...], Callable[[], Iterator[Range]]]:
+    """The shape of the whole tensor, and the ranges of it that a shard is."""
+    shape, start, stop = shard.slice
+    if cut is None:
+        return shape, lambda: iter([(start, stop - start, 0)])
+    dim, total, runs = cut
+    whole = (*shape[:dim], total, *shape[dim + 1 :])
+    rows, inner = shape[dim], prod(shape[dim + 1 :])
+
+    def ranges() -> Iterator[Range]:
+        for outer in range(prod(shape[:dim])):
+            at = outer * rows * inner  # in this rank's part of the layer
+            for begin, end in runs:
+                length = (end - begin) * inner
+                first, last = max(at, start), min(at + length, stop)
+                if first < last:
+                    source = (outer * total + begin) * inner + first - at
+                    yield source, last - first, first - start
+                at += length
+
+    return whole, ranges
+
+
+def _parts(
+    entry: _Entry, ranges: Iterator[Range], dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    """The values of these ranges, in parts of some MiB: where each belongs, and the values."""
+    stored = DTYPES[entry.dtype]
+    most = _CHUNK // stored.itemsize
+    with opened(entry.path, os.O_RDONLY) as descriptor:
+        for first, count, place in ranges:
+            for begin in range(0, count, most):
+                values = torch.empty(min(most, count - begin), dtype=stored)
+                at = entry.at + (first + begin) * stored.itemsize
+                _read_into(descriptor, entry.path, tensor_bytes(values), at)
+                yield place + begin, values.to(dtype) if stored != dtype else values
+
+
+def _read_into(descriptor: int, path: str, memory: memoryview, at: int) -> None:
+    while memory:
+        count = os.preadv(descriptor, [memory], at)
+        if count == 0:
+            raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
+        memory, at = memory[count:], at + count
+
+
+# ------------------------------------------------------------------------------
+# Headers: a file may come from a stranger
+
+
+def _entries(folder: str) -> dict[str, _Entry]:
+    """All tensors of the files, by name."""
+    index = os.path.join(folder, INDEX)
+    if not os.path.exists(index):
+        single = os.path.join(folder, SINGLE)
+        if not os.path.exists(single):
+            raise CheckpointNotFoundError(
+                f"there is neither {SINGLE} nor {INDEX} in {folder}: other formats, such as "
+                "pytorch_model.bin, are pickles, and are not read"
+            )
+        return _header(single)
+    weight_map = _weight_map(index)
+    headers = {file: _header(os.path.join(folder, file)) for file in set(weight_map.values())}
+    found: dict[str, _Entry] = {}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise CheckpointDamagedError(f"{index} says that {name} is in {file}, which lacks it")
+        found[name] = headers[file][name]
+    return found
+
+
+def _weight_map(path: str) -> dict[str, str]:
+    if size_of(path) > _LONGEST_HEADER:
+        raise CheckpointDamagedError(f"{path} has more than {_LONGEST_HEADER:,} bytes")
+    content = _json(path, read_file(path)).get("weight_map")
+    plain = isinstance(content, dict) and all(
+        isinstance(file, str) and os.path.basename(file) == file and file.endswith(".safetensors")
+        for file in content.values()
+    )
+    if not isinstance(content, dict) or not plain:
+        raise CheckpointDamagedError(f"{path} has no weight_map of names of files beside it")
+    return content
+
+
+def _header(path: str) -> dict[str, _Entry]:
+    """The tensors of a file. Raises `CheckpointDamagedError` for one that contradicts itself."""
+    try:
+        with opened(path, os.O_RDONLY) as descriptor:
+            size = os.fstat(descriptor).st_size
+            start = bytearray(8)
+            _read_into(descriptor, path, memoryview(start), 0)
+            length = int.from_bytes(start, "little")
+            if length > min(_LONGEST_HEADER, size - 8):
+                raise CheckpointDamagedError(
+                    f"{path} has {size} bytes, and announces a header of {length}"
+                )
+            text = bytearray(length)
+            _read_into(descriptor, path, memoryview(text), 8)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no {path}") from None
+    first, found, places = 8 + length, {}, []
+    for name, entry in _json(path, text).items():
+        if name == METADATA:
+            continue
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointDamagedError(f"{path}: {name} lacks what says where it is") from None
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise CheckpointMismatchError(f"{path}: {name} is of dtype {dtype}, which is not known")
+        numbers = [*shape, begin, end] if isinstance(shape, list) else [-1]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise CheckpointDamagedError(f"{path}: {name} has the shape or place of no tensor")
+        dtype = _DTYPES[dtype]
+        if end - begin != prod(shape) * DTYPES[dtype].itemsize or first + end > size:
+            raise CheckpointDamagedError(
+                f"{path}: {name}, {dtype} {shape}, cannot be bytes {begin}:{end} of {size - first}"
+            )
+        places.append((begin, end, name))
+        found[name] = _Entry(path, dtype, tuple(shape), first + begin)
+    reached = 0
+    for begin, end, name in sorted(places):
+        if begin < reached:
+            raise CheckpointDamagedError(f"{path}: {name} lies over another tensor")
+        reached = end
+    return found
+
+
+def _json(path: str, content: bytes | bytearray) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) != len(dict(pairs)):
+            raise ValueError("a name is there twice")
+        return dict(pairs)
+
+    try:
+        read = json.loads(bytes(content), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from None
+    if not isinstance(read, dict):
+        raise CheckpointDamagedError(f"{path} has a {type(read).__name__} in place of a header")
+    return read
