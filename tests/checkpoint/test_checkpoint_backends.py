@@ -25,7 +25,7 @@ def test_a_checkpoint_goes_over_every_backend(cluster: Cluster, folder: Path) ->
         sharded = FlatShards(small(seed=4), backend)
         fresh = adamw(sharded)
         loaded = load_checkpoint(folder, model=sharded, optimizer=fresh)
-        assert loaded == (2, {"seen": 7}, pending.folder, 3)
+        assert loaded == (2, {"seen": 7}, pending.folder, 3, None)
         assert_same(state_of(sharded, fresh), cut_like(sharded, expected))
         save_checkpoint(folder, model=sharded, optimizer=fresh, step=3)
         load_checkpoint(folder, model=replicas, optimizer=optimizer)
