@@ -140,6 +140,25 @@ def test_ranks_publish_while_somebody_watches_and_no_thread_is_there_before_or_a
             break
 
 
+def test_a_rank_without_peers_publishes_when_it_logs_its_steps(tmp_path: Path) -> None:
+    def run(backend: Backend) -> None:
+        publisher(backend, tmp_path).begin()
+        backend.progress.log(0, loss=2.0)  # where it looks, and nobody watches
+        WatchFolder(tmp_path).touch()
+        for step, _ in enumerate(tries(), 1):
+            backend.progress.log(step, loss=1.0)
+            if any(state.values == {"loss": 1.0} for state in seen().ranks):
+                break
+
+    def seen() -> JobState:
+        read = WatchFolder(tmp_path).read()
+        assert read is not None
+        return read
+
+    TCP.run(run, 1)
+    assert [state.status for state in seen().ranks] == ["ended"]
+
+
 # ------------------------------------------------------------------------------
 # The folder.
 

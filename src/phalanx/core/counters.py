@@ -294,10 +294,12 @@ class Progress:
             backend.progress.log(step, loss=loss)
 
     latest   what was logged last; another object each time, which any thread may read
+    on_log   called at the end of `log`, by the thread that logs
     """
 
     def __init__(self, rank: int, now: Callable[[], float]) -> None:
         self.latest = LoggedStep()
+        self.on_log: Callable[[], object] | None = None
         self._rank = rank
         self._now = now
         self._at = 0.0  # on that clock
@@ -326,3 +328,5 @@ class Progress:
             seconds = (now - self._at) / max(1, number - last.number)
         self._at = now
         self.latest = LoggedStep(number, time(), seconds, known)
+        if self.on_log is not None:
+            self.on_log()

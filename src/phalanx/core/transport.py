@@ -95,8 +95,7 @@ class Transport(ABC):
     ) -> None:
         """Call back at such intervals, while this rank moves bytes or waits. Lock not held.
 
-        It is held in the callback. Not while the rank is in no call; without peers never. When the
-        transport is closed, once more.
+        It is held in the callback. Not while the rank is in no call; without peers never.
         """
 
     # Memory ---------------------------------------------------------------------------------

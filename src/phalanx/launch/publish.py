@@ -1,12 +1,12 @@
 """What a rank does while somebody watches its job: it publishes its state, twice a second.
 
-    nobody watches    once a second, in a call of Phalanx, a look at the marker's time: 2 us
+    nobody watches    once a second, in a call of Phalanx, a look at the marker's time: 18 us
     somebody does     a thread writes the rank's state into the job's folder (watch_folder.py)
     nobody any more   the thread ends, and takes the state back
 
-A rank that is in no call does not see that somebody begins to watch, until its next call. Then its
-launcher says at least how its process is, and the others for whom they wait. Once the thread is
-there it publishes whatever the rank does, unless the process is stopped.
+A rank that is in no call does not see that somebody begins to watch, until its next call, or until
+it logs a step. Until then its launcher says how its process is, and the others for whom they wait.
+Once the thread is there it publishes whatever the rank does, unless the process is stopped.
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._before: _Sums | None = None
         self._trouble = ""
+        self._due = 0.0  # when this rank looks again where it logs a step
 
     def begin(self) -> None:
         """Tell that there is this rank, and from now on see whether somebody watches."""
+        engine = self._engine
         self._write(self._bare())
-        self._engine.transport.every(LOOK_EVERY, self._look)
+        engine.transport.every(LOOK_EVERY, self._look)
+        engine.progress.on_log = self._logged
+        engine.at_close.append(self._end)
 
     def state(self) -> RankState:
         """Return what this rank does now; rates are since the call before."""
@@ -123,12 +127,17 @@ class Publisher:
             state.seconds_in = now - call.started
         return state
 
+    def _logged(self) -> None:
+        """Look where the program logs a step, too: a job of one rank makes no calls."""
+        now = self._engine.now()
+        if now >= self._due:
+            self._due = now + LOOK_EVERY
+            with self._engine.lock:
+                self._look()
+
     def _look(self) -> None:
-        """See whether somebody watches, or the backend is being closed. Lock held."""
+        """See whether somebody watches. Lock held."""
         if self._engine.closed:
-            self._write_end()
-            if self._server is not None:
-                self._server.close()
             return
         if self._server is not None:
             self._server.accept()
@@ -150,6 +159,12 @@ class Publisher:
             self._write(self._bare())
         self._thread = None
 
+    def _end(self) -> None:
+        """Tell that this rank has left. Lock not held."""
+        self._write_end()
+        if self._server is not None:
+            self._server.close()
+
     def _write_end(self) -> None:
         """Publish the last state of this rank, with what it has logged."""
         state = self.state()
@@ -157,7 +172,7 @@ class Publisher:
         self._write(state)
 
     def _bare(self) -> RankState:
-        alone = self._world.world_size == 1  # it makes no calls, in which it would look
+        alone = self._world.world_size == 1  # it makes no calls, in which it would look; it may log
         return RankState(rank=self._world.rank, status="running" if alone else "starting")
 
     def _write(self, state: RankState) -> None:

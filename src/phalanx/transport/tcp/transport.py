@@ -84,7 +84,6 @@ class TcpTransport(Transport):
         self._thread: threading.Thread | None = None
         self._thread_may_go_on = threading.Condition(engine.lock)
         self._thread_looks_at = 0.0  # when it wakes by itself
-        self._at_close: list[Callable[[], object]] = []
         self._looks = 0  # at steps that are polled, since one was complete
 
     def share(self, domain: HostDomain) -> None:
@@ -339,7 +338,6 @@ class TcpTransport(Transport):
             self.reactor.call_later(seconds, call)
 
         with self.engine.lock:
-            self._at_close.append(callback)
             self.reactor.call_later(seconds, call)
 
     # The end --------------------------------------------------------------------------------
@@ -368,8 +366,6 @@ class TcpTransport(Transport):
         if self.engine.closed:
             return
         self.engine.closed = True
-        for callback in self._at_close:
-            callback()
         self.mesh.close()
         self._condition.notify_all()
         self._thread_may_go_on.notify_all()
