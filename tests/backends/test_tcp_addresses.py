@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from listening import let_mean_loopback, listening, needs_proc
-from test_tcp_acceptor_listeners import free_port, new_places
+from ports import unused_port
+from test_tcp_acceptor_listeners import new_places
 from test_tcp_rendezvous import (  # noqa: F401
     Start,
     _no_token_in_the_environment,
@@ -51,7 +52,7 @@ def _not_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def range_of_ports(monkeypatch: pytest.MonkeyPatch) -> range:
     """A range with free ports in it, which PHALANX_PORTS names."""
-    first = min(free_port(), 65500)
+    first = min(unused_port(), 65500)
     monkeypatch.setenv("PHALANX_PORTS", f"{first}-{first + 30}")
     return range(first, first + 31)
 
@@ -177,7 +178,7 @@ def test_rank_0_that_is_called_at_another_interface_is_told_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", LOOPBACK.name)
-    address = f"{OTHERS[0].address}:{free_port()}"
+    address = f"{OTHERS[0].address}:{unused_port()}"
     with pytest.raises(BackendUnavailableError) as caught:
         start(0, 2, address, timeout=5).result()
     assert f"called at {address} (MASTER_ADDR)" in str(caught.value)
@@ -192,7 +193,7 @@ def test_a_wrong_interface_is_told_before_anything_is_sent(
 ) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", "no-such")
     with pytest.raises(BackendUnavailableError, match="no interface 'no-such'"):
-        start(1, 2, f"127.0.0.1:{free_port()}").result()
+        start(1, 2, f"127.0.0.1:{unused_port()}").result()
 
 
 def test_all_interfaces_stand_for_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

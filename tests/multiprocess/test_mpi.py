@@ -41,7 +41,7 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
     assert passed >= sizes(190, 250), said
-    assert skipped <= 36, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
+    assert skipped <= 38, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 
 @needs_mpi
