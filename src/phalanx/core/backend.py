@@ -121,7 +121,7 @@ class Backend:
 
         The numbers are of the whole job, whichever of its groups is asked. Counting begins with the
         first call, whose numbers are zero, but for failures and kept bytes. From then on it costs
-        an operation up to 2 us. `Counts` says what is counted.
+        an operation some microseconds. `Counts` says what is counted.
         """
         return self.engine.count()
 
