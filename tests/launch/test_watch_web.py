@@ -13,6 +13,7 @@ from time import time
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from phalanx.cli.app import app
@@ -297,6 +298,23 @@ def test_the_command_prints_the_address_and_how_the_job_has_ended(
     assert address.startswith("http://127.0.0.1:")
     assert address.endswith("/  (Ctrl-C ends it)")
     assert end == "the job has ended: it has ended well; pages that are open go on showing it"
+
+
+@pytest.mark.parametrize(
+    ("words", "places", "port"),
+    [
+        ([], None, None),
+        (["--web"], None, 0),
+        (["--web", "8000"], None, 8000),
+        (["runs/a", "--web"], ["runs/a"], 0),
+        (["--web", "runs/a"], ["runs/a"], 0),
+    ],
+)
+def test_the_page_is_asked_for_with_a_port_or_without(
+    words: list[str], places: list[str] | None, port: int | None
+) -> None:
+    context = get_command(app).commands["watch"].make_context("watch", list(words))  # type: ignore[attr-defined]
+    assert (context.params["places"] or None, context.params["web"]) == (places, port)
 
 
 def test_what_does_not_go_with_a_page_is_said(tmp_path: Path) -> None:

@@ -41,10 +41,9 @@ class WatchCommand(TyperCommand):
 
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        has_port = [word.isdecimal() for word in [*args[1:], ""]]
         words = [
-            "--web=0" if word == "--web" and not port else word
-            for word, port in zip(args, has_port, strict=True)
+            "--web=0" if word == "--web" and not "".join(args[at : at + 1]).isdecimal() else word
+            for at, word in enumerate(args, 1)
         ]
         return super().parse_args(ctx, words)
 
