@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from phalanx.errors import MisuseError
+from phalanx.transport.tcp.addresses import listen_at
 from phalanx.wire.control import Endpoint, parse_address
 
 if TYPE_CHECKING:
@@ -105,16 +106,8 @@ def begin(backend: Backend) -> None:
 def _listen(endpoint: Endpoint) -> socket.socket:
     if endpoint.port > 65535:
         raise OverflowError("the last port is 65535")
-    family, kind, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(MAX_CONNECTIONS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
+    return listen_at(family, address, backlog=MAX_CONNECTIONS)
 
 
 # ------------------------------------------------------------------------------

@@ -1,4 +1,3 @@
-"use strict";
 // The picture: a row a rank, a column a bin of time; in each, from below, the states' shares.
 const data = JSON.parse(document.getElementById("data").textContent);
 const canvas = document.getElementById("timeline");
@@ -12,17 +11,8 @@ function share(row, bin, state) {
 }
 
 function draw() {
-  const style = getComputedStyle(document.documentElement);
-  const colour = name => style.getPropertyValue("--" + name).trim();
-  const width = canvas.clientWidth, scale = window.devicePixelRatio || 1;
   const tall = height * data.ranks.length + AXIS;
-  canvas.width = width * scale;
-  canvas.height = tall * scale;
-  canvas.style.height = tall + "px";
-  const to = canvas.getContext("2d");
-  to.scale(scale, scale);
-  to.font = "12px system-ui, sans-serif";
-  to.textBaseline = "middle";
+  const colour = colours(), [to, width] = ready(canvas, tall);
   const wide = (width - LABELS) / data.bins, gap = height > 8 ? 2 : 0;
   const every = Math.ceil(14 / height);  // ranks a label
   data.ranks.forEach((rank, row) => {

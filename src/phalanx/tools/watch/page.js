@@ -1,4 +1,3 @@
-"use strict";
 const byId = id => document.getElementById(id);
 const MINUTE = 60, DIGITS = 35, LABELS = 64;
 let job = null, samples = [], paused = false, cursor = null, connected = true;
@@ -155,23 +154,6 @@ function fillSummary() {
 }
 
 // The timeline and the plots --------------------------------------------------------------------
-
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  return name => style.getPropertyValue("--" + name).trim();
-}
-
-function ready(canvas, tall) {
-  const width = canvas.clientWidth, scale = window.devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = tall * scale;
-  canvas.style.height = tall + "px";
-  const to = canvas.getContext("2d");
-  to.scale(scale, scale);
-  to.font = "12px system-ui, sans-serif";
-  to.textBaseline = "middle";
-  return [to, width];
-}
 
 const rowHeight = () => Math.max(4, Math.min(28, Math.floor(512 / job.world_size)));
 const end = () => samples[samples.length - 1].time;

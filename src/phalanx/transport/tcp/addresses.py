@@ -214,13 +214,13 @@ def _address_at(place: int | None) -> str:
 # The sockets that listen.
 
 
-def listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
+def listen_at(family: int, address: tuple[object, ...], *, backlog: int = BACKLOG) -> socket.socket:
     """A socket that listens there, and only there. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        listener.listen(backlog)
     except BaseException:
         listener.close()
         raise
