@@ -62,7 +62,7 @@ _OPTIMIZERS: tuple[Path, ...] = (
     ("app", "optimizer"),
     ("app", "optim"),
 )
-_OF_SCHEDULES = frozenset({"initial_lr", "param_names"})  # options that others than torch's add
+_OF_SCHEDULES = frozenset({"initial_lr", "param_names"})  # options that schedulers and named parameters add
 _SHOWN = 8  # names in a message
 _TIMEOUT = 300.0  # seconds to wait for a save in the folder
 
