@@ -62,7 +62,7 @@ _OPTIMIZERS: tuple[Path, ...] = (
     ("app", "optimizer"),
     ("app", "optim"),
 )
-_OF_SCHEDULES = frozenset({"initial_lr", "param_names"})  # options that schedulers and named parameters add
+_ADDED = frozenset({"initial_lr", "param_names"})  # by schedulers, and by names of parameters
 _SHOWN = 8  # names in a message
 _TIMEOUT = 300.0  # seconds to wait for a save in the folder
 
@@ -442,7 +442,7 @@ def _class_of(options: Mapping[str, Any]) -> str:
         if not isinstance(kind, type) or kind is torch.optim.Optimizer:
             continue
         has = kind([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
-        same = has.keys() - {"params"} == options.keys() - _OF_SCHEDULES
+        same = has.keys() - {"params"} == options.keys() - _ADDED
         key = "decoupled_weight_decay"  # by which AdamW differs from Adam
         if same and has.get(key) == options.get(key):
             found.append(name)
