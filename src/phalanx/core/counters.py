@@ -10,7 +10,8 @@ What is counted, and when:
                       they are in `bytes_kept` of the receiver. Headers and control messages are not
                       counted. Large messages inside a host go through memory, and are messages
     given, read       of collectives in shared memory, which send nothing: bytes that a peer reads
-                      of this rank's tensor or staging memory, and that this rank reads of a peer's
+                      of this rank's tensor or staging memory, and that this rank reads of a peer's;
+                  counted when the ranks that it depends on have come
     operations        collectives and messages that are over, well or not; their seconds are from
                       the call to the end, so those of operations that overlap add up to more than
                       has passed
@@ -237,6 +238,7 @@ class Counters:
         taken.times += 1
 
     def _add_taken(self) -> None:
+        """Add what was taken to the sums of the peers."""
         for taken in self._taken:
             for peer, given, read in taken.exchanged:
                 counted = self._peers[peer]
