@@ -1,6 +1,6 @@
 """The folder of one job on one host, in which its ranks publish while somebody watches.
 
-    /dev/shm/phalanx-1000/4711-8f3a/    0700, of this user; made by `phalanx run`
+    /dev/shm/phalanx-1000/4711-8f3a/    0700, of this user; made by the launcher
         watched        a watcher touches it, twice a second
         node-0.json    by the launcher: how the processes of its ranks are (see `node_part`)
         rank-3.json    by the rank: what it does (publish.py)
@@ -119,7 +119,7 @@ class WatchFolder:
         return job
 
     def launcher(self) -> int:
-        """Return the process of the `phalanx run` that made this folder; 0 if none did."""
+        """Return the process of the launcher that made this folder; 0 if none did."""
         number, _, _ = self.path.name.partition("-")
         return int(number) if number.isdigit() and self.path.parent == private_base() else 0
 
@@ -228,8 +228,10 @@ def make_private_folder(name: str) -> WatchFolder:
     for folder in private_folders():
         launcher = folder.launcher()
         with suppress(OSError):
-            gone = launcher and process_status(launcher)[0] == "dead"
-            if gone and time.time() - folder.path.stat().st_mtime > OLD:
+            if not launcher or time.time() - folder.path.stat().st_mtime < OLD:
+                continue
+            state = folder.read()  # the process of a notebook lives longer than its jobs
+            if process_status(launcher)[0] == "dead" or (state is not None and state.ended):
                 shutil.rmtree(folder.path, ignore_errors=True)
     return open_folder(base / name)
 

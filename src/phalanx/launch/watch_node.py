@@ -1,4 +1,4 @@
-"""What `phalanx run` tells those who watch: how the processes of this host's ranks are.
+"""What `phalanx run` and `phalanx.spawn` tell those who watch: how the processes of this host's ranks are.
 
 A rank that is stopped or dead cannot say so itself. The launcher looks at its ranks all the time,
 and reads what they print. While somebody watches it publishes that, beside what the ranks publish
@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from phalanx.errors import MisuseError
 from phalanx.launch.report import AGAIN, describe_failure
@@ -79,9 +80,16 @@ class NodeWatch:
         self._publish()
 
     def look(
-        self, ranks: Sequence[RankProcess], output: Mapping[int, bytes], *, now: bool = False
+        self,
+        ranks: Sequence[RankProcess],
+        output: Mapping[int, bytes] = MappingProxyType({}),
+        *,
+        now: bool = False,
     ) -> None:
-        """Publish how the ranks are, if somebody watches, and it is time to, or `now`."""
+        """Publish how the ranks are, if somebody watches, and it is time to, or `now`.
+
+        output   what each rank has printed last, if this process has seen it
+        """
         if self._folder is None or (time.monotonic() < self._next and not now):
             return
         self._next = time.monotonic() + PERIOD

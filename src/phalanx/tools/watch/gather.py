@@ -245,7 +245,7 @@ def find_job(*places: str) -> Read:
         if not path.is_dir():
             raise MisuseError(
                 f"there is no folder {path}: give the one that {VARIABLE} named when the job was "
-                "started, or nothing, for a job of phalanx run on this host"
+                "started, or nothing, for a job of phalanx run or phalanx.spawn on this host"
             )
         return _reader(WatchFolder(path))
     return _reader(choose(jobs()))
@@ -263,8 +263,8 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
         return max(found, key=lambda job: job[1].time)[0]
     if not running:
         raise MisuseError(
-            "no job of yours runs on this host under phalanx run. For a job of another launcher "
-            f"set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
+            "no job of yours runs on this host under phalanx run or phalanx.spawn. For another "
+            f"launcher set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
         )
     lines = [
         f"  phalanx watch {folder.path}   # {state.name} on {state.world_size}"
@@ -274,7 +274,7 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
 
 
 def jobs() -> list[tuple[WatchFolder, JobState]]:
-    """Return this user's jobs of `phalanx run` on this host, and their folders.
+    """Return this user's jobs of Phalanx's launchers on this host, and their folders.
 
     `time` of the states is when something was published last.
     """
