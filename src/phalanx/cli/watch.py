@@ -33,7 +33,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from phalanx.tools.watch.gather import Read
+    from phalanx.tools.watch.nodes import Read
 
 MOST_PORTS = 65535
 

@@ -233,9 +233,9 @@ def publish(
 ) -> None:
     """Publish this rank's state while somebody watches, if the environment says where.
 
-    `world` is what the launcher says; by default what it left in the environment. At an address the first rank of each host serves what the ranks there publish. `MisuseError`
-    when PHALANX_WATCH names a folder or an address that is not fit for it; the backend is gone
-    then.
+    `world` is what the launcher says; by default what it left in the environment. At an address the
+    first rank of each host serves what the ranks there publish. `MisuseError` when PHALANX_WATCH
+    names a folder or an address that is not fit for it; the backend is gone then.
     """
     place = environ.get(VARIABLE, "")
     if not place:
