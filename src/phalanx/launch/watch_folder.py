@@ -7,7 +7,8 @@
         others.json    by the launcher: where the other nodes listen (watch_node.py)
 
 The first two are a `JobState`, a part of the job, and the last is `OtherNodes`. A file is written
-whole or not at all (a new file is renamed), for its user only (0600). With `PHALANX_WATCH=folder` the folder is that one, under any launcher.
+whole or not at all (a new file is renamed), for its user only (0600). With `PHALANX_WATCH=folder`
+the folder is that one, under any launcher.
 
 Who publishes looks at the time of `watched`. As long as it changes, somebody is there; the clocks
 of two hosts that share a folder need not agree.
