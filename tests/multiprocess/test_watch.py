@@ -162,6 +162,7 @@ def train(backend: Backend, end: str) -> None:
     model = DDP(torch.nn.Linear(4, 1), backend)
     while not Path(end).exists():
         model(torch.ones(2, 4)).mean().backward()
+        time.sleep(0.05)  # or it would take the processor
 
 
 def test_a_job_of_spawn_is_watched_and_its_steps_are_counted(tmp_path: Path) -> None:
