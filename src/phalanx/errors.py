@@ -128,7 +128,7 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 
 class PeerLostError(DistributedError, ConnectionError):
-    """A rank (`peer`) died, left, or cannot be reached any more."""
+    """A rank (`peer`) died, left, was interrupted, or cannot be reached any more."""
 
 
 class BackendUnavailableError(DistributedError, RuntimeError):

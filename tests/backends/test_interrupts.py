@@ -18,7 +18,7 @@ from clusters import CLUSTERS, PATIENCE, TIMEOUT, Threads
 from forms import LONG
 
 import phalanx
-from phalanx import Backend, DistributedError, MisuseError, SimulatedBackend, simulate
+from phalanx import Backend, DistributedError, PeerLostError, SimulatedBackend, simulate
 from phalanx.core.posted import WorkBase
 
 threads = pytest.mark.parametrize(
@@ -115,7 +115,9 @@ def test_an_interrupt_while_a_collective_begins_breaks_the_group(
         call(torch.ones(3), first)
     monkeypatch.undo()
     for backend in (first, second):
-        with pytest.raises(MisuseError, match=r"all_reduce #0 .*interrupted by KeyboardInterrupt"):
+        with pytest.raises(
+            PeerLostError, match=r"all_reduce #0 .*interrupted by KeyboardInterrupt"
+        ):
             backend.barrier()
 
 
@@ -147,10 +149,10 @@ def test_an_interrupted_collective_breaks_the_group_and_the_others_are_told_why(
             phalanx.all_reduce(torch.ones(3), mine)
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(other.barrier).exception(PATIENCE)
-        assert isinstance(told, MisuseError)
+        assert isinstance(told, PeerLostError)
         assert told.peer == 0
         assert "interrupted by KeyboardInterrupt" in str(told)
-        with pytest.raises(MisuseError, match=r"broken.*interrupted by KeyboardInterrupt"):
+        with pytest.raises(PeerLostError, match=r"broken.*interrupted by KeyboardInterrupt"):
             mine.barrier()
 
 

@@ -118,7 +118,7 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
 
     def run(backend: Backend) -> None:
         if backend.rank == 1:
-            with pytest.raises(phalanx.MisuseError, match="interrupted by KeyboardInterrupt"):
+            with pytest.raises(phalanx.PeerLostError, match="interrupted by KeyboardInterrupt"):
                 backend.recv(bytearray(1), 0)
             return
         with monkeypatch.context() as patched:
@@ -126,7 +126,7 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
             with pytest.raises(KeyboardInterrupt):
                 phalanx.all_reduce(torch.ones(1), backend)
         assert cluster.libraries[0].loop.broken, "the library leaves the tensor alone"
-        with pytest.raises(phalanx.MisuseError, match=r"the group is broken: .*was given up"):
+        with pytest.raises(phalanx.PeerLostError, match=r"the group is broken: .*was given up"):
             backend.barrier()
 
     cluster.run(run, 2)

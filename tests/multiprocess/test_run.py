@@ -281,6 +281,29 @@ def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str
     )
 
 
+def test_a_node_that_is_interrupted_in_a_collective_ends_the_job_as_well(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """The other node's rank may fail before it is told: its error follows from the lost peer."""
+    script = write(
+        tmp_path,
+        "import phalanx\n"
+        "backend = phalanx.init('tcp')\n"
+        "backend.barrier()\n"
+        "if backend.rank == 1: print('ready', flush=True)\n"
+        "while True: backend.barrier()\n",
+    )
+    one, zero = start_nodes(script, environ, "--max-restarts", "1")
+    assert one.stdout is not None
+    assert one.stdout.readline() == "[rank 1] ready\n"
+    one.send_signal(signal.SIGTERM)
+    assert finish(one)[0] == [143]
+    codes, _, errors = finish(zero)
+    assert codes == [143]
+    assert "another node, 1: its launcher was stopped by SIGTERM" in errors
+    assert "MisuseError" not in errors
+
+
 def test_ranks_clean_up_when_the_launcher_is_interrupted(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:

@@ -117,10 +117,14 @@ READ, READ_LEAST = 256 << 10, 16 << 10
 READ_REDUCED, READ_BROADCAST = 3 << 19, 2 << 20
 READ_CROWDED = 4 << 20
 LINE = 64
-KEPT = 1024  # views of memory that are remembered
+KEPT = 1024  # views of shared memory that are remembered
+KEPT_OF_OWN = 8  # and of a rank's ordinary memory
 
 OwnParts: TypeAlias = "tuple[tuple[int, Tensor], ...]"
 """Parts of this rank's slice that are elsewhere: the element at which each begins, its values."""
+
+Views: TypeAlias = dict[tuple[int, int], Tensor]
+"""Memory as tensors, by address and length in bytes."""
 
 copy = ctypes.memmove  # (to, from, count): as fast as torch's, and costs a third as much to call
 
@@ -182,7 +186,8 @@ class ShmDirect:
             for place, rank in enumerate(control.ranks)
             if place != self.me
         )
-        self._views: dict[tuple[int, int], Tensor] = {}
+        self._views: Views = {}
+        self._own_views: Views = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
     def steps(
@@ -488,22 +493,28 @@ class ShmDirect:
     def _own_view(self, address: int, length: int) -> Tensor:
         """Memory of this rank as a tensor.
 
-        Views of ordinary memory are not remembered. The next tensor may lie elsewhere, and a small
-        block of the heap that stays between large ones keeps them from being joined and used again.
+        Of ordinary memory only a few views are remembered. The next tensor may lie elsewhere, and a
+        small block of the heap that stays between large ones keeps them from being joined and used
+        again.
         """
-        if self.control.find(address, length) is None:
-            return tensor_at(address, length // self.dtype.itemsize, self.dtype, keeping=None)
-        return self._view(address, length)
+        view = self._own_views.get((address, length))
+        if view is not None:
+            return view
+        if self.control.find(address, length) is not None:
+            return self._view(address, length)
+        return self._remember(self._own_views, KEPT_OF_OWN, address, length)
 
     def _view(self, address: int, length: int) -> Tensor:
         """Shared memory, or scratch, as a tensor. It keeps nothing alive, and is used while the
         memory is there."""
         view = self._views.get((address, length))
-        if view is None:
-            if len(self._views) >= KEPT:
-                self._views.clear()
-            view = tensor_at(address, length // self.dtype.itemsize, self.dtype, keeping=None)
-            self._views[address, length] = view
+        return self._remember(self._views, KEPT, address, length) if view is None else view
+
+    def _remember(self, views: Views, most: int, address: int, length: int) -> Tensor:
+        if len(views) >= most:
+            views.clear()
+        view = tensor_at(address, length // self.dtype.itemsize, self.dtype, keeping=None)
+        views[address, length] = view
         return view
 
 

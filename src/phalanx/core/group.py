@@ -122,7 +122,7 @@ class Group(GroupBase):
         except Exception:
             raise
         except BaseException as interruption:
-            self.abandon(work, f"interrupted by {type(interruption).__name__}")
+            self.abandon(work, interruption)
             raise
 
     def interrupted(self, error: BaseException, before: int, step: Program | None = None) -> None:
@@ -146,8 +146,8 @@ class Group(GroupBase):
             self.shared.give_up()
         if isinstance(step, Step):
             step.cancel()
-        reason = str(self._given_up(call, f"interrupted by {type(error).__name__}"))
-        self.fail(Failure(MisuseError, self.here, self.here, reason, call.describe(), before))
+        lost = self._given_up(call, error)
+        self.fail(Failure(type(lost), self.here, self.here, str(lost), call.describe(), before))
 
     @override
     def under_way(self) -> list[WorkBase]:
@@ -238,18 +238,22 @@ class Group(GroupBase):
             return False
         return all(send.done or self.engine.transport.settle(send) for send in step.sends)
 
-    def abandon(self, work: WorkBase, reason: str) -> None:
-        """The caller gave it up, or was interrupted."""
+    def abandon(self, work: WorkBase, why: str | BaseException) -> None:
+        """The caller gave it up, for a reason, or by what interrupted it."""
         if work.over:
             if work in self._queue or work in self._messages:  # interrupted at its very end
                 self.work_ended(work)
             return
-        self.work_failed(work, self._given_up(work.call, reason))
+        self.work_failed(work, self._given_up(work.call, why))
 
-    def _given_up(self, call: Call, reason: str) -> MisuseError:
-        return MisuseError(
+    def _given_up(self, call: Call, why: str | BaseException) -> DistributedError:
+        """The error on all ranks; one that a signal has interrupted is lost to the others."""
+        interrupted = isinstance(why, BaseException)
+        reason = f"interrupted by {type(why).__name__}" if interrupted else why
+        return (PeerLostError if interrupted else MisuseError)(
             f"rank {self.rank}: {call.describe()} was given up: {reason}",
             rank=self.rank,
+            peer=self.rank if interrupted else None,
             op=call.name,
             sequence=call.sequence,
         )

@@ -109,7 +109,7 @@ class Work(WorkBase, Generic[T]):
                 group.engine.wait(self)
             except BaseException as interruption:
                 with group.engine.lock:
-                    group.abandon(self, f"interrupted by {type(interruption).__name__}")
+                    group.abandon(self, interruption)
                 raise
         elif self.group.engine.callbacks:
             self.group.engine.run_callbacks()
@@ -172,7 +172,7 @@ class Work(WorkBase, Generic[T]):
             self.group.work_failed(self, error)
         except BaseException as interruption:
             # The thread may wait for another work; the program cannot be resumed after this.
-            self.group.abandon(self, f"interrupted by {type(interruption).__name__}")
+            self.group.abandon(self, interruption)
             raise
 
     @override

@@ -225,7 +225,7 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up goes on
-    raise RankStopped("another rank failed, and this one was told to stop")
+    raise RankStopped("told to stop by SIGTERM: another rank failed, or the job has to end")
 
 
 def _leave(code: int) -> NoReturn:
