@@ -438,7 +438,11 @@ class Nodes:
                 self.watched.is_set() or polls % _LOOK_EVERY == 0
             ):
                 self._meet_watchers(store, self._listen_for_watchers)
-        self._leave(store)
+        ended_nodes = store.add("phalanx/ended", 1)
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            ended_nodes = store.add("phalanx/ended", 0)
 
     def _meet_watchers(self, store: TCPStore, listen: Callable[[Endpoint, str, int], str]) -> None:
         """When somebody watches, on any node, listen here; there, learn where the others do.
@@ -467,11 +471,3 @@ class Nodes:
                 if unknown and store.check([f"{key}/{other}"]):
                     told = msgspec.json.decode(store.get(f"{key}/{other}"), type=dict[str, str])
                     self._places[other] = msgspec.structs.replace(place, **told)
-
-    def _leave(self, store: TCPStore) -> None:
-        """Wait until all nodes have read what the one with the store holds."""
-        ended_nodes = store.add("phalanx/ended", 1)
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
-            time.sleep(_POLL)
-            ended_nodes = store.add("phalanx/ended", 0)
