@@ -8,12 +8,12 @@ A DDP step of a small model runs in interleaved rounds of the same processes:
     watched   the step alone, while `phalanx watch` runs on this host
 
 A round is some steps in a row. What a kind costs is the median, over the rounds, of its time less
-that of `bare` in the same round. Every rank's replica is compared with rank 0's in the end.
+that of `bare` in the same round: by the clock, of the slowest rank; and of processors, on the mean
+of all ranks, which has less noise. Every rank's replica is compared with rank 0's in the end.
 
-Between its rounds `phalanx watch` is stopped, until nobody publishes any more, nor counts. What the
-threads that publish take of a processor is read from their own clocks. It is the surer number: it
-is no difference of two times of which each has the noise of a whole round. A watched round has to
-take seconds, as states are published twice in each of them:
+Between the rounds of `watched` that process is stopped until nobody publishes any more, nor counts.
+What the threads that publish take of a processor is read from their own clocks, too. Such a round
+has to take seconds, as states are published twice in one:
 
     python benchmarks/step_costs.py --kinds bare watched --width 768 --samples 128 --steps 20
 """
@@ -124,8 +124,13 @@ class Watcher:
 KINDS = {"bare": bare, "notice": notice, "scalars": scalars, "watched": bare}
 
 
-def benchmark_rank(backend: Backend) -> tuple[dict[str, list[float]], list[float]]:
-    """What each process runs: seconds of a step in each round, for each kind; a thread's shares."""
+Times = dict[str, list[tuple[float, float]]]
+
+
+def benchmark_rank(backend: Backend) -> tuple[Times, list[float]]:
+    """What each process runs: seconds of a step in each round, by the clock and of processors, for
+    each kind; and the shares of the thread that publishes.
+    """
     watch_folder.LINGER = LINGER
     options = json.loads(os.environ["PHALANX_BENCHMARK"])
     torch.set_num_threads(1)
@@ -136,7 +141,7 @@ def benchmark_rank(backend: Backend) -> tuple[dict[str, list[float]], list[float
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(options["samples"], width)
     names = options["kinds"]
-    seconds: dict[str, list[float]] = {kind: [] for kind in names}
+    seconds: Times = {kind: [] for kind in names}
     around: dict[str, Callable[[], AbstractContextManager[None]]] = {}
     with ExitStack() as stack:
         after_step = {kind: stack.enter_context(KINDS[kind](backend)) for kind in names}
@@ -149,18 +154,35 @@ def benchmark_rank(backend: Backend) -> tuple[dict[str, list[float]], list[float
             for kind in names[turn:] + names[:turn]:
                 with around.get(kind, nullcontext)():
                     backend.barrier()
-                    began = perf_counter()
+                    began, used = perf_counter(), time.process_time()
                     for step in range(number * steps, (number + 1) * steps):
                         optimizer.zero_grad()
                         model(inputs).square().mean().backward()
                         optimizer.step()
                         after_step[kind](step)
+                    took = perf_counter() - began, time.process_time() - used
                     if number:
-                        seconds[kind].append((perf_counter() - began) / steps)
+                        seconds[kind].append((took[0] / steps, took[1] / steps))
     for name, value in model.state_dict().items():
         if not torch.equal(value, phalanx.broadcast(value, backend)):
             raise AssertionError(f"rank {backend.rank} has another {name} than rank 0")
     return seconds, watcher.shares[1:] if watcher is not None else []
+
+
+JOINED: dict[str, Callable[[list[float]], float]] = {"clock": max, "processor": statistics.mean}
+"""What is measured of a step -> the number of all ranks."""
+
+
+def cells(values: list[float], alone: list[float]) -> list[str]:
+    """What the table shows of the rounds of a kind, and of the same rounds of `bare`."""
+    added = [each - other for each, other in zip(values, alone, strict=True)]
+    low, middle, high = statistics.quantiles(added)
+    step = statistics.median(alone)
+    error = 1.253 * (high - low) / 1.349 / len(added) ** 0.5  # if they are distributed normally
+    return [
+        *(f"{statistics.median(values):,.1f}", f"{middle:+.1f}", f"{low:+.1f} - {high:+.1f}"),
+        *(f"{middle / step:+.2%}", f"{error / step:.2%}"),
+    ]
 
 
 def main() -> None:
@@ -180,24 +202,19 @@ def main() -> None:
     os.environ["PHALANX_BENCHMARK"] = json.dumps(vars(options))
     watch_folder.LINGER = LINGER
     results = phalanx.spawn(benchmark_rank, options.ranks, options.backend)
-    ranks, shares = [seconds for seconds, _ in results], [share for _, share in results]
-    table = Table(title=f"a step of DDP, {options.ranks} ranks, {options.backend}, slowest rank")
-    for heading in ("", "median us", "added us", "quartiles", "of the step", "standard error"):
+    shares = [share for _, share in results]
+    table = Table(title=f"a step of DDP, {options.ranks} ranks, {options.backend}")
+    for heading in ("", "", "median us", "added us", "quartiles", "of the step", "s.e."):
         table.add_column(heading, justify="right")
-    slowest = {
-        kind: [max(round_) for round_ in zip(*(rank[kind] for rank in ranks), strict=True)]
-        for kind in options.kinds
-    }
-    for kind, values in slowest.items():
-        added = [(each - alone) * 1e6 for each, alone in zip(values, slowest["bare"], strict=True)]
-        low, middle, high = statistics.quantiles(added) if kind != "bare" else (0.0, 0.0, 0.0)
-        step = statistics.median(slowest["bare"]) * 1e6
-        # Of a median, where values are distributed normally.
-        error = 1.253 * (high - low) / 1.349 / len(added) ** 0.5
-        table.add_row(
-            *(kind, f"{statistics.median(values) * 1e6:,.1f}", f"{middle:+.1f}"),
-            *(f"{low:+.1f} - {high:+.1f}", f"{middle / step:+.2%}", f"{error / step:.2%}"),
-        )
+    for kind in options.kinds:
+        for row, (what, join) in enumerate(JOINED.items()):
+            values, alone = (
+                [join([took[row] for took in round_]) * 1e6 for round_ in rounds]
+                for rounds in (
+                    zip(*(one[k] for one, _ in results), strict=True) for k in (kind, "bare")
+                )
+            )
+            table.add_row(kind, what, *cells(values, alone))
     Console().print(table)
     if shares[0]:
         each = ", ".join(f"{statistics.median(share):.3%}" for share in shares)
