@@ -1,7 +1,7 @@
 """Counters: what one rank has moved, done and waited for; and how far its program has come.
 
     backend.counters()   -> Counts      numbers of this rank, of all its groups together
-    backend.progress     -> Progress    the step that has ended last; the program logs it
+    backend.progress     -> Progress    the step that has ended last: logged, or else counted
 
 What is counted, and when:
 
@@ -30,7 +30,8 @@ for one comparison. Failures, kept bytes and progress are always known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import index
 from threading import RLock
 from time import time
@@ -300,11 +301,11 @@ def _is_held_up(wait: Wait, work: WorkBase) -> bool:
 
 
 class LoggedStep(Struct, frozen=True):
-    """What the program has logged.
+    """What the program has logged; of one that logs nothing, what was counted.
 
-    number   of the last step that has ended; -1: none was logged
+    number   of the last step that has ended; -1: none has
     ended    when, in seconds since 1970
-    seconds  that a step has taken since the one that was logged before it; None for the first
+    seconds  that a step has taken since the one that was noted before it; None for the first
     values   the latest value of each name, such as `loss`
     """
 
@@ -321,16 +322,64 @@ class Progress:
             loss = train(batch)
             backend.progress.log(step, loss=loss)
 
-    latest   what was logged last; another object each time, which any thread may read
-    on_log   called at the end of `log`, by the thread that logs
+    Until it does, steps are counted from 0 by what trains: a backward pass of DDP or FSDP that has
+    averaged gradients, an optimizer's step of LocalSGD or DiLoCo, a pipeline's `train_step`, and
+    `distributed_train_step`. What the program logs counts instead, from then on.
+
+    on_log   called when a step was logged or counted, by the thread that did it
     """
 
     def __init__(self, rank: int, now: Callable[[], float]) -> None:
-        self.latest = LoggedStep()
         self.on_log: Callable[[], object] | None = None
         self._rank = rank
         self._now = now
         self._at = 0.0  # on that clock
+        self._logged = LoggedStep()
+        # The last step that was counted: its number, when it ended, and how long it took.
+        self._counted: tuple[int, float, float | None] = (-1, 0.0, None)
+        self._main = 0  # which source has ended it
+        self._others: set[int] = set()  # which have ended a step of theirs since
+        self._muted = 0  # for how many reasons nothing is counted
+
+    @property
+    def latest(self) -> LoggedStep:
+        """The step that has ended last, and the latest values. Any thread may read it."""
+        if self._logged.number >= 0:
+            return self._logged
+        number, at, seconds = self._counted
+        return LoggedStep(number, time() - (self._now() - at) if number >= 0 else 0.0, seconds)
+
+    def count(self, source: object) -> None:
+        """Note that what trains has ended a step, if the program logs none. Less than 1 us.
+
+        source   what trains. Where there are several, as two models are that train each other, a
+                 step is over when one of them ends its second
+        """
+        if self._muted:
+            return
+        known = id(source)
+        if known != self._main:
+            if self._main and known not in self._others:
+                self._others.add(known)
+                return
+            self._main = known
+        if self._others:
+            self._others.clear()
+        number, before, _ = self._counted
+        now = self._now()
+        self._counted = number + 1, now, now - before if number >= 0 else None
+        if self.on_log is not None:
+            self.on_log()
+
+    @contextmanager
+    def one_step(self, source: object) -> Iterator[None]:
+        """Count one step when this block ends well, whatever is counted in it."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+        self.count(source)
 
     def log(self, step: int, **values: float) -> None:
         """Note that this step has ended, and the latest values. About 2 us; sends nothing.
@@ -341,7 +390,7 @@ class Progress:
 
         Call it from one thread. Raises TypeError for what is no number.
         """
-        number, last, now = index(step), self.latest, self._now()
+        number, last, now = index(step), self._logged, self._now()
         known = dict(last.values)
         for name, value in values.items():
             try:
@@ -355,6 +404,7 @@ class Progress:
         if last.number >= 0:
             seconds = (now - self._at) / max(1, number - last.number)
         self._at = now
-        self.latest = LoggedStep(number, time(), seconds, known)
+        self._muted += last.number < 0
+        self._logged = LoggedStep(number, time(), seconds, known)
         if self.on_log is not None:
             self.on_log()
