@@ -18,8 +18,8 @@ import pytest
 from browser import SHOTS, chromium, focused, lowest_contrast, opened, screenshot, why_not
 from launchers import PATIENCE, PHALANX, environ_without_launcher
 
-from phalanx.launch.state import JobState, RankState
-from phalanx.launch.watch_folder import WatchFolder, open_folder
+from phalanx.launch.state import JobState, NodePlace, OtherNodes, RankState
+from phalanx.launch.watch_folder import OTHERS, WatchFolder, open_folder
 from phalanx.tools.watch.gather import find_job, follow
 from phalanx.tools.watch.web import serve
 
@@ -271,6 +271,11 @@ def test_every_text_of_the_page_stands_out(browser: Any, tmp_path: Path, theme: 
             published.publish(2, pid=gone.pid, machine=machine())
             wait_for_text(page, "#alerts", "rank 1 is stopped: process")
             wait_for_text(page, "#alerts", "rank 2 is dead: process")
+            other = NodePlace(node=1, host="host1", first_rank=3, ranks=1, reason="no port is left")
+            published.folder.write(OTHERS, OtherNodes(token="", nodes=[other]))
+            wait_for_text(
+                page, "#alerts", "rank 3 is unreachable: node 1 (host1): it cannot listen"
+            )
             page.click("#pause")
             contrast, text = lowest_contrast(page)
             assert contrast >= 4.5, text

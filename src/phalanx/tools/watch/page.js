@@ -1,5 +1,6 @@
 const byId = id => document.getElementById(id);
 const MINUTE = 60, DIGITS = 35, LABELS = 64;
+const TROUBLE = ["stopped", "dead", "unreachable"];
 let job = null, samples = [], paused = false, cursor = null, connected = true;
 let sorted = { column: 0, up: true };
 
@@ -61,16 +62,14 @@ const COLUMNS = [
 const rows = new Map();
 
 COLUMNS.forEach(([heading, kind], column) => {
-  const cell = document.createElement("th"), button = document.createElement("button");
+  const cell = document.createElement("th");
   cell.scope = "col";
   cell.className = kind.includes("text") ? "text" : "";
-  button.type = "button";
-  button.textContent = heading;
-  button.addEventListener("click", () => {
-    sorted = { column, up: sorted.column === column ? !sorted.up : false };
+  cell.textContent = heading;
+  onSort(cell, up => {
+    sorted = { column, up };
     fillTable();
   });
-  cell.append(button);
   byId("heads").append(cell);
 });
 
@@ -100,8 +99,7 @@ function fillTable() {
   }
   const [, , text, value] = COLUMNS[sorted.column], key = value ?? text;
   const order = [...job.ranks].sort((one, other) => {
-    const a = key(one), b = key(other);
-    const difference = typeof a === "number" && typeof b === "number" ? a - b : a < b ? -1 : a > b ? 1 : 0;
+    const difference = compare(key(one), key(other));
     return (sorted.up ? difference : -difference) || one.rank - other.rank;
   });
   const body = byId("rows");
@@ -109,10 +107,7 @@ function fillTable() {
     const row = rows.get(rank.rank);
     if (body.rows[place] !== row) body.insertBefore(row, body.rows[place] ?? null);
   });
-  [...byId("heads").cells].forEach((cell, column) => {
-    if (column === sorted.column) cell.setAttribute("aria-sort", sorted.up ? "ascending" : "descending");
-    else cell.removeAttribute("aria-sort");
-  });
+  markSorted(byId("heads").cells[sorted.column], sorted.up);
 }
 
 // What is wrong; a screen reader is told once, and not how many seconds it has been so -----------
@@ -120,7 +115,7 @@ function fillTable() {
 let said = "";
 
 function fillTrouble() {
-  const lines = job.ranks.filter(rank => rank.status === "stopped" || rank.status === "dead")
+  const lines = job.ranks.filter(rank => TROUBLE.includes(rank.status))
     .map(rank => [rank.status, `rank ${rank.rank} is ${rank.status}${rank.reason ? ": " + rank.reason : ""}`]);
   for (const line of job.chain) lines.push(["chain", line]);
   if (job.ended) lines.push(["end", `The job has ended: ${job.ended}`]);
@@ -132,7 +127,7 @@ function fillTrouble() {
   if (now === said) return;
   said = now;
   byId("alerts").className = lines.length ? "bad" : "";
-  if (!lines.length) lines.push(["fine", "Nothing: no rank is stopped or dead, and nothing stalls."]);
+  if (!lines.length) lines.push(["fine", "Nothing: no rank is stopped, dead or out of reach, and nothing stalls."]);
   byId("alerts").replaceChildren(...lines.map(([kind, text]) => {
     const line = document.createElement("p");
     line.className = kind;
@@ -143,14 +138,14 @@ function fillTrouble() {
 
 function fillSummary() {
   const count = status => job.ranks.filter(rank => rank.status === status).length;
-  const words = ["running", "starting", "stopped", "dead", "ended"]
+  const words = ["running", "starting", ...TROUBLE, "ended"]
     .filter(count).map(status => `${count(status)} ${status}`);
   const slowest = job.slowest === null ? "" : `; slowest: rank ${job.slowest}`;
   const started = job.generation ? `, started again ${job.generation} times` : "";
   const when = paused ? `; paused at ${clock(job.time)}` : `; ${clock(job.time)}`;
   put(byId("name"), job.name);
   put(byId("summary"), `${job.world_size} ranks: ${words.join(", ")}${started}${slowest}${when}`);
-  document.title = `${count("dead") || count("stopped") ? "(!) " : ""}${job.name}: phalanx watch`;
+  document.title = `${TROUBLE.some(count) ? "(!) " : ""}${job.name}: phalanx watch`;
 }
 
 // The timeline and the plots --------------------------------------------------------------------
@@ -163,7 +158,7 @@ function did(sample, rank) {
   const part = sample.ranks.slice(3 * rank, 3 * rank + 3);
   const communicating = parseInt(part[0], 36) / DIGITS, waiting = parseInt(part[1], 36) / DIGITS;
   const computing = Math.max(0, 1 - communicating - waiting);
-  return { status: { s: "starting", r: "running", t: "stopped", d: "dead", e: "starting" }[part[2]],
+  return { status: { s: "starting", r: "running", t: "stopped", d: "dead", u: "unreachable", e: "starting" }[part[2]],
     shares: [["computing", computing], ["communicating", communicating], ["waiting", waiting]] };
 }
 
@@ -227,16 +222,10 @@ byId("timeline").addEventListener("mousemove", event => {
   const place = places.findIndex(([from, until]) => from <= event.offsetX && event.offsetX <= until);
   if (place >= 0) moveCursor(Math.floor(event.offsetY / rowHeight()), place);
 });
-const MOVES = {
-  ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0],
-  PageUp: [-8, 0], PageDown: [8, 0], Home: [0, -1e9], End: [0, 1e9],
-};
-byId("timeline").addEventListener("keydown", event => {
-  const move = MOVES[event.key];
-  if (!move || !job || event.ctrlKey || event.altKey || event.metaKey) return;
-  event.preventDefault();
-  const from = cursor ?? { rank: -move[0], place: samples.length - 1 - move[1] };
-  moveCursor(from.rank + move[0], from.place + move[1]);
+onArrows(byId("timeline"), (down, right) => {
+  if (!job) return;
+  const from = cursor ?? { rank: -down, place: samples.length - 1 - right };
+  moveCursor(from.rank + down, from.place + right);
 });
 
 // A plot: its title, the words for a value, and its lines by name, as [colour, sample -> value].
