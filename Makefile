@@ -59,10 +59,11 @@
 #   make main-path the functions and files of a training step's way, into docs/main-path.md
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. The demo is on RANKS
-# ranks; tests run in WORKERS processes: three keep two cores busy, since tests also wait. ARGS are
-# passed on, as in: make demo ARGS="--steps 20", make test ARGS="-k ddp". A debugger needs the
-# terminal: make test WORKERS=0 ARGS="--pdb -k ddp"; a test that runs on several backends at a time
-# is, with -k, one test for each, as in -k "test_barrier and tcp".
+# ranks; tests run in WORKERS processes: three keep two cores busy, since tests also wait; one that
+# has no more takes from the others, so that all end together. ARGS are passed on, as in: make demo
+# ARGS="--steps 20", make test ARGS="-k ddp". A debugger needs the terminal: make test WORKERS=0
+# ARGS="--pdb -k ddp"; a test that runs on several backends at a time is, with -k, one test for each,
+# as in -k "test_barrier and tcp".
 #
 # Bytecode is kept, also where the environment says that none is written: the tests start hundreds of
 # processes, each of which would compile the package anew.
@@ -92,7 +93,7 @@ demo: $(READY)
 	$(BIN)/phalanx run -n $(RANKS) examples/train_language_model.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-torch-next:
 	$(PYTHON) -m venv $(NEXT_VENV)
@@ -100,7 +101,7 @@ test-torch-next:
 	grep -v '^torch==' constraints.txt > $(NEXT_VENV)/constraints.txt
 	$(NEXT_VENV)/bin/python -m pip install --disable-pip-version-check --quiet \
 		--constraint $(NEXT_VENV)/constraints.txt --editable '.[test]'
-	$(NEXT_VENV)/bin/python -m pytest --numprocesses $(WORKERS) tests/torch_backend $(ARGS)
+	$(NEXT_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/torch_backend $(ARGS)
 
 test-clients: $(CLIENTS_READY)
 	$(CLIENTS_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not LONG:
         items[:], left = split(items)
         config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """What twelve thousand tests consist of lives to the end: the garbage collector skips it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

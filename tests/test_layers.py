@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import phalanx
 
 PACKAGE = Path(phalanx.__file__).parent
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [  # from the lowest to the highest; the parts of one layer never import each other
     ["errors"],
@@ -42,7 +43,13 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
-MODULES = {module_of(path) for path in TREES}
+MODULES = {module_of(path) for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """All of the package; not when this file is imported, which every worker of the tests does."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def imports_of(tree: ast.Module) -> set[str]:
@@ -60,7 +67,9 @@ def imports_of(tree: ast.Module) -> set[str]:
     return {found for name in names for found in (name, f"{name}.__init__") if found in MODULES}
 
 
-IMPORTS = {module_of(path): imports_of(tree) for path, tree in TREES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {module_of(path): imports_of(tree) for path, tree in trees().items()}
 
 
 def part_of(module: str) -> str:
@@ -76,7 +85,7 @@ def part_of(module: str) -> str:
 def test_imports_point_down() -> None:
     wrong = [
         f"{module} imports {imported}"
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for imported in others
         if part_of(imported) != part_of(module)
         and LEVEL[part_of(imported)] >= LEVEL[part_of(module)]
@@ -87,14 +96,14 @@ def test_imports_point_down() -> None:
 
 def test_no_import_goes_in_a_circle() -> None:
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_no_two_classes_have_one_name() -> None:
     modules = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 modules[node.name].append(module_of(path))
@@ -103,7 +112,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_there_is_no_module_level_mutable_state() -> None:
     """Many ranks live in one process: a table may be global, something that changes may not."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], path
         for node in tree.body:
             value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
@@ -118,7 +127,7 @@ def test_there_is_no_module_level_mutable_state() -> None:
 def test_no_pickle_outside_of_spawn() -> None:
     importing = {
         path.name
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Import) and "pickle" in [alias.name for alias in node.names]
     }

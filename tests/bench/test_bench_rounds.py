@@ -51,6 +51,7 @@ def on_ranks(
     return phalanx.simulate(rank, size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("size", sizes([2, 5], [2, 3, 4, 5]))
 @pytest.mark.parametrize("name", MEASURED)
 def test_right_results_are_found_right_in_every_kind_of_memory(name: str, size: int) -> None:

@@ -63,6 +63,7 @@ def apart(backend: Backend) -> Callable[[nn.Module], TrainedModel]:
 PARAMETERS = sum(p.numel() for p in task_of("ddp", WIDTH).make_model().parameters())
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("kind", [Phalanx, Alone])
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("size", [2, 3])

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
+
+from processes import fork_server
+
+T = TypeVar("T")
 
 
 class Operation(NamedTuple):
@@ -55,6 +61,41 @@ def failing(number: int, error: int, folder: str) -> Hook:
             raise OSError(error, os.strerror(error), *([path] if named else []))
 
     return hook
+
+
+def killing(
+    number: int, folder: str, counts: Callable[[Operation], bool] = lambda operation: True
+) -> Hook:
+    """Kills this process in the call of this number, of those that count: a write half way."""
+    calls = itertools.count()
+
+    def hook(operation: Operation) -> None:
+        if counts(operation) and next(calls) == number:
+            if operation.name == "write":
+                with open(os.path.join(folder, operation.path), "ab") as file:
+                    file.write(bytes(operation.data)[: len(operation.data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def in_a_fork(act: Callable[[], object]) -> int:
+    """How a fork of this process ends that does this, as `os.waitpid` says it."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+def in_a_process_that_may_fork(act: Callable[..., T], *args: object) -> T:
+    """What `act(*args)` returns in a process without threads; `act` is a module's own function."""
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
+        return pool.submit(act, *args).result()
 
 
 _WATCHED = (

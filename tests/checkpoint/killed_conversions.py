@@ -11,7 +11,6 @@ done TIMES times, or at every call if there are fewer.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import resource
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from checkpoint_runs import assert_same, state_of
 from conversions import save, silent, trained
-from file_operations import Operation, recorded, watched
+from file_operations import Operation, in_a_fork, killing, recorded, watched
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -97,19 +96,6 @@ CONVERSIONS: Mapping[str, tuple[Act, Act]] = MappingProxyType(
 )
 
 
-def in_a_fork(act: Callable[[], None]) -> int:
-    """How a fork of this process ends that does this."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            act()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]
-
-
 def is_change(operation: Operation) -> bool:
     return operation.name in CHANGES or operation.creates
 
@@ -122,17 +108,8 @@ def changes(convert: Act, folder: Path) -> int:
 
 
 def killed_at_call(convert: Act, folder: Path, number: int) -> int:
-    calls = itertools.count()
-
-    def hook(operation: Operation) -> None:
-        if is_change(operation) and next(calls) == number:
-            if operation.name == "write":
-                with open(folder / operation.path, "ab") as file:
-                    file.write(bytes(operation.data)[: len(operation.data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def act() -> None:
-        with watched(str(folder), hook):
+        with watched(str(folder), killing(number, str(folder), is_change)):
             convert(folder)
 
     return in_a_fork(act)
@@ -176,7 +153,8 @@ def spread(count: int, times: int) -> list[int]:
     return sorted({*range(0, count, -(-count // times)), *range(max(0, count - 3), count)})
 
 
-def check(name: str, folder: Path, times: int) -> None:
+def check(name: str, folder: Path, times: int) -> str:
+    """Interrupt one conversion so often; in words, where."""
     convert, check_result = CONVERSIONS[name]
     calls = changes(convert, folder)
     check_result(folder)
@@ -209,21 +187,20 @@ def check(name: str, folder: Path, times: int) -> None:
         assert not is_there(folder)
         assert not (folder / ".out.unfinished").exists()
         shutil.rmtree(folder / "out", ignore_errors=True)
-    print(f"{name}: killed at {len(spread(calls, times))} calls of {calls}, and {len(sizes)} sizes")
+    numbers = spread(calls, times)
+    return f"{name}: killed at {len(numbers)} calls of {calls}, and {len(sizes)} sizes"
 
 
-def main() -> int:
+def check_all(folder: Path, times: int) -> list[str]:
+    """Interrupt every conversion; for each, where."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("phalanx").setLevel(logging.CRITICAL)
-    folder, times = Path(sys.argv[1]), int(sys.argv[2])
     save(folder / "runs", 2)
     export_torch(folder)
     (folder / "out").rename(folder / "x.dcp")
-    for name in CONVERSIONS:
-        check(name, folder, times)
-    return 0
+    return [check(name, folder, times) for name in CONVERSIONS]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(*check_all(Path(sys.argv[1]), int(sys.argv[2])), sep="\n")

@@ -9,7 +9,6 @@ leaves is loaded here. Prints how many were killed, or fails.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from checkpoint_runs import assert_same, load_plain, plain_after, save_sharded, small
-from file_operations import Operation, watched
+from file_operations import in_a_fork, killing, watched
 
 import phalanx
 from phalanx.checkpoint.storage import committed, numbered
@@ -30,32 +29,19 @@ RANKS = 2
 
 def killed_at(folder: Path, number: int, steps: int) -> bool:
     """A save whose call of this number is its last; whether it came so far."""
-    child = os.fork()
-    if child == 0:
-        calls = itertools.count()
 
-        def hook(operation: Operation) -> None:
-            if next(calls) == number:
-                if operation.name == "write":
-                    with open(folder / operation.path, "ab") as file:
-                        file.write(bytes(operation.data)[: len(operation.data) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
+    def act() -> None:
+        with watched(str(folder), killing(number, str(folder))):
+            phalanx.simulate(save_sharded(folder, steps, make=small, keep=1), RANKS)
 
-        status = 1
-        try:
-            with watched(str(folder), hook):
-                phalanx.simulate(save_sharded(folder, steps, make=small, keep=1), RANKS)
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
+    status = in_a_fork(act)
     assert status in (0, signal.SIGKILL), f"the save ended with status {status}"
     return status != 0
 
 
-def main() -> int:
+def check(folder: Path, stride: int) -> str:
+    """Kill saves under `folder`; in words, how many were killed."""
     torch.set_num_threads(1)
-    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
     expected = [plain_after(steps, make=small) for steps in range(2)]
     before, saved = folder / "before", folder / "saved"
     phalanx.simulate(save_sharded(before, 0, make=small, keep=1), RANKS)
@@ -76,9 +62,8 @@ def main() -> int:
     assert [each.is_committed for each in numbered(str(saved))] == [True]
     assert old > 60 / stride
     assert new > 15 / stride
-    print(f"{old + new} killed saves: {old} left the old checkpoint, {new} the new one")
-    return 0
+    return f"{old + new} killed saves: {old} left the old checkpoint, {new} the new one"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(check(Path(sys.argv[1]), int(sys.argv[2])))

@@ -11,16 +11,23 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import killed_saves
 import pytest
 import torch
 from checkpoint_runs import MEMORY, assert_same, load_plain, plain_after, save_sharded, small
-from file_operations import Disk, Operation, failing, recorded, watched, write_tree
+from file_operations import (
+    Disk,
+    Operation,
+    failing,
+    in_a_process_that_may_fork,
+    recorded,
+    watched,
+    write_tree,
+)
 
 import phalanx
 from phalanx import CheckpointError, CheckpointIOError, CheckpointNotFoundError, latest_checkpoint
@@ -202,13 +209,4 @@ def test_a_process_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_n
     folder: Path,
 ) -> None:
     """Real kills: children of that program end themselves in a call, or in the middle of it."""
-    program = Path(__file__).with_name("killed_saves.py")
-    result = subprocess.run(
-        [sys.executable, str(program), str(folder), "8"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "killed saves" in result.stdout
+    assert "killed saves" in in_a_process_that_may_fork(killed_saves.check, folder, 8)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import killed_conversions
 import pytest
 from conversions import save, silent
-from file_operations import failing, recorded, watched
+from file_operations import failing, in_a_process_that_may_fork, recorded, watched
 
 from phalanx import CheckpointError, CheckpointIOError
 from phalanx.checkpoint.dcp_export import export_dcp
@@ -33,16 +32,8 @@ def export_torch(folder: Path) -> None:
 
 def test_a_conversion_that_is_killed_leaves_the_whole_result_or_none(folder: Path) -> None:
     """Real kills: in a call, or in the middle of a write, torch's own included."""
-    program = Path(__file__).with_name("killed_conversions.py")
-    result = subprocess.run(
-        [sys.executable, str(program), str(folder), "1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("killed at") == 3
+    found = in_a_process_that_may_fork(killed_conversions.check_all, folder, 1)
+    assert sum("killed at" in line for line in found) == 3
 
 
 @pytest.mark.parametrize(("convert", "step"), [(export_hf, 5), (export_torch, 50)])

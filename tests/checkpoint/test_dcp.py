@@ -31,13 +31,13 @@ from phalanx import (
 )
 from phalanx.checkpoint.dcp_export import export_dcp
 from phalanx.checkpoint.dcp_import import Imported, import_dcp
-from phalanx.checkpoint.stored import open_checkpoint
+from phalanx.checkpoint.stored import Exported, open_checkpoint
 from phalanx.checkpoint.tensor_files import BLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def export(runs: Path, out: Path, **options: Any) -> int:
+def export(runs: Path, out: Path, **options: Any) -> Exported:
     return export_dcp(open_checkpoint(runs), out, begin=silent, **options)
 
 
@@ -75,8 +75,8 @@ def saved_by_torch(out: Path, *, flatten: bool = False, **more: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_torch_loads_what_was_exported_bit_for_bit(folder: Path, ranks: int) -> None:
     save(folder / "runs", ranks)
-    nbytes = export(folder / "runs", folder / "out")
-    assert sum(path.stat().st_size for path in (folder / "out").iterdir()) == nbytes
+    exported = export(folder / "runs", folder / "out")
+    assert sum(path.stat().st_size for path in (folder / "out").iterdir()) == exported.nbytes
     assert_same(state_of(*loaded_by_torch(folder / "out")), state_of(*trained()))
 
 
@@ -114,10 +114,11 @@ def test_no_more_is_held_than_the_largest_tensor_or_64_mib_of_smaller_ones(folde
         model.register_buffer(f"of{number}", torch.full((mib << 20,), number, dtype=torch.uint8))
     save_checkpoint(folder / "runs", model=model, step=1)
     with allocations() as allocated:
-        export(folder / "runs", folder / "out")
+        exported = export(folder / "runs", folder / "out")
     assert allocated.tensors == 80 << 20
     assert allocated.python < BLOCK + (2 << 20)
     assert len(list((folder / "out").glob("*.distcp"))) == 4
+    assert exported.files == sorted(path.name for path in (folder / "out").iterdir())
     state = {"model": {name: torch.empty_like(b) for name, b in model.named_buffers()}}
     dcp.load(state, checkpoint_id=folder / "out", no_dist=True)
     for name, buffer in model.named_buffers():
@@ -239,6 +240,8 @@ def test_a_step_has_to_be_there_or_given(folder: Path) -> None:
     saved_by_torch(folder / "x.dcp")
     with pytest.raises(MisuseError, match="does not say of which step it is: give --step"):
         import_(folder / "x.dcp", folder / "runs")
+    with pytest.raises(MisuseError, match="step must be 0 or more, not -1"):
+        import_(folder / "x.dcp", folder / "runs", step=-1)
     assert not (folder / "runs").exists()
     assert import_(folder / "x.dcp", folder / "runs", step=4).step == 4
 
@@ -274,6 +277,9 @@ def test_an_optimizer_of_another_kind_is_named_by_the_caller(folder: Path) -> No
         import_(folder / "x.dcp", folder / "runs", step=1)
     import_(folder / "x.dcp", folder / "runs", step=1, optimizer_class="AdamW")
     loaded(folder / "runs")
+    dcp.save({"model": states[0]}, checkpoint_id=folder / "y.dcp", no_dist=True)
+    with pytest.raises(MisuseError, match="no optimizer was found: say with --optimizer where"):
+        import_(folder / "y.dcp", folder / "runs", step=1, optimizer_class="AdamW")
 
 
 def test_an_optimizer_without_names_does_not_fit(folder: Path) -> None:

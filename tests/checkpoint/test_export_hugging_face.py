@@ -24,11 +24,11 @@ from phalanx import (
 )
 from phalanx.checkpoint import hugging_face
 from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size
-from phalanx.checkpoint.stored import open_checkpoint
+from phalanx.checkpoint.stored import Exported, open_checkpoint
 from phalanx.checkpoint.tensor_files import BLOCK, HELD
 
 
-def export(runs: Path, out: Path, **options: Any) -> hugging_face.Exported:
+def export(runs: Path, out: Path, **options: Any) -> Exported:
     return export_hugging_face(open_checkpoint(runs), out, begin=silent, **options)
 
 

@@ -148,6 +148,8 @@ def test_names_that_differ_are_renamed(folder: Path) -> None:
     model = Tied(seed=5)
     load_pretrained(folder, model, rename=lambda name: name.removeprefix("net."))
     assert_equal(model.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=r"it has no .* other names, give rename="):
+        load_pretrained(folder, model)
     write(folder, tensors() | {"head.scale": torch.ones(1)})
     with pytest.raises(CheckpointMismatchError, match=r"no place for head\.scale\. With rename="):
         load_pretrained(folder, model)

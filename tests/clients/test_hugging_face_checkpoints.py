@@ -32,21 +32,10 @@ def gpt2() -> Any:
 
 
 def llama(*, tied: bool = False) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers_program import tiny_llama
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=11,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        dtype="bfloat16",  # as the config of a model may say that is trained in float32
-    )
-    return LlamaForCausalLM(config).float()
+    # The config of a model that is trained in float32 may say bfloat16.
+    return tiny_llama(layers=11, tie_word_embeddings=tied, dtype="bfloat16").float()
 
 
 def tied_llama() -> Any:

@@ -42,17 +42,22 @@ def hits(found: EvalPrediction) -> dict[str, float]:
     return {"hits": float(np.sum(guessed == found.label_ids[:, 1:])), "of": float(guessed.size)}
 
 
-def new_trainer(folder: str, steps: int) -> Trainer:
+def tiny_llama(*, layers: int = 2, **more: object) -> LlamaForCausalLM:
     set_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
+        **more,
     )
+    return LlamaForCausalLM(config)
+
+
+def new_trainer(folder: str, steps: int) -> Trainer:
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
@@ -70,7 +75,7 @@ def new_trainer(folder: str, steps: int) -> Trainer:
         report_to=[],
     )
     return Trainer(
-        LlamaForCausalLM(config),
+        tiny_llama(),
         arguments,
         train_dataset=Counting(),
         eval_dataset=Counting(),

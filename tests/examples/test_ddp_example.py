@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from phalanx import simulate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
-ALONE = [sys.executable]
 ON_TWO_RANKS = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2"]
 
 
@@ -29,12 +29,18 @@ def test_two_ranks_end_with_the_same_model_and_learn_more_than_one() -> None:
     assert first > alone - 0.02
 
 
-@pytest.mark.parametrize(("command", "ranks"), [(ALONE, 1), (ON_TWO_RANKS, 2)])
-def test_it_runs_by_hand_and_under_the_launcher(command: list[str], ranks: int) -> None:
+def test_it_runs_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "step 200  loss 0." in out
+    assert "rank 0 of 1: 9" in out
+
+
+def test_it_runs_under_the_launcher() -> None:
     done = subprocess.run(
-        [*command, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False
+        [*ON_TWO_RANKS, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "step 200  loss 0." in done.stdout
-    for rank in range(ranks):
-        assert f"rank {rank} of {ranks}: 9" in done.stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2: 9" in done.stdout

@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from networks import Network, enter
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
 
-from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend
+from networks import Network, enter
+from processes import fork_server
+
+from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend, broadcast_object
+from phalanx.transport.backends import MeshBackend
 
 PATIENCE = 60.0  # seconds for a rank to report before the test fails
-PRELOADED = ["phalanx.backends", "phalanx.fsdp"]  # torch, too, is imported once, not n times
 PORT = 29500  # of rank 0 on a network of its own, where every port is free
 
 KINDS: Mapping[str, type[Backend]] = MappingProxyType(
@@ -65,8 +69,7 @@ class Job:
         self._heartbeat = heartbeat
         self._network = network
         self._kind = kind or KINDS[os.environ.get(VARIABLE, "tcp")]
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = fork_server()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._started: list[tuple[BaseProcess, Connection]] = []
         self.processes: dict[int, int] = {}  # of the ranks, as the system knows them
@@ -129,6 +132,20 @@ def run_ranks(
     with Job(world_size, kind=kind) as job:
         outcomes = [job.start(rank, fn, *args) for rank in range(world_size)]
         return [outcome() for outcome in outcomes]
+
+
+def beside(backend: Backend, kind: type[MeshBackend]) -> MeshBackend:
+    """Another backend of the same ranks, which have all called this: processes cost seconds."""
+    listener = socket.create_server(("127.0.0.1", 0)) if backend.rank == 0 else None
+    address = f"127.0.0.1:{listener.getsockname()[1]}" if listener else ""
+    address = broadcast_object(address, backend)
+    return kind(
+        backend.rank,
+        backend.world_size,
+        address,
+        token="the token of those beside",
+        listener=listener,
+    )
 
 
 def _outcome(process: BaseProcess, pipe: Connection) -> tuple[str, Any]:

@@ -6,14 +6,12 @@ what the C library keeps in reserve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import pytest
 import torch
+from ranks import beside
 from torch import nn
 
-from phalanx import FSDP, Backend, ShardingStrategy, spawn
+from phalanx import FSDP, Backend, ShardingStrategy, SharedMemoryBackend, spawn
 from phalanx.tools.bench.rank import GIVES_BACK, Meter, gives_back, lacks_peaks
 
 LAYERS, WIDTH = 16, 1024
@@ -22,15 +20,16 @@ PARAMETERS = LAYERS * GROUP
 RANKS = 2
 IN_FLIGHT = 4 * GROUP  # one that computes, its gradients, one that comes, one in a reduce-scatter
 TENTH = 1.1
-STRATEGIES = {
-    "tcp": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-    "shm": [ShardingStrategy.FULL_SHARD],
-}
-Peaks = Callable[[str, ShardingStrategy], list[int]]
+
+PART_OF_ALL = 4 * PARAMETERS / RANKS  # parameters, gradients, two moments of Adam
+PART_OF_THE_REST = PARAMETERS + 3 * PARAMETERS / RANKS
+HELD = [
+    ("tcp", ShardingStrategy.FULL_SHARD, PART_OF_ALL),
+    ("tcp", ShardingStrategy.SHARD_GRAD_OP, PART_OF_THE_REST),
+    ("shm", ShardingStrategy.FULL_SHARD, PART_OF_ALL),  # common memory counts by halves
+]
 
 WHY_NOT = lacks_peaks() or ("" if gives_back() else "the C library is not glibc")
-
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be measured")
 
 
 def peak(backend: Backend, strategy: ShardingStrategy) -> int:
@@ -57,40 +56,21 @@ def train(model: FSDP, width: int) -> None:
         optimizer.step()
 
 
-def each_peak(backend: Backend, strategies: list[ShardingStrategy]) -> list[int]:
+def each_peak(tcp: Backend) -> list[int]:
     """One after the other; what a model held has been given back when the next is measured."""
-    return [peak(backend, strategy) for strategy in strategies]
+    with beside(tcp, SharedMemoryBackend) as shm:
+        backends = {"tcp": tcp, "shm": shm}
+        return [peak(backends[name], strategy) for name, strategy, _ in HELD]
 
 
-@pytest.fixture(scope="module")
-def peaks() -> Iterator[Peaks]:
-    """Of each rank, on this backend. All strategies are measured in the same processes."""
-    measured: dict[str, list[list[int]]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in GIVES_BACK.items():
-            patch.setenv(name, value)
-
-        def peaks(backend: str, strategy: ShardingStrategy) -> list[int]:
-            strategies = STRATEGIES[backend]
-            if backend not in measured:
-                run = partial(each_peak, strategies=strategies)
-                measured[backend] = spawn(run, RANKS, backend=backend)
-            return [held[strategies.index(strategy)] for held in measured[backend]]
-
-        yield peaks
-
-
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
-def test_full_shard_holds_its_part_of_everything_and_the_groups_in_flight(
-    peaks: Peaks, backend: str
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be measured")
+def test_a_strategy_holds_its_part_and_the_groups_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parameters, gradients, two moments of Adam. Common memory counts by halves."""
-    bound = (4 * PARAMETERS / RANKS + IN_FLIGHT) * TENTH
-    for held in peaks(backend, ShardingStrategy.FULL_SHARD):
-        assert held <= bound, f"{held >> 20} of {int(bound) >> 20} MiB"
-
-
-def test_shard_grad_op_holds_all_parameters_and_its_part_of_the_rest(peaks: Peaks) -> None:
-    bound = (PARAMETERS + 3 * PARAMETERS / RANKS + IN_FLIGHT) * TENTH
-    for held in peaks("tcp", ShardingStrategy.SHARD_GRAD_OP):
-        assert held <= bound, f"{held >> 20} of {int(bound) >> 20} MiB"
+    for name, value in GIVES_BACK.items():
+        monkeypatch.setenv(name, value)
+    for rank, peaks in enumerate(spawn(each_peak, RANKS, backend="tcp")):
+        for held, (name, strategy, part) in zip(peaks, HELD, strict=True):
+            bound = (part + IN_FLIGHT) * TENTH
+            found = f"{held >> 20} of {int(bound) >> 20} MiB"
+            assert held <= bound, f"{strategy} over {name}, rank {rank}: {found}"

@@ -31,18 +31,14 @@ print("rank", backend.rank, "is done", flush=True)
 """  # that no rank closes the first backend is part of it
 
 
-def test_ranks_over_gloo_train_like_one() -> None:
-    losses, weights = alone()
-    for their_losses, their_weights in spawn(train_on_my_rows, 2, "gloo"):
-        torch.testing.assert_close(torch.tensor(their_losses), torch.tensor(losses))
-        torch.testing.assert_close(torch.tensor(their_weights), torch.tensor(weights))
-
-
 # Whichever notices first says so: Gloo, or the mesh beside it.
 KILLED = "rank 1 was lost: "
 
 
-def die_in_a_collective(backend: Backend) -> None:
+def train_and_die_in_a_collective(backend: Backend) -> None:
+    for theirs, expected in zip(train_on_my_rows(backend), alone(), strict=True):
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(expected))
+
     def twice() -> None:  # the other rank may still be in the first when this one is killed
         all_reduce(torch.ones(10), backend, timeout=20)
         if backend.rank == 1:
@@ -54,9 +50,9 @@ def die_in_a_collective(backend: Backend) -> None:
     assert info.value.peer == 1
 
 
-def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+def test_ranks_over_gloo_train_like_one_and_name_the_one_that_is_killed() -> None:
     with pytest.raises(PeerLostError, match=r"rank 1 .*SIGKILL"):
-        spawn(die_in_a_collective, 2, "gloo")
+        spawn(train_and_die_in_a_collective, 2, "gloo")
 
 
 def test_a_launched_script_has_gloo_by_itself_and_over_torchs_process_group(

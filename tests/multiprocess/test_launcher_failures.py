@@ -18,9 +18,9 @@ from phalanx.tools.doctor import try_backend
 
 ENDS_EARLY = """
 import os, signal, sys
-from phalanx.launch.init import init
 if os.environ["RANK"] == "1":
     {how}
+from phalanx.launch.init import init
 with init(timeout={timeout}):
     pass
 """

@@ -40,7 +40,7 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
     summary = re.search(r"(\d+) passed, (\d+) skipped", said)
     assert summary is not None, said
     passed, skipped = map(int, summary.groups())
-    assert passed >= sizes(190, 250), said
+    assert passed >= sizes(180, 200), said
     assert skipped <= 38, said  # each says why: see `Mpi.lacks` and `shared` in mpi_cluster.py
 
 

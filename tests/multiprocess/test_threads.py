@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import beside
 
 import phalanx
-from phalanx import Backend
+from phalanx import Backend, SharedMemoryBackend
 
 
-def threads_started(backend: Backend) -> tuple[int, int]:
-    """By an all_reduce of 16 MiB, and by torch's own sum of as much."""
+def threads_started(tcp: Backend) -> tuple[int, int, int]:
+    """By an all_reduce of 16 MiB, in two ways, and by torch's own sum of as much."""
+
+    def started_by(act: Callable[[], object]) -> int:
+        before = threads()
+        act()
+        return threads() - before
 
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
     tensor = torch.empty(4 << 20)
-    phalanx.all_reduce_(tensor[:1], backend)
-    before = threads()
-    phalanx.all_reduce_(tensor, backend)
-    between = threads()
-    torch.add(tensor, tensor, out=tensor)
-    return between - before, threads() - between
+    with beside(tcp, SharedMemoryBackend) as shm:
+        for backend in (tcp, shm):
+            phalanx.all_reduce_(tensor[:1], backend)
+        return (
+            started_by(lambda: phalanx.all_reduce_(tensor, tcp)),
+            started_by(lambda: phalanx.all_reduce_(tensor, shm)),
+            started_by(lambda: torch.add(tensor, tensor, out=tensor)),
+        )
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="shows no threads")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="torch starts no thread with one core")
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_more_threads_than_cores_are_not_used_to_reduce(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_threads_than_cores_are_not_used_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(2 * (os.cpu_count() or 1)))
-    for ours, torchs in phalanx.spawn(threads_started, 3, backend):
-        assert ours == 0
+    for over_tcp, in_shared_memory, torchs in phalanx.spawn(threads_started, 3, "tcp"):
+        assert (over_tcp, in_shared_memory) == (0, 0)
         assert torchs > 0

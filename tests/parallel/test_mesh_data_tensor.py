@@ -79,6 +79,7 @@ def test_training_equals_the_plain_model_on_the_joined_batch(
         assert_all_close(found, state)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=str

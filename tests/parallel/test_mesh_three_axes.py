@@ -90,6 +90,7 @@ def test_fsdp_may_be_what_splits_the_batch():
         assert found == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_a_transformer_on_2_x_2_x_2_ranks_trains_as_the_plain_one(

@@ -75,6 +75,7 @@ def test_training_equals_the_plain_models(world_size: int, sequence_dim: int | N
         assert_all_close(whole, state)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_training_equals_the_plain_models_on_every_backend(
     cluster: Cluster, sequence_dim: int | None

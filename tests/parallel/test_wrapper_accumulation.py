@@ -279,6 +279,7 @@ def less_at_last(model: Any, rank: int, turn: int) -> None:
     of_branches(model, rank, turn, *(["left"] if rank else ["left", "right"]))
 
 
+@pytest.mark.checkered
 @every_ddp
 @pytest.mark.parametrize("one", [alternate, other_way_on_others, less_at_last])
 def test_micro_batches_may_reach_different_branches(one: Callable[..., None], wrap: Wrapping):

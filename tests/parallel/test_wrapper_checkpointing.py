@@ -200,6 +200,7 @@ def test_a_layer_in_two_checkpoints_is_averaged_whole_or_refused(wrap: Wrapping,
             assert_close(found, wanted)
 
 
+@pytest.mark.checkered
 @REENTRANT
 @every_wrapping
 @pytest.mark.parametrize("inside", [False, True])

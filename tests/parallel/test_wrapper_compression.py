@@ -209,6 +209,7 @@ def test_one_rank_computes_what_a_ddp_of_one_does():
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.checkered
 @both
 def test_it_works_on_every_kind_of_backend(kind: Any, cluster: Cluster):
     def one(model: Any, rank: int) -> None:
@@ -492,6 +493,7 @@ def test_a_backward_pass_that_fails_leaves_what_was_left_over(
 # Parameters that are not used ------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("one_group", [False, True])
 def test_what_was_left_over_of_unused_parameters_comes_later_or_is_kept(

@@ -129,6 +129,7 @@ class Phase:
             loss(alone).backward()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kinds", [[DDP], [FSDP], [DDP, FSDP]], ids=["DDP", "FSDP", "either"])
 def test_nothing_is_lost_in_any_program(kinds: list[Any], seed: int):

@@ -149,6 +149,7 @@ def test_so_it_does_where_groups_are_inside_each_other(how: str, wrap: Wrapping)
     assert_gradients(found, RANKS, build, one)
 
 
+@pytest.mark.checkered
 @every_ddp
 @pytest.mark.parametrize(("place", "how"), WAYS_TO_FAIL[6:])
 def test_the_next_steps_send_as_many_messages_as_they_would_have(

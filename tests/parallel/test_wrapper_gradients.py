@@ -229,6 +229,7 @@ def test_gradients_equal_the_single_process_gradients_of_the_joined_batch(
 # Passes of every kind --------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @every_wrapping
 @pytest.mark.parametrize("build", [mlp, lambda: seeded(DefinedBackwards)])
 def test_gradients_may_be_zeroed_or_dropped(build: Callable[[], nn.Module], wrap: Wrapping):
@@ -253,6 +254,7 @@ def two_forward_passes_in_one_backward_pass(model: Any, rank: int) -> None:
     (first + second).backward()
 
 
+@pytest.mark.checkered
 @every_wrapping
 @pytest.mark.parametrize(
     "one", [three_times, twice_through_one_graph, two_forward_passes_in_one_backward_pass]

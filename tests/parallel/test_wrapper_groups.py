@@ -65,6 +65,7 @@ def test_it_trains_on_part_of_the_ranks(kind: Any, options: Any, where: Any):
     assert_trains(Wrapping(kind, options, where), 4)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2, 3], [1]], [[3, 1], [0, 2]]])
 @pytest.mark.parametrize("kind", [DDP, FSDP])

@@ -207,6 +207,7 @@ def test_ddp_does_so_with_every_optimizer_and_clipped_gradients(task: str, optim
     assert_trained_alike(trained, train_alone(task, make, ROWS * 3, 0.05))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(
     ("optimizer", "strategy"), [*zip(OPTIMIZERS, cycle(STRATEGIES), strict=False)]

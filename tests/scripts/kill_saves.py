@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "multiprocess"))
 
 import torch
 from flat_shards import FlatShards, step_with
-from ranks import PRELOADED, Job
+from ranks import Job
 from torch import nn
 
 import phalanx
@@ -259,7 +259,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="the part whose name has this in it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    PRELOADED.extend(["torch._dynamo", "phalanx.checkpoint"])  # an optimizer's first step needs it
     began = time.monotonic()
     well = [row(options.times, options.seed) for name, row in rows.items() if options.only in name]
     print(f"{time.monotonic() - began:.0f} s")

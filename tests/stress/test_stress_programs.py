@@ -32,6 +32,7 @@ def smallest_seed(size: int) -> int:
     return next(seed for seed in MANY if generate(seed).size == size)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("seed", SOME)
 def test_a_random_program_gives_what_a_plain_reference_gives(cluster: Cluster, seed: int) -> None:
     run_on(cluster, generate(seed))

@@ -7,28 +7,26 @@ exit code), and when the process was gone.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
 
 import torch
 import torch.distributed as dist
+from processes import fork_server
 
 import phalanx.torch_backend
 
 PATIENCE = 300.0  # seconds for a rank to report, and to end
-PRELOADED = [
-    "pytest",
-    "torch.distributed.fsdp",
-    "phalanx.torch_backend.creation",
-    "phalanx.backends",
-]
 DONE = "done"  # what a rank says last
 
 
@@ -52,8 +50,7 @@ def run(
 
     `lost` is a rank for which nobody waits.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(size):

@@ -118,11 +118,12 @@ def test_a_half_written_line_goes_and_a_foreign_file_stays(
     simulate(log_steps(path, range(2, 4)), 1)
     assert [record["step"] for record in records(path)] == [0, 1, 2, 3]
     foreign = tmp_path / "notes.txt"
-    foreign.write_text("what I did\n")
-    simulate(log_steps(foreign, range(3)), 1)
-    assert foreign.read_text() == "what I did\n"
+    for count, notes in enumerate(("what I did\n", "no end of a line"), 1):
+        foreign.write_text(notes)
+        simulate(log_steps(foreign, range(3)), 1)
+        assert foreign.read_text() == notes
+        assert caplog.text.count("cannot write") == count
     assert "line 1 of" in caplog.text
-    assert caplog.text.count("cannot write") == 1
 
 
 def test_nan_and_infinity_are_written_as_such(tmp_path: Path) -> None:
@@ -176,6 +177,9 @@ def test_what_is_no_number_is_refused_and_named() -> None:
         with Scalars(backend) as scalars:
             with pytest.raises(TypeError, match=r"rank 0: log\(1\) .* loss is 'much'"):
                 scalars.log(1, lr=1.0, loss="much")  # type: ignore[arg-type]
+            for number in ("1.5", 10**400, torch.tensor(1j)):
+                with pytest.raises(TypeError, match=r"rank 0: log\(1\) .* loss is "):
+                    scalars.log(1, loss=number)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=r"loss has shape \[2\]"):
                 scalars.log(1, loss=torch.ones(2))
             with pytest.raises(ValueError, match="cannot take the name 'time'"):
@@ -196,6 +200,7 @@ def test_what_is_no_number_is_refused_and_named() -> None:
         (["csv:a"], "Scalars writes to jsonl:..., tensorboard:.*; not to 'csv:a'"),
         (["jsonl"], "Scalars writes to jsonl:TARGET, a file; not to 'jsonl'"),
         (["jsonl:"], "jsonl:TARGET"),
+        (["mlflow:"], "mlflow:TARGET, a tracking URI"),
         (["trackio:here"], "Scalars writes to trackio; not to 'trackio:here'"),
         (["wandb:somewhere"], "wandb: takes offline or online, not 'somewhere'"),
         (["jsonl:a", "jsonl:a"], "has a target twice"),

@@ -30,7 +30,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
-from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, nbytes_of
+from phalanx.checkpoint.stored import (
+    Advance,
+    Begin,
+    Exported,
+    StoredCheckpoint,
+    nbytes_of,
+)
 from phalanx.checkpoint.tensor_files import HELD, Reader
 from phalanx.errors import CheckpointMismatchError
 from phalanx.parallel.wrapper import Slice
@@ -45,17 +51,18 @@ def export_dcp(
     *,
     model_only: bool = False,
     begin: Begin,
-) -> int:
-    """Write a checkpoint into the folder `out`, through torch's `FileSystemWriter`; its bytes.
+) -> Exported:
+    """Write a checkpoint into the folder `out`, through torch's `FileSystemWriter`.
 
     out          new, or empty; it is there whole afterwards, or not at all
     model_only   leave out optimizer and `extra`
     begin        is told how many bytes of tensors there are, and what it gives how many are written
 
     Torch's writer takes whole tensors, and holds those of a file until it is written: the largest
-    one, or 64 MiB of smaller ones. Raises
-    `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
-    room, `CheckpointMismatchError` for an optimizer whose state belongs to shards.
+    one, or 64 MiB of smaller ones.
+
+    Raises `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError`
+    without room, `CheckpointMismatchError` for an optimizer whose state belongs to shards.
     """
     tensors = _Tensors(checkpoint)
     state = _state_dict(checkpoint, tensors, model_only)
@@ -70,7 +77,8 @@ def export_dcp(
                 save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             raise _first_of(next(iter(error.failures.values()))[0]) from None
-        return sum(entry.stat().st_size for entry in os.scandir(folder))
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+    return Exported(os.path.abspath(out), sorted(sizes), sum(sizes.values()), [])
 
 
 def _first_of(error: BaseException) -> BaseException:

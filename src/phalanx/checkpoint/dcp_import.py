@@ -62,6 +62,7 @@ _OPTIMIZERS: tuple[Path, ...] = (
     ("app", "optimizer"),
     ("app", "optim"),
 )
+_ADDED = frozenset({"initial_lr", "param_names"})  # by schedulers, and by names of parameters
 _SHOWN = 8  # names in a message
 _TIMEOUT = 300.0  # seconds to wait for a save in the folder
 
@@ -99,6 +100,8 @@ def import_dcp(
     tensor of which a part is missing; `CheckpointMismatchError` naming what does not fit;
     `CheckpointIOError` without room.
     """
+    if step is not None and step < 0:
+        raise MisuseError(f"step must be 0 or more, not {step}")
     stored = _Stored(os.path.abspath(source), trust_pickle)
     entries = _Entries(stored, model, optimizer)
     local = LocalTensors(placeholders=True)
@@ -342,6 +345,11 @@ def _describe(
             local.add("model", name, value, equal=True)
         else:
             described.values[name] = local.json(value, f"model/{name}")
+    if optimizer_class and not groups:
+        raise MisuseError(
+            f"--optimizer-class {optimizer_class}, and no optimizer was found: say with "
+            "--optimizer where it is"
+        )
     if groups:
         kind = optimizer_class or _class_of(groups[0][1])
         described.optimizer = optimizer_record(kind, groups, kept, {}, parameters, local)
@@ -396,6 +404,7 @@ def _parse_optimizer(entries: _Entries) -> tuple[Groups, dict[str, dict[str, Any
         raise CheckpointMismatchError(
             f"the optimizer has {strangers[0]}, which the model does not have"
             + (f", and {len(strangers) - 1} more such" if len(strangers) > 1 else "")
+            + ". Say with --model and --optimizer which belong together"
         )
     return groups, kept
 
@@ -433,7 +442,7 @@ def _class_of(options: Mapping[str, Any]) -> str:
         if not isinstance(kind, type) or kind is torch.optim.Optimizer:
             continue
         has = kind([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
-        same = has.keys() - {"params"} == options.keys() - _OF_SCHEDULES
+        same = has.keys() - {"params"} == options.keys() - _ADDED
         key = "decoupled_weight_decay"  # by which AdamW differs from Adam
         if same and has.get(key) == options.get(key):
             found.append(name)
@@ -443,6 +452,3 @@ def _class_of(options: Mapping[str, Any]) -> str:
             "--optimizer-class, such as --optimizer-class AdamW"
         )
     return found[0]
-
-
-_OF_SCHEDULES = frozenset({"initial_lr", "param_names"})

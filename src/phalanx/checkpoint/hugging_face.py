@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,7 +30,14 @@ from phalanx.checkpoint.storage import (
     write_all,
     write_file,
 )
-from phalanx.checkpoint.stored import Advance, Begin, StoredCheckpoint, natural_order, nbytes_of
+from phalanx.checkpoint.stored import (
+    Advance,
+    Begin,
+    Exported,
+    StoredCheckpoint,
+    natural_order,
+    nbytes_of,
+)
 from phalanx.checkpoint.tensor_files import (
     ALIGNMENT,
     DTYPES_ON_DISK,
@@ -58,15 +65,6 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The format's name of each dtype that the safetensors library reads."""
-
-
-class Exported(NamedTuple):
-    """What was written: the folder, its files, their bytes, and what one should know."""
-
-    path: str
-    files: list[str]
-    nbytes: int
-    notes: list[str]
 
 
 class _ShardFile(NamedTuple):
@@ -102,10 +100,7 @@ def export_hugging_face(
     files = _plan(manifest.model, manifest.aliases, shard_size)
     if len(files) > 1:
         index = {
-            "metadata": {
-                "total_size": nbytes,
-                **manifest.aliases,
-            },
+            "metadata": {"total_size": nbytes, **manifest.aliases},
             "weight_map": {name: file for file, names, _ in files for name in names},
         }
         copied[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
@@ -269,8 +264,9 @@ def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
 _UNITS: Mapping[str, int] = MappingProxyType(
     {
         "": 1,
-        **{f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))},
-        **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+        "b": 1,
+        **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+        **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
     }
 )
 
@@ -278,9 +274,7 @@ _UNITS: Mapping[str, int] = MappingProxyType(
 def parse_size(text: str) -> int:
     """The bytes of a size such as 5GB, 500MB or 2GiB; `MisuseError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    units: Sequence[int] = [
-        size for unit, size in _UNITS.items() if match and unit.lower() == match[2].lower()
-    ]
-    if match is None or not units:
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
         raise MisuseError(f"{text!r} is no size: give a number and a unit, such as 5GB or 500MB")
-    return int(float(match[1]) * units[0])
+    return int(float(match[1]) * unit)

@@ -67,7 +67,7 @@ def load_pretrained(
     same. Tied parameters are loaded from any of their names; if several are there they have to be
     equal. Extra state is left as it is. Blocks until every rank has read what it holds, and found
     that it fits; only then is anything changed. A rank reads its own bytes and the headers, and
-    holds as much as it has of the model, and at most 64 MiB. Messages: names, no tensors.
+    holds as much as it has of the model, and at most 64 MiB more. Messages: names, no tensors.
 
     Raises, on every rank and with nothing changed, `CheckpointNotFoundError`;
     `CheckpointDamagedError` for a file that is truncated, or whose header contradicts itself;
@@ -136,7 +136,8 @@ class _Pretrained:
         missing = [name for name, known in names.items() if not any(n in there for n in known)]
         if missing:
             raise CheckpointMismatchError(
-                f"{self._folder} does not fit: it has no {shown(missing)}, which the model has"
+                f"{self._folder} does not fit: it has no {shown(missing)}, which the model has. If "
+                "they are there under other names, give rename="
             )
         cuts = dict(_cuts(self._model))
         wrong = []

@@ -47,6 +47,15 @@ class StoredCheckpoint(NamedTuple):
         return from_json(encoded, reader.copy)
 
 
+class Exported(NamedTuple):
+    """What a conversion has written: the folder, its files, their bytes, what one should know."""
+
+    path: str
+    files: list[str]
+    nbytes: int
+    notes: list[str]
+
+
 def natural_order(name: str) -> list[tuple[int, str]]:
     """The key of an order in which layer 2 comes before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]

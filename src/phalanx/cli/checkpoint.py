@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -78,7 +79,7 @@ def _show(found: dict[str, Any], shown: int) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     model, state, optimizer = found["model"], found["state"], found["optimizer"]
-    elements = sum(_elements(tensor["shape"]) for tensor in model)
+    elements = sum(prod(tensor["shape"]) for tensor in model)
     typer.echo(
         f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}"
     )
@@ -185,16 +186,14 @@ def export_command(
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
     checkpoint = _done("export", lambda: open_checkpoint(folder, step))
-    manifest = checkpoint.manifest
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
             from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
 
-            nbytes = _done(
+            exported = _done(
                 "export",
                 lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin),
             )
-            files, notes = 2, []
         else:
             exported = _done(
                 "export",
@@ -202,12 +201,14 @@ def export_command(
                     checkpoint, out, shard_size=most, config=config, begin=begin
                 ),
             )
-            files, nbytes, notes = len(exported.files), exported.nbytes, exported.notes
             if config is None:
-                notes.append("from_pretrained needs a config.json beside them: --config copies one")
-    for note in notes:
+                exported.notes.append(
+                    "from_pretrained needs a config.json beside them: --config copies one"
+                )
+    for note in exported.notes:
         typer.echo(f"Note: {note}")
-    typer.echo(f"{out}: step {manifest.step}, {_count(files, 'file')}, {_size(nbytes)}")
+    files = _count(len(exported.files), "file")
+    typer.echo(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
 
 
 @checkpoint_app.command("import")
@@ -304,13 +305,6 @@ def _size(nbytes: int) -> str:
 
 def _bytes(tensors: list[dict[str, Any]]) -> int:
     return sum(tensor["bytes"] for tensor in tensors)
-
-
-def _elements(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _count(count: int, what: str) -> str:

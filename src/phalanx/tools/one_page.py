@@ -1,7 +1,7 @@
 """A page in one file, from `page.html`, `page.css` and `page.js` of a package.
 
     page.html   $style, $script and $policy stand for the two others and for what the page may do
-    canvas.js   what every page's script begins with
+    common.*    what every page's style and script begin with
 
 The policy (Content-Security-Policy) names the hashes of the style and of the script. So a browser
 runs nothing else, whatever text has found its way into the page; and the page fetches nothing.
@@ -26,8 +26,11 @@ def assemble(package: str, *, more_policy: str = "", **texts: str) -> tuple[str,
     `texts` are put in as they are: HTML. `more_policy` is what the page may do besides.
     """
     here = files(package)
-    style, script = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
-    script = files("phalanx.tools").joinpath("canvas.js").read_text("utf-8") + script
+    style, script = (
+        files("phalanx.tools").joinpath(f"common.{kind}").read_text("utf-8")
+        + here.joinpath(f"page.{kind}").read_text("utf-8")
+        for kind in ("css", "js")
+    )
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'{more_policy}"
     )

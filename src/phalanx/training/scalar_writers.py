@@ -75,6 +75,9 @@ class JsonLines:
         os.close(self._descriptor)
 
 
+_START = b'{"step": '  # of every line
+
+
 def _bytes_before(path: str, first: int) -> int:
     """How many bytes the lines of earlier steps have; the last line may be half a line."""
     size = 0
@@ -83,9 +86,9 @@ def _bytes_before(path: str, first: int) -> int:
             try:
                 step = json.loads(line)["step"]
             except (ValueError, TypeError, KeyError):
-                step = ""
-            if not line.endswith(b"\n"):
-                break  # its writer was killed
+                step = None
+            if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
+                break  # half a record, whose writer was killed
             if type(step) is not int:
                 raise ValueError(
                     f"line {number} of {path} is no record of Scalars: give another file"
@@ -133,11 +136,12 @@ class MLflow:
         mlflow = importlib.import_module("mlflow")
         self._metric = importlib.import_module("mlflow.entities").Metric
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
+        name = name.replace("'", "")  # the quote of its search
         experiment = client.get_experiment_by_name(PROJECT)
         number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
         found = []
         if first > 0:
-            where = "attributes.run_name = '{}'".format(name.replace("'", ""))
+            where = f"attributes.run_name = '{name}'"
             newest = ["attributes.start_time DESC"]
             found = client.search_runs([number], where, max_results=1, order_by=newest)
         kept = [

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-PATIENCE = (
-    120.0  # seconds in which `close` waits for a target: MLflow may need 30 for a new database
-)
+PATIENCE = 120.0
+"""Seconds that `close` waits for a target: MLflow may need 30 for a new database."""
 
 
 class Scalars:
@@ -216,8 +215,8 @@ class _Window:
                 devices[name] = value.detach().reshape(()).to(torch.float64, copy=True)
                 continue
             try:
-                host[name] = float(value.detach() if isinstance(value, Tensor) else value)
-            except (TypeError, ValueError) as error:
+                host[name] = _number(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise TypeError(
                     f"rank {rank}: log({step}) takes numbers and tensors of one element, and "
                     f"{name} is {value!r}"
@@ -266,6 +265,12 @@ class _Window:
         }
 
 
+def _number(value: object) -> float:
+    if isinstance(value, (str, bytes)):  # which float() would read
+        raise TypeError("text is no number")
+    return float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
+
+
 _Record = tuple[int, int, dict[str, float]]
 """The first and the last step that it is of, and the means."""
 
@@ -302,8 +307,10 @@ class _Target:
         if not self._warned:
             self._warned = True
             log.warning(
-                "Scalars cannot write %s to %s: %s: %s. Training goes on; this is said once",
-                *(what, self._to, type(error).__name__, error),
+                "Scalars cannot write %s to %s: %s. Training goes on; this is said once",
+                what,
+                self._to,
+                f"{type(error).__name__}: {error}",
             )
 
     def finish(self) -> None:

@@ -71,38 +71,18 @@ canvas.addEventListener("mousemove", event => {
   const wide = (canvas.clientWidth - LABELS) / data.bins;
   show(Math.floor(event.offsetY / height), Math.floor((event.offsetX - LABELS) / wide));
 });
-const MOVES = {
-  ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0],
-  PageUp: [-8, 0], PageDown: [8, 0], Home: [0, -1e9], End: [0, 1e9],
-};
-canvas.addEventListener("keydown", event => {
-  const move = MOVES[event.key];
-  if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
-  event.preventDefault();
-  if (cursor) show(cursor.row + move[0], cursor.bin + move[1]);
-  else show(0, 0);
-});
+onArrows(canvas, (down, right) => cursor ? show(cursor.row + down, cursor.bin + right) : show(0, 0));
 new ResizeObserver(draw).observe(canvas);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
-// Tables: a heading is a button that sorts, the largest first; again, the other way.
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
   [...table.tHead.rows[0].cells].forEach((heading, column) => {
     if (heading.dataset.fixed !== undefined) return;
-    const button = document.createElement("button");
-    button.type = "button";
-    button.append(...heading.childNodes);
-    heading.append(button);
-    button.addEventListener("click", () => {
-      const up = heading.getAttribute("aria-sort") === "descending";
-      for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+    onSort(heading, up => {
+      markSorted(heading, up);
       const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
-      const rows = [...body.rows].sort((one, other) => {
-        const a = key(one), b = key(other), difference = Number(a) - Number(b);
-        return Number.isNaN(difference) ? (a < b ? -1 : a > b ? 1 : 0) : difference;
-      });
+      const rows = [...body.rows].sort((one, other) => compare(key(one), key(other)));
       body.append(...(up ? rows : rows.reverse()));
     });
   });

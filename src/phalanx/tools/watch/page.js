@@ -62,16 +62,14 @@ const COLUMNS = [
 const rows = new Map();
 
 COLUMNS.forEach(([heading, kind], column) => {
-  const cell = document.createElement("th"), button = document.createElement("button");
+  const cell = document.createElement("th");
   cell.scope = "col";
   cell.className = kind.includes("text") ? "text" : "";
-  button.type = "button";
-  button.textContent = heading;
-  button.addEventListener("click", () => {
-    sorted = { column, up: sorted.column === column ? !sorted.up : false };
+  cell.textContent = heading;
+  onSort(cell, up => {
+    sorted = { column, up };
     fillTable();
   });
-  cell.append(button);
   byId("heads").append(cell);
 });
 
@@ -101,8 +99,7 @@ function fillTable() {
   }
   const [, , text, value] = COLUMNS[sorted.column], key = value ?? text;
   const order = [...job.ranks].sort((one, other) => {
-    const a = key(one), b = key(other);
-    const difference = typeof a === "number" && typeof b === "number" ? a - b : a < b ? -1 : a > b ? 1 : 0;
+    const difference = compare(key(one), key(other));
     return (sorted.up ? difference : -difference) || one.rank - other.rank;
   });
   const body = byId("rows");
@@ -110,10 +107,7 @@ function fillTable() {
     const row = rows.get(rank.rank);
     if (body.rows[place] !== row) body.insertBefore(row, body.rows[place] ?? null);
   });
-  [...byId("heads").cells].forEach((cell, column) => {
-    if (column === sorted.column) cell.setAttribute("aria-sort", sorted.up ? "ascending" : "descending");
-    else cell.removeAttribute("aria-sort");
-  });
+  markSorted(byId("heads").cells[sorted.column], sorted.up);
 }
 
 // What is wrong; a screen reader is told once, and not how many seconds it has been so -----------
@@ -228,16 +222,10 @@ byId("timeline").addEventListener("mousemove", event => {
   const place = places.findIndex(([from, until]) => from <= event.offsetX && event.offsetX <= until);
   if (place >= 0) moveCursor(Math.floor(event.offsetY / rowHeight()), place);
 });
-const MOVES = {
-  ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0],
-  PageUp: [-8, 0], PageDown: [8, 0], Home: [0, -1e9], End: [0, 1e9],
-};
-byId("timeline").addEventListener("keydown", event => {
-  const move = MOVES[event.key];
-  if (!move || !job || event.ctrlKey || event.altKey || event.metaKey) return;
-  event.preventDefault();
-  const from = cursor ?? { rank: -move[0], place: samples.length - 1 - move[1] };
-  moveCursor(from.rank + move[0], from.place + move[1]);
+onArrows(byId("timeline"), (down, right) => {
+  if (!job) return;
+  const from = cursor ?? { rank: -down, place: samples.length - 1 - right };
+  moveCursor(from.rank + down, from.place + right);
 });
 
 // A plot: its title, the words for a value, and its lines by name, as [colour, sample -> value].
