@@ -18,8 +18,8 @@ import pytest
 from browser import SHOTS, chromium, focused, lowest_contrast, opened, screenshot, why_not
 from launchers import PATIENCE, PHALANX, environ_without_launcher
 
-from phalanx.launch.state import JobState, RankState
-from phalanx.launch.watch_folder import WatchFolder, open_folder
+from phalanx.launch.state import JobState, NodePlace, OtherNodes, RankState
+from phalanx.launch.watch_folder import OTHERS, WatchFolder, open_folder
 from phalanx.tools.watch.gather import find_job, follow
 from phalanx.tools.watch.web import serve
 
@@ -78,10 +78,10 @@ class Published:
         )
         self.folder.write(f"rank-{rank}.json", part)
 
-    def publish_all(self) -> None:
+    def publish_all(self, **changes: Any) -> None:
         self.step += 1
         for rank in range(self.size):
-            self.publish(rank)
+            self.publish(rank, **changes)
 
     def end(self) -> None:
         over = JobState(
@@ -98,7 +98,8 @@ class Published:
             self.address = address
             self._ready.set()
 
-        serve(follow(find_job(str(self.folder.path)), period=0.1), 0, ready=ready)
+        period = 0.1 if self.size < 64 else 0.5  # what a browser keeps up with on a busy machine
+        serve(follow(find_job(str(self.folder.path)), period=period), 0, ready=ready)
 
     def __enter__(self) -> Published:
         self.publish_all()
@@ -140,10 +141,11 @@ def table(page: Any) -> list[dict[str, str]]:
 def test_the_page_says_what_each_rank_does_and_which_is_slowest(
     browser: Any, published: Published
 ) -> None:
-    with opened(browser, published.address) as page:
+    size = published.size
+    theme = "light" if size == 2 else "dark"
+    with opened(browser, published.address, theme=theme) as page:
         wait_for_text(page, "#summary", "slowest: rank 1")
         assert page.inner_text("h1") == "train.py --lr 3"
-        size = published.size
         assert page.inner_text("#summary").startswith(f"{size} ranks: {size} running; slowest")
         rows = table(page)
         assert [row["rank"] for row in rows] == [str(rank) for rank in range(size)]
@@ -179,6 +181,10 @@ def test_the_page_says_what_each_rank_does_and_which_is_slowest(
         plots = page.inner_text("#plots")
         for words in ("loss: loss 2.5", "slowest 250 ms", f"sent {2 * size}"):
             assert words in plots
+        for second in range(20 if size == 64 and SHOTS in os.environ else 0):
+            late = {"waiting": 0.0} if second < 8 else {}  # there is more to see of a longer run
+            published.publish_all(sent=(2.0 + second % 3) * (1 << 20), **late)
+            page.wait_for_timeout(1000)
         published.publish(0, seconds_in=7.0)
         wait_for_text(page, "#alerts", "rank 0 has waited 7.0 s in all_reduce #41")
         assert "-> for rank 1, which computes" in page.inner_text("#alerts")
@@ -265,6 +271,11 @@ def test_every_text_of_the_page_stands_out(browser: Any, tmp_path: Path, theme: 
             published.publish(2, pid=gone.pid, machine=machine())
             wait_for_text(page, "#alerts", "rank 1 is stopped: process")
             wait_for_text(page, "#alerts", "rank 2 is dead: process")
+            other = NodePlace(node=1, host="host1", first_rank=3, ranks=1, reason="no port is left")
+            published.folder.write(OTHERS, OtherNodes(token="", nodes=[other]))
+            wait_for_text(
+                page, "#alerts", "rank 3 is unreachable: node 1 (host1): it cannot listen"
+            )
             page.click("#pause")
             contrast, text = lowest_contrast(page)
             assert contrast >= 4.5, text

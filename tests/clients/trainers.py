@@ -5,11 +5,9 @@ docs/clusters.md shows it. What works is named in the program, which `test_train
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import NamedTuple
 
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+from tables import tried
 
 
 class Refused(NamedTuple):
@@ -104,22 +102,11 @@ TRAINERS = (
 )
 
 
-def pinned() -> dict[str, str]:
-    """The versions that the tests are run with."""
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)", CONSTRAINTS.read_text(), flags=re.MULTILINE))
-
-
-def as_markdown() -> str:
-    """The table of docs/clusters.md."""
-    versions = pinned()
-    lines = ["| trainer, version tried | how | what works | what is refused |", "|---|---|---|---|"]
-    for trainer in TRAINERS:
-        error = trainer.refused.error.replace("`", "")
-        cells = (
-            f"{trainer.name}: `{trainer.package}` {versions[trainer.package]}",
-            trainer.how,
-            ", ".join(f"`{name}`" for name in trainer.works),
-            f"`{trainer.refused.expression}`: `{error}`",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+def cells(trainer: Trainer) -> tuple[str, ...]:
+    """Its row of the table."""
+    return (
+        tried(trainer.name, trainer.package),
+        trainer.how,
+        ", ".join(f"`{name}`" for name in trainer.works),
+        f"`{trainer.refused.expression}`: `{trainer.refused.error.replace('`', '')}`",
+    )

@@ -10,11 +10,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from clusters import SharedMemory
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_files import Rank
 from typer.testing import CliRunner
 
+from phalanx import Backend, CollectiveTimeoutError, all_reduce
 from phalanx.cli.app import app
 from phalanx.errors import MisuseError
 from phalanx.tools.trace.merged import MergedTrace, merge
@@ -313,6 +316,33 @@ def test_the_command_writes_both_beside_the_merged_trace_and_replaces_its_own(
         shown = command(tmp_path, "--html", "--png", "-o", output)
         assert f"{output.with_suffix('.html')}: open it in a browser" in shown
         assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeouts
+def test_the_table_and_the_page_say_the_same_of_waits_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte arrives there, so that only the starts of the ranks tell who waited."""
+
+    def work(backend: Backend) -> None:
+        if backend.rank == 0:
+            backend.send(b"!", 1)
+        else:
+            backend.recv(bytearray(1), 0)
+            with pytest.raises(CollectiveTimeoutError):  # meanwhile rank 0 is in its collective
+                backend.recv(bytearray(1), 0, timeout=0.25)
+        all_reduce(torch.ones(4), backend)
+
+    monkeypatch.setenv("PHALANX_TRACE", str(tmp_path))
+    SharedMemory().run(work, 2)
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "--html"])
+    heading, *rows = (line.split() for line in result.output.splitlines()[:3])
+    assert heading[3:7] == ["waiting", "s", "communicating", "s"]
+    of_page = re.findall(r'<tr class="[^"]*">(.*?)</tr>', (tmp_path / "merged.html").read_text())
+    for row, cells in zip(rows, of_page[:2], strict=True):
+        *_, waiting, communicating, _, _, _ = re.findall(r'data-value="([^"]*)"', cells)
+        assert row[3:5] == [f"{float(seconds):.3f}" for seconds in (waiting, communicating)]
+    assert float(rows[0][3]) > 0
 
 
 @pytest.mark.parametrize("option", ["--html", "--png"])

@@ -50,8 +50,6 @@ def test_each_rank_is_summed_up(tmp_path: Path) -> None:
     rank.did(3, 90, args={"error": "rank 1 was lost"})
     (summary,) = merge(tmp_path).ranks
     assert (summary.operations, summary.bytes, summary.errors) == (4, 4 << 20, 1)
-    assert summary.waiting == pytest.approx(16e-6)
-    assert summary.moving == pytest.approx(24e-6)
 
 
 def test_the_straggler_is_who_came_last_by_the_time_to_the_one_before(tmp_path: Path) -> None:
@@ -64,7 +62,6 @@ def test_the_straggler_is_who_came_last_by_the_time_to_the_one_before(tmp_path: 
     merged = merge(tmp_path)
     assert [rank.last for rank in merged.ranks] == [0, 1, 2]
     assert [round(rank.late * 1e6) for rank in merged.ranks] == [0, 5, 95 + 99]
-    assert merged.straggler is merged.ranks[2]
     assert merged.collectives == 3
 
 
@@ -113,9 +110,9 @@ def test_what_a_killed_rank_left_unwritten_is_no_error(tmp_path: Path) -> None:
 
 def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> None:
     rank = Rank(tmp_path, 0)
-    with rank.path.open("a") as file:
-        file.write('{"ph":"X","ts":"soon"},\n\x00\n[1,2],\n{"ph":"X","name":"a","args":3},\n')
-        file.write('{"ph":"X","name":"a","args":{"more":1e999}},\n' + 5000 * "[" + "\n")
+    with rank.path.open("ab") as file:
+        file.write(b'{"ph":"X","ts":"soon"},\n\x00\n[1,2],\n{"ph":"X","name":"a","args":3},\n')
+        file.write(b'{"ph":"X","name":"a","args":{"more":"\xff"}},\n' + 5000 * b"[" + b"\n")
     rank.did(0, 0)
     merged = merge(tmp_path)
     assert merged.ranks[0].operations == 1
@@ -181,8 +178,9 @@ def test_the_command_shows_a_row_a_rank(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 0
     rows = [line.split() for line in result.output.splitlines()]
-    assert ["1", "1", "1.0", "0.000", "0.000", "0", "1", "2.000"] in rows
-    assert "rank 1: it was last at 1 of 1 collectives, by 2.000 s" in result.output
+    assert ["0", "1", "1.0", "2.000", "1.000", "0", "0", "0.000"] in rows
+    assert ["1", "1", "1.0", "0.000", "3.000", "0", "1", "2.000"] in rows
+    assert "Rank 1 (a) held the others up: it was last to begin 1 of 1 collectives" in result.output
     assert f"{tmp_path}/merged.json" in result.output.replace("\n", "")
 
 
@@ -206,6 +204,13 @@ def test_what_ranks_write_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     lines = [e for e in events(merged.path) if e["name"] == "thread_name"]
     named = {(line["pid"], line["args"]["name"]) for line in lines}
     assert {(2, "world"), (0, "ranks [0, 1]"), (1, "ranks [0, 1]")} <= named
+
+
+def test_what_ranks_add_to_an_event_is_passed_on(tmp_path: Path) -> None:
+    Rank(tmp_path, 0, of=1).did(0, 0, args={"more": [1, "\N{SNOWMAN}"], "sequence": 7})
+    (event,) = [event for event in events(merge(tmp_path).path) if event["ph"] == "X"]
+    assert event["args"]["more"] == [1, "\N{SNOWMAN}"]
+    assert event["args"]["sequence"] == 7
 
 
 def communicate(backend: Backend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -294,7 +295,7 @@ def test_a_process_that_is_gone_is_dead() -> None:
 
 
 def serve(folder: Path) -> WatchServer:
-    return WatchServer(WatchFolder(folder), Endpoint("127.0.0.1", 0), TOKEN)
+    return WatchServer(WatchFolder(folder), socket.create_server(("127.0.0.1", 0)), TOKEN)
 
 
 def dial(server: WatchServer, token: bytes) -> RemoteFolder:

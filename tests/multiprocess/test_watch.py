@@ -1,18 +1,30 @@
-"""`phalanx watch` during a run in which a rank is slow, then stopped, then killed."""
+"""`phalanx watch` during a run in which a rank is slow, then stopped, then killed; on two hosts, of
+which one is cut off; and of `phalanx.spawn`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
-from launchers import PHALANX, Launch, environ_without_launcher
+import pytest
+import torch
+from launchers import PATIENCE, PHALANX, Launch, environ_without_launcher
+from networks import Network, why_not
+from ports import unused_port
 
+from phalanx import DDP, Backend, spawn
 from phalanx.launch.state import JobState, RankState
+from phalanx.launch.watch_folder import private_folders
+from phalanx.tools.watch.gather import find_job, follow
 
 SLOW = """
 import time, torch, phalanx
@@ -27,9 +39,11 @@ with phalanx.init() as backend:
 
 
 @contextmanager
-def watched(folder: Path, environ: dict[str, str]) -> Iterator[Iterator[JobState]]:
-    """The states of a job, as `phalanx watch --json` prints them."""
-    words = [*PHALANX, "watch", str(folder), "--json"]
+def watched(
+    folder: Path, environ: dict[str, str], host: Sequence[str] = ()
+) -> Iterator[Iterator[JobState]]:
+    """The states of a job, as `phalanx watch --json` prints them on that host."""
+    words = [*host, *PHALANX, "watch", str(folder), "--json"]
     with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         try:
@@ -91,3 +105,79 @@ def test_a_rank_that_is_slow_then_stopped_then_killed_is_seen_to_be(tmp_path: Pa
         assert last.ended == "rank 1 was killed by signal 9 (SIGKILL)"
         job.process.communicate()
     assert list(folder.glob("node-*")), "the last word is kept for those who watch"
+
+
+WAIT = """
+import os, time
+print(f"the line of rank {os.environ['RANK']}")
+time.sleep(600)
+"""
+
+
+def folder_of(launcher: int) -> Path:
+    """Where a job of that process publishes, once it does."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        for folder in private_folders():
+            if folder.launcher() == launcher and folder.has_launcher():
+                return folder.path
+        time.sleep(0.01)
+    raise AssertionError(f"process {launcher} publishes nothing")
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_each_host_shows_all_ranks_and_names_the_one_that_is_cut_off(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAIT)
+    environ = environ_without_launcher()
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(2))
+        master = f"{network.address(0)}:{unused_port()}"
+        common = ["-n", "1", "--nnodes", "2", "--master", master]
+        hosts = [["ip", "netns", "exec", network.host(node)] for node in (0, 1)]
+        launches = [
+            stack.enter_context(
+                Launch(
+                    [*host, *PHALANX, "run", *common, "--node-rank", str(node), str(script)],
+                    tmp_path,
+                    environ,
+                )
+            )
+            for node, host in enumerate(hosts)
+        ]
+        folder = folder_of(launches[1].process.pid)
+        states = stack.enter_context(watched(folder, environ, hosts[1]))
+        both = ["the line of rank 0", "the line of rank 1"]
+        next(state for state in states if [rank.log for rank in state.ranks] == both)
+        network.cut(0)
+        cut_off = next(state for state in states if state.ranks[0].status == "unreachable")
+        assert cut_off.ranks[0].reason.startswith("node 0 (")
+        assert rank_1(cut_off).log == both[1]
+        network.heal(0)
+        next(state for state in states if state.ranks[0].status == "starting")
+
+
+def train(backend: Backend, end: str) -> None:
+    """Until there is that file."""
+    model = DDP(torch.nn.Linear(4, 1), backend)
+    while not Path(end).exists():
+        model(torch.ones(2, 4)).mean().backward()
+        time.sleep(0.05)  # or it would take the processor
+
+
+def test_a_job_of_spawn_is_watched_and_its_steps_are_counted(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    with ThreadPoolExecutor(1) as other:
+        running = other.submit(spawn, partial(train, end=str(end)), 1)
+        try:
+            states = follow(find_job(str(folder_of(os.getpid()))))
+            name = f"{os.path.basename(sys.argv[0])} spawn(train)"
+            seen = next(state for state in states if state.ranks[0].step is not None)
+            later = next(state for state in states if state.ranks[0].step != seen.ranks[0].step)
+            assert (later.name, later.world_size) == (name, 1)
+            assert later.ranks[0].step_seconds > 0
+        finally:
+            end.touch()
+        running.result()
+        *_, last = states
+    assert last.ended == "it has ended well"

@@ -200,6 +200,7 @@ def test_what_is_no_number_is_refused_and_named() -> None:
         (["csv:a"], "Scalars writes to jsonl:..., tensorboard:.*; not to 'csv:a'"),
         (["jsonl"], "Scalars writes to jsonl:TARGET, a file; not to 'jsonl'"),
         (["jsonl:"], "jsonl:TARGET"),
+        (["mlflow:"], "mlflow:TARGET, a tracking URI"),
         (["trackio:here"], "Scalars writes to trackio; not to 'trackio:here'"),
         (["wandb:somewhere"], "wandb: takes offline or online, not 'somewhere'"),
         (["jsonl:a", "jsonl:a"], "has a target twice"),

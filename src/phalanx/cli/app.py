@@ -209,33 +209,39 @@ def trace_command(
 
     from phalanx.tools.trace import page  # noqa: PLC0415
     from phalanx.tools.trace.merged import merge, merged_file  # noqa: PLC0415
+    from phalanx.tools.trace.profile import STATES  # noqa: PLC0415
 
     path = merged_file(folder, output)
     html = page.page_beside(path) if as_html else None
     png = page.picture_beside(path) if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    for name in ("rank", "operations", "MiB", "waiting s", "moving s", "errors", "last", "by s"):
+    for name in (
+        "rank",
+        "operations",
+        "MiB",
+        "waiting s",
+        "communicating s",
+        "errors",
+        "last",
+        "by s",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
+        seconds = dict(zip(STATES, merged.profile.ranks[rank.rank].totals(), strict=True))
         table.add_row(
             str(rank.rank),
             str(rank.operations),
             f"{rank.bytes / (1 << 20):.1f}",
-            f"{rank.waiting:.3f}",
-            f"{rank.moving:.3f}",
+            f"{seconds['waiting']:.3f}",
+            f"{seconds['communicating']:.3f}",
             str(rank.errors),
             str(rank.last),
             f"{rank.late:.3f}",
         )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    straggler = merged.straggler
-    if straggler is not None:
-        console.print(
-            f"The others waited most for rank {straggler.rank}: it was last at {straggler.last} of "
-            f"{merged.collectives} collectives, by {straggler.late:.3f} s in all."
-        )
+    console.print(page.verdict(merged), markup=False)
     for note in merged.notes:
         console.print(f"Note: {note}", markup=False)
     console.print(f"{merged.path}: open it in https://ui.perfetto.dev", markup=False)

@@ -1,9 +1,11 @@
 """Show a job while it runs: what each rank does, who is slowest, who waits for whom.
 
-Without an argument it is your job that runs on this host under phalanx run; where there are several
-it lists them. A job of another launcher is started with PHALANX_WATCH=FOLDER in its environment, a
-folder of its own, which is named here. A job on several hosts is started with
-PHALANX_WATCH=0.0.0.0:PORT and PHALANX_TOKEN; here are named host:port of each, with the same token.
+Without an argument it is your job that runs on this host under phalanx run or phalanx.spawn; where
+there are several it lists them. A job of another launcher is started with PHALANX_WATCH=FOLDER in
+its environment, a folder of its own, which is named here. Of a job of phalanx run on several hosts
+any of them shows all ranks; from elsewhere it is watched if it was started with
+PHALANX_WATCH=0.0.0.0:PORT and PHALANX_TOKEN: here are named host:port of each host, with the same
+token.
 Ranks publish what they do while somebody watches, and only then.
 
     phalanx watch
@@ -31,7 +33,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from phalanx.tools.watch.gather import Read
+    from phalanx.tools.watch.nodes import Read
 
 MOST_PORTS = 65535
 

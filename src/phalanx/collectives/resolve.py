@@ -133,9 +133,7 @@ class TensorRequest(Request[T]):
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                steps = shm.steps(self.source, self.out, self.own)
-                if backend.engine.counters is not None:
-                    steps = backend.engine.counters.taking(steps, shm.taken)
+                steps = shm.steps(self.source, self.out, self.own, backend.engine.counters)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint

@@ -37,7 +37,7 @@ from torch import Tensor
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.plan import Plan
 from phalanx.collectives.request import SMALL
-from phalanx.core.counters import Taken
+from phalanx.core.counters import Counters, Taken
 from phalanx.core.reduce_op import BLOCK, RankOrderReduction, ReduceOp, reduction_for
 from phalanx.core.steps import Program
 from phalanx.transport.shm.control import (
@@ -179,29 +179,34 @@ class ShmDirect:
         crowded = form.reduced and control.share_of_cores == 0
         high = READ_CROWDED if crowded else self._given
         self._reads = control.is_readable and low <= self._given <= high
-        self.taken = tuple(
-            Taken(
-                rank, self._taken(place, self.me, key.root), self._taken(self.me, place, key.root)
-            )
-            for place, rank in enumerate(control.ranks)
-            if place != self.me
+        self.taken = Taken(
+            [
+                (rank, self._taken(place, self.me, key.root), self._taken(self.me, place, key.root))
+                for place, rank in enumerate(control.ranks)
+                if place != self.me
+            ]
         )
         self._views: Views = {}
         self._own_views: Views = {}
         self._slot_views: dict[int, list[Tensor]] = {}
 
     def steps(
-        self, source: Tensor | None, out: Tensor | None, own: OwnParts = ()
+        self,
+        source: Tensor | None,
+        out: Tensor | None,
+        own: OwnParts = (),
+        counters: Counters | None = None,
     ) -> Iterator[Program]:
         """This rank's part. It keeps the tensors alive.
 
-        own   parts of this rank's slice that are not in `source` yet, where their place is
+        own       parts of this rank's slice that are not in `source` yet, where their place is
+        counters  to be told of it, when all have come that this rank depends on
         """
         if not self.is_small:
-            return self._large(source, out, own)
+            return self._large(source, out, own, counters)
         if own:
             self._settle(source, own)
-        return self._small(source, out)
+        return self._small(source, out, counters)
 
     def _taken(self, by: int, giver: int, root: int) -> int:
         """How many bytes one member reads of another one's memory."""
@@ -224,7 +229,9 @@ class ShmDirect:
 
     # Small ----------------------------------------------------------------------------------
 
-    def _small(self, source: Tensor | None, out: Tensor | None) -> Iterator[Program]:
+    def _small(
+        self, source: Tensor | None, out: Tensor | None, counters: Counters | None
+    ) -> Iterator[Program]:
         control = self.control
         if control.met < control.needed:
             yield from control.room()
@@ -235,6 +242,8 @@ class ShmDirect:
         if source is not None:
             copy(self._own_slots[number], source.data_ptr(), self._given)
         yield ShmEpoch(control, first=True, places=self._depends_on)
+        if counters is not None:
+            counters.took(self.taken)
         if out is None or not self._gets:
             return
         if self._reduction is None:
@@ -256,7 +265,11 @@ class ShmDirect:
     # Where it is ----------------------------------------------------------------------------
 
     def _large(
-        self, source_tensor: Tensor | None, out_tensor: Tensor | None, own: OwnParts
+        self,
+        source_tensor: Tensor | None,
+        out_tensor: Tensor | None,
+        own: OwnParts,
+        counters: Counters | None,
     ) -> Iterator[Program]:
         control = self.control
         self._set_pace()
@@ -276,6 +289,8 @@ class ShmDirect:
             own = ()
             yield from self._stage(source, 0)
         yield ShmEpoch(control, first=True, shown=where, places=self._depends_on)
+        if counters is not None:
+            counters.took(self.taken)
         turn = control.turn
         shown = [control.slot(giver).shown(turn) for giver in self._givers]
         if all(shown):

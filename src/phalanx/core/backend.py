@@ -405,10 +405,10 @@ class Backend:
                             if isinstance(step, Round):
                                 break
                             step.begin(call)
-                            if counters is not None:
-                                if not counters.ready(step, spin):
+                            if counters is None:
+                                if not step.ready(spin=spin):
                                     break
-                            elif not step.ready(spin=spin):
+                            elif not counters.ready(step, spin):
                                 break
                             if not blocking:
                                 spin = 0.0

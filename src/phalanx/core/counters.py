@@ -1,7 +1,7 @@
 """Counters: what one rank has moved, done and waited for; and how far its program has come.
 
     backend.counters()   -> Counts      numbers of this rank, of all its groups together
-    backend.progress     -> Progress    the step that has ended last; the program logs it
+    backend.progress     -> Progress    the step that has ended last: logged, or else counted
 
 What is counted, and when:
 
@@ -10,7 +10,8 @@ What is counted, and when:
                       they are in `bytes_kept` of the receiver. Headers and control messages are not
                       counted. Large messages inside a host go through memory, and are messages
     given, read       of collectives in shared memory, which send nothing: bytes that a peer reads
-                      of this rank's tensor or staging memory, and that this rank reads of a peer's
+                      of this rank's tensor or staging memory, and that this rank reads of a peer's;
+                  counted when the ranks that it depends on have come
     operations        collectives and messages that are over, well or not; their seconds are from
                       the call to the end, so those of operations that overlap add up to more than
                       has passed
@@ -29,17 +30,17 @@ for one comparison. Failures, kept bytes and progress are always known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import index
 from threading import RLock
 from time import time
-from typing import NamedTuple
 
 from msgspec import Struct
 
 from phalanx.core.call import Call
 from phalanx.core.posted import PostedMessage, PostedReceive, Wait, WorkBase
-from phalanx.core.steps import ANY, Program, Step
+from phalanx.core.steps import ANY, Step
 from phalanx.errors import DistributedError
 
 # ------------------------------------------------------------------------------
@@ -112,13 +113,21 @@ class Counts(Struct, frozen=True):
 # ------------------------------------------------------------------------------
 # Counting.
 
+MOST_TAKEN = 1024  # kinds of collectives in shared memory that are not in the sums yet
 
-class Taken(NamedTuple):
-    """What one collective in shared memory moves between this rank and a peer, in bytes."""
 
-    peer: int  # a rank of the job
-    given: int
-    read: int
+class Taken:
+    """What a collective in shared memory moves between this rank and each other, in bytes.
+
+    exchanged   (rank of the job, bytes given, bytes read)
+    times       how often it was carried out and is not in the sums yet
+    """
+
+    __slots__ = ("exchanged", "times")
+
+    def __init__(self, exchanged: list[tuple[int, int, int]]) -> None:
+        self.exchanged = exchanged
+        self.times = 0
 
 
 class _Peer:
@@ -163,15 +172,19 @@ class Counters:
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._operations: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         self._seconds_unknown = 0.0
-        self._blocked: dict[Wait, float] = {}  # and since when it was not accounted for
+        self._taken: list[Taken] = []
+        # And since when it was not accounted for. Only who waits adds and removes.
+        self._blocked: dict[Wait, list[float]] = {}
 
     def snapshot(self) -> Counts:
         """The numbers of this moment."""
         for wait, since in list(self._blocked.items()):
-            self._blocked[wait] = now = self._now()
+            now = self._now()
             absent = wait.waits_for() or [ANY]
             for peer in absent:
-                self._waited(peer, (now - since) / len(absent))
+                self.waited(peer, (now - since[0]) / len(absent))
+            since[0] = now
+        self._add_taken()
         kept = {peer: count for peer, count in self._kept.items() if count}
         return Counts(
             self._rank,
@@ -209,15 +222,31 @@ class Counters:
             counted.messages_sent += 1
             counted.bytes_sent += len(message.view)
         if self._blocked and message.round.left == 1:
-            self.arrived(message.work, message.peer)
+            since = self._blocked.get(message.work)
+            if since is None or len(self._blocked) > 1:
+                self.arrived(message.work, message.peer)
+            else:  # nearly always
+                now = self._now()
+                counted.seconds_waiting += now - since[0]
+                since[0] = now
 
-    def taking(self, program: Iterable[Program], taken: Iterable[Taken]) -> Iterator[Program]:
-        """The program of a collective in shared memory; when it is over, it has moved this."""
-        yield from program
-        for peer, given, read in taken:
-            counted = self._peers[peer]
-            counted.bytes_given += given
-            counted.bytes_read += read
+    def took(self, taken: Taken) -> None:
+        """All are in a collective in shared memory, which moves this."""
+        if not taken.times:
+            self._taken.append(taken)
+            if len(self._taken) > MOST_TAKEN:
+                self._add_taken()
+        taken.times += 1
+
+    def _add_taken(self) -> None:
+        """Add what was taken to the sums of the peers."""
+        for taken in self._taken:
+            for peer, given, read in taken.exchanged:
+                counted = self._peers[peer]
+                counted.bytes_given += taken.times * given
+                counted.bytes_read += taken.times * read
+            taken.times = 0
+        self._taken.clear()
 
     # Waiting --------------------------------------------------------------------------------
 
@@ -227,34 +256,34 @@ class Counters:
         complete = step.ready(spin=spin)
         peer = step.awaited()
         if peer is not None:
-            self._waited(peer, self._now() - began)
+            self.waited(peer, self._now() - began)
         return complete
 
     def blocks(self, wait: Wait, now: float) -> None:
         """A thread begins to wait. Lock not held."""
-        self._blocked.setdefault(wait, now)
+        self._blocked.setdefault(wait, [now])
 
     def arrived(self, work: WorkBase, peer: int) -> None:
         """A step of a work is complete, with this peer's part as the last one."""
         for wait, since in list(self._blocked.items()):
             if wait is work or _is_held_up(wait, work):
-                self._blocked[wait] = now = self._now()
-                self._waited(peer, now - since)
+                now = self._now()
+                self.waited(peer, now - since[0])
+                since[0] = now
 
     def is_free(self, wait: Wait, now: float) -> None:
         """A thread goes on, or gives up: then the rank counts that the error blames.
 
         Lock not held.
         """
+        since, error = self._blocked.pop(wait, None), wait.error
+        if since is None or error is None:  # another thread has waited for it, too; or it is over
+            return
+        peer = error.peer if isinstance(error, DistributedError) else None
         with self._lock:
-            since, error = self._blocked.pop(wait, None), wait.error
-            if since is None:  # another thread has waited for it, too
-                return
-            peer = error.peer if isinstance(error, DistributedError) else None
-            blamed = ANY if peer is None else wait.group.ranks[peer]
-            self._waited(blamed, now - since)
+            self.waited(ANY if peer is None else wait.group.ranks[peer], now - since[0])
 
-    def _waited(self, peer: int, seconds: float) -> None:
+    def waited(self, peer: int, seconds: float) -> None:
         """This rank was blocked for so long, for this one."""
         if peer == ANY:
             self._seconds_unknown += seconds
@@ -272,11 +301,11 @@ def _is_held_up(wait: Wait, work: WorkBase) -> bool:
 
 
 class LoggedStep(Struct, frozen=True):
-    """What the program has logged.
+    """What the program has logged; of one that logs nothing, what was counted.
 
-    number   of the last step that has ended; -1: none was logged
+    number   of the last step that has ended; -1: none has
     ended    when, in seconds since 1970
-    seconds  that a step has taken since the one that was logged before it; None for the first
+    seconds  that a step has taken since the one that was noted before it; None for the first
     values   the latest value of each name, such as `loss`
     """
 
@@ -293,16 +322,64 @@ class Progress:
             loss = train(batch)
             backend.progress.log(step, loss=loss)
 
-    latest   what was logged last; another object each time, which any thread may read
-    on_log   called at the end of `log`, by the thread that logs
+    Until it does, steps are counted from 0 by what trains: a backward pass of DDP or FSDP that has
+    averaged gradients, an optimizer's step of LocalSGD or DiLoCo, a pipeline's `train_step`, and
+    `distributed_train_step`. What the program logs counts instead, from then on.
+
+    on_log   called when a step was logged or counted, by the thread that did it
     """
 
     def __init__(self, rank: int, now: Callable[[], float]) -> None:
-        self.latest = LoggedStep()
         self.on_log: Callable[[], object] | None = None
         self._rank = rank
         self._now = now
         self._at = 0.0  # on that clock
+        self._logged = LoggedStep()
+        # The last step that was counted: its number, when it ended, and how long it took.
+        self._counted: tuple[int, float, float | None] = (-1, 0.0, None)
+        self._main = 0  # which source has ended it
+        self._others: set[int] = set()  # which have ended a step of theirs since
+        self._muted = 0  # for how many reasons nothing is counted
+
+    @property
+    def latest(self) -> LoggedStep:
+        """The step that has ended last, and the latest values. Any thread may read it."""
+        if self._logged.number >= 0:
+            return self._logged
+        number, at, seconds = self._counted
+        return LoggedStep(number, time() - (self._now() - at) if number >= 0 else 0.0, seconds)
+
+    def count(self, source: object) -> None:
+        """Note that what trains has ended a step, if the program logs none. Less than 1 us.
+
+        source   what trains. Where there are several, as two models are that train each other, a
+                 step is over when one of them ends its second
+        """
+        if self._muted:
+            return
+        known = id(source)
+        if known != self._main:
+            if self._main and known not in self._others:
+                self._others.add(known)
+                return
+            self._main = known
+        if self._others:
+            self._others.clear()
+        number, before, _ = self._counted
+        now = self._now()
+        self._counted = number + 1, now, now - before if number >= 0 else None
+        if self.on_log is not None:
+            self.on_log()
+
+    @contextmanager
+    def one_step(self, source: object) -> Iterator[None]:
+        """Count one step when this block ends well, whatever is counted in it."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+        self.count(source)
 
     def log(self, step: int, **values: float) -> None:
         """Note that this step has ended, and the latest values. About 2 us; sends nothing.
@@ -313,7 +390,7 @@ class Progress:
 
         Call it from one thread. Raises TypeError for what is no number.
         """
-        number, last, now = index(step), self.latest, self._now()
+        number, last, now = index(step), self._logged, self._now()
         known = dict(last.values)
         for name, value in values.items():
             try:
@@ -327,6 +404,7 @@ class Progress:
         if last.number >= 0:
             seconds = (now - self._at) / max(1, number - last.number)
         self._at = now
-        self.latest = LoggedStep(number, time(), seconds, known)
+        self._muted += last.number < 0
+        self._logged = LoggedStep(number, time(), seconds, known)
         if self.on_log is not None:
             self.on_log()

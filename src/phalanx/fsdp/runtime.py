@@ -361,6 +361,7 @@ class FsdpRuntime:
             gradient.finalize(used[first:last])
             first = last
         self.accumulated = False
+        self.plan.world.progress.count(self)
 
     def _reshard(self, group: ParameterGroup) -> None:
         """After its backward pass, unless another one is to go through that."""

@@ -163,7 +163,7 @@ def _of_operations(field: str) -> Callable[[Counts, LoggedStep], Samples]:
 
 
 def _of_step(read: Callable[[LoggedStep], float | None]) -> Callable[[Counts, LoggedStep], Samples]:
-    """One sample, once a step was logged."""
+    """One sample, once a step has ended."""
 
     def samples(_: Counts, step: LoggedStep) -> Samples:
         value = read(step)
@@ -242,14 +242,14 @@ METRICS = (
         "step",
         "gauge",
         "{step}",
-        "The number of the last step that the program has logged.",
+        "The number of the last step, as the program logs it, or counted from 0.",
         _of_step(lambda step: step.number),
     ),
     Metric(
         "step_seconds",
         "gauge",
         "s",
-        "Seconds that a step has taken since the one that was logged before it.",
+        "Seconds that a step has taken since the one before that was logged or counted.",
         _of_step(lambda step: step.seconds),
     ),
     Metric(

@@ -228,19 +228,21 @@ class _Sums(NamedTuple):
         return cls(now, blocked, counts.seconds_waiting, calls, counts.bytes_out, counts.bytes_in)
 
 
-def publish(backend: Backend, environ: Mapping[str, str] = os.environ) -> None:
+def publish(
+    backend: Backend, world: World | None = None, environ: Mapping[str, str] = os.environ
+) -> None:
     """Publish this rank's state while somebody watches, if the environment says where.
 
-    At an address the first rank of each host serves what the ranks there publish. `MisuseError`
-    when PHALANX_WATCH names a folder or an address that is not fit for it; the backend is gone
-    then.
+    `world` is what the launcher says; by default what it left in the environment. At an address the
+    first rank of each host serves what the ranks there publish. `MisuseError` when PHALANX_WATCH
+    names a folder or an address that is not fit for it; the backend is gone then.
     """
     place = environ.get(VARIABLE, "")
     if not place:
         return
-    world: World | None = None
-    with suppress(DistributedError):  # as a program has it that torch's groups form by themselves
-        world = read_environment(environ)
+    if world is None:
+        with suppress(DistributedError):  # a program may have torch's groups form by themselves
+            world = read_environment(environ)
     if world is None or (world.rank, world.world_size) != (backend.rank, backend.world_size):
         world = World(backend.rank, backend.world_size)  # made by hand, as torch's groups may be
     try:

@@ -171,7 +171,9 @@ class _Launch:
             node_rank=job.node_rank,
             max_restarts=job.max_restarts,
             master=job.master,
+            listen=watch.listen,
         )
+        watch.nodes = self._nodes if job.nodes > 1 else None
 
     def run(self) -> int:
         """Run generations until one ends well, or none is left; return the exit code."""

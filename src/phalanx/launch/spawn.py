@@ -41,8 +41,9 @@ from phalanx.launch.environment import World
 from phalanx.launch.init import check_name
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
-from phalanx.launch.report import RankTraceback, error_line, root_cause
+from phalanx.launch.report import RankTraceback, describe_failure, error_line, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
+from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.addresses import listen_on
 
@@ -88,24 +89,45 @@ def spawn(
         ) from None
     call = _pickle(fn, preparation)
     open_standard_streams()
-    with (
-        _Interrupts() as interrupts,
-        Reaper() as reaper,
-        _open_output(interrupts) as open_output,
-        Supervisor(reaper, open_output, results=True) as ranks,
-    ):
-        shown = {} if open_output is None else _SHOWN
-        environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **shown, **os.environ}
-        _start(ranks, preparation, call, world_size, backend, timeout, environ)
-        while ranks.state() == "running" and not interrupts.received:
-            ranks.wait()
-        ranks.stop(hurry=interrupts.again)
-    if (root := root_cause(ranks.exits())) is not None:
+    watch = NodeWatch(_name(fn), 0, os.environ)
+    how = "its launcher has ended"
+    try:
+        with (
+            _Interrupts() as interrupts,
+            Reaper(watch.private) as reaper,
+            _open_output(interrupts) as open_output,
+            Supervisor(reaper, open_output, results=True) as ranks,
+        ):
+            shown = {} if open_output is None else _SHOWN
+            environ = {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), **shown, **os.environ}
+            environ |= watch.environment()
+            _start(ranks, preparation, call, world_size, backend, timeout, environ)
+            watch.begin(0, world_size)
+            while ranks.state() == "running" and not interrupts.received:
+                ranks.wait()
+                watch.look(ranks.ranks)
+            watch.look(ranks.ranks, now=True)
+            ranks.stop(hurry=interrupts.again)
+            watch.look(ranks.ranks, now=True)
+            root = root_cause(ranks.exits())
+            how = "it has ended well" if root is None else describe_failure(root, brief=True)
+            how = "it was interrupted" if interrupts.received else how
+    finally:
+        watch.end(how)
+    if root is not None:
         error = root.error()
         if "IPython" in sys.modules and isinstance(error.__cause__, RankTraceback):
             vars(error)["_render_traceback_"] = partial(_render, error, error.__cause__)
         raise error
     return [ended.report.result() for ended in ranks.exits() if ended.report is not None]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """Return what the job is called, for those who watch it."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    function = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return f"{os.path.basename(sys.argv[0])} spawn({function})".lstrip()
 
 
 def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:

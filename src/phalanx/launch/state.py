@@ -2,8 +2,9 @@
 
     RankState      one rank, as it says itself; its launcher adds whether it is stopped or dead
     JobState       all ranks, who is slowest, and who waits for whom
+    OtherNodes     where the job's other nodes can be watched, with several launchers
 
-Both are JSON (msgspec), never pickle. Whoever reads them bounds what others have written: see
+All are JSON (msgspec), never pickle. Whoever reads them bounds what others have written: see
 `bounded`.
 """
 
@@ -15,13 +16,14 @@ from typing import Literal
 
 import msgspec
 
-Status = Literal["starting", "running", "stopped", "dead", "ended"]
+Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended"]
 """What the process of a rank is doing:
 
     starting  it has not published anything: no `phalanx.init()`, or no call since the watch began
     running   it runs
     stopped   it does not run: SIGSTOP, or a debugger holds it
     dead      it has ended otherwise than well; `reason` says how
+    unreachable   nothing comes from its node; who watches says so, and not the rank
     ended     it has ended well: exit code 0, or 75 after a notice; or it has left the job
 """
 
@@ -108,6 +110,37 @@ class JobState(msgspec.Struct, kw_only=True):
     slowest: int | None = None
     chain: list[str] = msgspec.field(default_factory=list)
     ended: str = ""
+
+
+class NodePlace(msgspec.Struct, kw_only=True, frozen=True):
+    """A node of a job: which ranks it has, and where it can be watched (watch_server.py).
+
+    node, host         its number, and the name of its host
+    first_rank, ranks  the first of its ranks, and how many they are
+    address            host:port; "" while it has not said
+    reason             why it does not listen; "" if it does, or has not said
+    """
+
+    node: int
+    host: str
+    first_rank: int
+    ranks: int
+    address: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({plain(self.host)})"
+
+
+class OtherNodes(msgspec.Struct, kw_only=True):
+    """What a launcher leaves for those who watch on its host, of a job with several launchers.
+
+    token   by which they let them in
+    nodes   all but this one
+    """
+
+    token: str
+    nodes: list[NodePlace]
 
 
 _STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")

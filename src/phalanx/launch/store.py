@@ -13,7 +13,8 @@ What the nodes of a job tell each other goes through it, too; the launcher of no
         \\------- all nodes have written: the same log, the same decision --------/
     ranks of generation 1, or the end          ranks of generation 1, or the end
 
-Every node writes one entry a generation: how it ended there.
+Every node writes one entry a generation: how it ended there. When somebody watches the job on a
+node, that one leaves word of it; then all write where they can be watched (watch_node.py).
 
 Calls of torch's store wait without hearing signals. So a thread makes them, while the launcher
 watches its ranks. A job of one node needs the store for its ranks alone, and agrees with itself.
@@ -25,12 +26,13 @@ import errno
 import logging
 import math
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -45,6 +47,8 @@ from phalanx.launch.report import (
     describe_failure,
     root_cause,
 )
+from phalanx.launch.state import NodePlace, OtherNodes
+from phalanx.launch.watch_server import token_between_nodes
 from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
@@ -160,6 +164,7 @@ def connect_store(host: str, port: int, deadline: float) -> TCPStore:
 
 PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
 _POLL = 0.1
+_LOOK_EVERY = 5  # polls between two looks whether somebody watches on another node
 _SETTLE = 10.0  # seconds that nodes have to stop their ranks, and to write that they have
 _LAST_WORDS = 5.0  # seconds that node 0 keeps the store for nodes that have not read its end
 
@@ -196,6 +201,8 @@ class Nodes:
     """This node's part in a job; `close()` it at the end.
 
     `placement` is the first rank of this node and the world size; None until all nodes have joined.
+    `watched` is to be set when somebody watches on this node; `listen(endpoint, token, ranks)` has
+    to return then where this node can be watched, or raise why it cannot.
     With several nodes a thread sets the attributes. With one the store is a process of its own:
     the launcher does not import torch, which takes seconds and holds up every thread meanwhile.
     """
@@ -209,7 +216,12 @@ class Nodes:
         node_rank: int = 0,
         max_restarts: int = 0,
         master: str = "",
+        listen: Callable[[Endpoint, str, int], str] | None = None,
     ) -> None:
+        self.watched = threading.Event()
+        self._listen_for_watchers = listen
+        self._token = ""  # of those who watch, when somebody does
+        self._places: dict[int, NodePlace] = {}
         self._nodes, self._node_rank = nodes, node_rank
         self._ranks, self._options = ranks, [nodes, max_restarts]
         self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
@@ -264,6 +276,13 @@ class Nodes:
                 f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
                 "torch here, and is there memory left?"
             )
+
+    def others(self) -> OtherNodes | None:
+        """Return where the other nodes can be watched, as far as they have said; None: not yet."""
+        if not self._token:
+            return None
+        nodes = [place for place in self._places.values() if place.node != self._node_rank]
+        return OtherNodes(token=self._token, nodes=nodes)
 
     def write(self, ended: NodeExit) -> None:
         """Tell all nodes how the next generation has ended on this one."""
@@ -373,27 +392,36 @@ class Nodes:
     def _join(self, store: TCPStore, deadline: float) -> tuple[int, int]:
         """Wait for all nodes; return the `placement`."""
         node, nodes = self._node_rank, self._nodes
-        own = msgspec.json.encode([self._ranks, *self._options])
+        own = msgspec.json.encode([self._ranks, self._options, socket.gethostname()])
         store.set(f"phalanx/node/{node}", own.decode())
-        ranks: dict[int, int] = {}
-        while missing := set(range(nodes)) - ranks.keys():
+        joined: dict[int, tuple[int, list[int], str]] = {}
+        while missing := set(range(nodes)) - joined.keys():
             for other in missing:
                 if store.check([key := f"phalanx/node/{other}"]):
-                    ranks[other], *theirs = msgspec.json.decode(store.get(key), type=list[int])
+                    data = store.get(key)
+                    joined[other] = msgspec.json.decode(data, type=tuple[int, list[int], str])
+                    _, theirs, _ = joined[other]
                     if theirs != self._options:
                         raise MisuseError(
                             f"node {other} was started with --nnodes, --max-restarts {theirs}, "
                             f"node {node} with {self._options}: give all nodes the same"
                         )
-            self._missing = missing - ranks.keys()
+            self._missing = missing - joined.keys()
             if time.monotonic() > deadline or self._closing.wait(_POLL):
                 names = ", ".join(map(str, sorted(missing)))
                 raise self._alone(f"missing after {PATIENCE} s: node {names}")
-        return sum(ranks[other] for other in range(node)), sum(ranks.values())
+        first_rank = 0
+        for other in range(nodes):
+            ranks, _, host = joined[other]
+            self._places[other] = NodePlace(
+                node=other, host=host, first_rank=first_rank, ranks=ranks
+            )
+            first_rank += ranks
+        return self._places[node].first_rank, first_rank
 
     def _exchange(self, store: TCPStore) -> None:
         """Write what there is to write, and read the log, until `close()`."""
-        written = 0
+        written = polls = 0
         while not self._closing.wait(_POLL) or self._unwritten:
             while self._unwritten:
                 value = msgspec.json.encode(self._unwritten.pop(0)).decode()
@@ -405,8 +433,41 @@ class Nodes:
                 if not store.check([key := f"phalanx/log/{generation}/{number + 1}"]):
                     break
                 self._log.append(msgspec.json.decode(store.get(key), type=NodeExit))
+            polls += 1
+            if self._listen_for_watchers is not None and (
+                self.watched.is_set() or polls % _LOOK_EVERY == 0
+            ):
+                self._meet_watchers(store, self._listen_for_watchers)
         ended_nodes = store.add("phalanx/ended", 1)
         deadline = time.monotonic() + _LAST_WORDS
         while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL)
             ended_nodes = store.add("phalanx/ended", 0)
+
+    def _meet_watchers(self, store: TCPStore, listen: Callable[[Endpoint, str, int], str]) -> None:
+        """When somebody watches, on any node, listen here; there, learn where the others do.
+
+        Where the job was given no token, theirs is drawn here, and stands in the store, as that of
+        the ranks does.
+        """
+        key, node = "phalanx/watch", self._node_rank
+        if not self._token:
+            if self.watched.is_set():
+                drawn = store.compare_set(key, "", secrets.token_hex(32))
+            elif store.check([key]):
+                drawn = store.get(key)
+            else:
+                return
+            self._token = token_between_nodes(drawn.decode())
+            try:
+                said = {"address": listen(self.endpoint, self._token, self._ranks)}
+            except (OSError, DistributedError) as error:
+                said = {"reason": str(error)}
+            self._places[node] = msgspec.structs.replace(self._places[node], **said)
+            store.set(f"{key}/{node}", msgspec.json.encode(said).decode())
+        if self.watched.is_set():
+            for other, place in list(self._places.items()):
+                unknown = not place.address and not place.reason
+                if unknown and store.check([f"{key}/{other}"]):
+                    told = msgspec.json.decode(store.get(f"{key}/{other}"), type=dict[str, str])
+                    self._places[other] = msgspec.structs.replace(place, **told)

@@ -1,12 +1,14 @@
 """The folder of one job on one host, in which its ranks publish while somebody watches.
 
-    /dev/shm/phalanx-1000/4711-8f3a/    0700, of this user; made by `phalanx run`
+    /dev/shm/phalanx-1000/4711-8f3a/    0700, of this user; made by the launcher
         watched        a watcher touches it, twice a second
         node-0.json    by the launcher: how the processes of its ranks are (see `node_part`)
         rank-3.json    by the rank: what it does (publish.py)
+        others.json    by the launcher: where the other nodes listen (watch_node.py)
 
-Every file is a `JobState`: a part of the job, written whole or not at all (a new file is renamed),
-for its user only (0600). With `PHALANX_WATCH=folder` the folder is that one, under any launcher.
+The first two are a `JobState`, a part of the job, and the last is `OtherNodes`. A file is written
+whole or not at all (a new file is renamed), for its user only (0600). With `PHALANX_WATCH=folder`
+the folder is that one, under any launcher.
 
 Who publishes looks at the time of `watched`. As long as it changes, somebody is there; the clocks
 of two hosts that share a folder need not agree.
@@ -25,19 +27,32 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from phalanx.errors import MisuseError
-from phalanx.launch.state import MOST_BYTES, JobState, RankState, Status, bounded, plain
+from phalanx.launch.state import (
+    MOST_BYTES,
+    JobState,
+    OtherNodes,
+    RankState,
+    Status,
+    bounded,
+    plain,
+)
 from phalanx.transport.tcp.heartbeat import host_id, is_stopped
 
 VARIABLE = "PHALANX_WATCH"
 PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watcher
 LINGER = 5.0  # seconds after the last touch in which somebody is taken to watch
 OLD = 60.0  # seconds for which the last word of a job that has ended is kept for its watchers
+OTHERS = "others.json"
 _MARKER = "watched"
 _PART = re.compile(r"(node|rank)-(\d{1,7})\.json")
+
+
+T = TypeVar("T")
 
 
 class WatchFolder:
@@ -58,8 +73,10 @@ class WatchFolder:
             self._watched_until = now + LINGER
         return now < self._watched_until
 
-    def write(self, name: str, part: JobState) -> None:
-        """Publish a part of the job. `OSError` when it cannot be written: nothing is left then."""
+    def write(self, name: str, part: JobState | OtherNodes) -> None:
+        """Publish a part of the job, or `OTHERS`. `OSError` when it cannot be written: nothing is
+        left then.
+        """
         path = self.path / f".{name}.{os.getpid()}"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -118,8 +135,12 @@ class WatchFolder:
                 job.ranks.append(_joined(of_ranks.get(rank), of_launchers.get(rank)))
         return job
 
+    def others(self) -> OtherNodes | None:
+        """Return where the other nodes of the job listen; None where there are none, or not yet."""
+        return _read_file(self.path / OTHERS, OtherNodes)
+
     def launcher(self) -> int:
-        """Return the process of the `phalanx run` that made this folder; 0 if none did."""
+        """Return the process of the launcher that made this folder; 0 if none did."""
         number, _, _ = self.path.name.partition("-")
         return int(number) if number.isdigit() and self.path.parent == private_base() else 0
 
@@ -130,13 +151,14 @@ class WatchFolder:
     def _parts(self) -> Iterator[tuple[str, JobState]]:
         for path in sorted(self.path.glob("*-*.json")):
             matched = _PART.fullmatch(path.name)
-            part = _read_part(path) if matched is not None else None
+            part = _read_file(path, JobState) if matched is not None else None
             if matched is not None and part is not None:
+                part.ranks = [bounded(state) for state in part.ranks]
                 yield matched[1], part
 
 
-def _read_part(path: Path) -> JobState | None:
-    """Return what was published there, bounded; None for what is no such file."""
+def _read_file(path: Path, kind: type[T]) -> T | None:
+    """Return what was published there; None for what is no such file."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(path, flags), "rb") as file:
@@ -144,12 +166,9 @@ def _read_part(path: Path) -> JobState | None:
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
                 return None
             data = file.read(MOST_BYTES + 1)
-        part = msgspec.json.decode(data, type=JobState) if len(data) <= MOST_BYTES else None
+        return msgspec.json.decode(data, type=kind) if len(data) <= MOST_BYTES else None
     except (OSError, msgspec.MsgspecError):
         return None
-    if part is not None:
-        part.ranks = [bounded(state) for state in part.ranks]
-    return part
 
 
 def _joined(own: RankState | None, launcher: RankState | None) -> RankState:
@@ -228,8 +247,10 @@ def make_private_folder(name: str) -> WatchFolder:
     for folder in private_folders():
         launcher = folder.launcher()
         with suppress(OSError):
-            gone = launcher and process_status(launcher)[0] == "dead"
-            if gone and time.time() - folder.path.stat().st_mtime > OLD:
+            if not launcher or time.time() - folder.path.stat().st_mtime < OLD:
+                continue
+            state = folder.read()  # the process of a notebook lives longer than its jobs
+            if process_status(launcher)[0] == "dead" or (state is not None and state.ended):
                 shutil.rmtree(folder.path, ignore_errors=True)
     return open_folder(base / name)
 

@@ -1,9 +1,13 @@
-"""What `phalanx run` tells those who watch: how the processes of this host's ranks are.
+"""What the launcher of a host tells those who watch: how the processes of its ranks are.
 
 A rank that is stopped or dead cannot say so itself. The launcher looks at its ranks all the time,
 and reads what they print. While somebody watches it publishes that, beside what the ranks publish
 (watch_folder.py): which are stopped, how the dead have ended, the last line of each, and in the end
 how the job has ended.
+
+With several launchers each shows the whole job on its host: when somebody watches on one of them,
+all listen (watch_server.py), and tell each other where through the job's store (store.py). Those
+who watch call them.
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from phalanx.errors import MisuseError
 from phalanx.launch.report import AGAIN, describe_failure
-from phalanx.launch.state import JobState, RankState, Status, plain
+from phalanx.launch.state import JobState, OtherNodes, RankState, Status, plain
+from phalanx.launch.store import Nodes
 from phalanx.launch.supervisor import RankProcess
 from phalanx.launch.watch_folder import (
+    OTHERS,
     PERIOD,
     STOPPED,
     VARIABLE,
@@ -33,7 +40,15 @@ from phalanx.launch.watch_folder import (
     private_base,
 )
 from phalanx.launch.watch_server import WatchServer, as_address, serve
+from phalanx.transport.tcp.addresses import (
+    PORTS,
+    address_toward,
+    check_listening,
+    chosen_interfaces,
+    listen_on,
+)
 from phalanx.transport.tcp.heartbeat import is_stopped
+from phalanx.wire.control import Endpoint
 
 
 class NodeWatch:
@@ -43,12 +58,16 @@ class NodeWatch:
     removes it. Where no folder can be made, a line on stderr says so, and the job goes on.
     """
 
+    nodes: Nodes | None = None
+    """The other nodes of the job, if there are any."""
+
     def __init__(self, name: str, node: int, environ: Mapping[str, str]) -> None:
         self._file = f"node-{node}.json"
         self._part = JobState(name=name, world_size=0, time=time.time(), ranks=[])
         self._folder: WatchFolder | None = None
         self._next = 0.0
-        self._server: WatchServer | None = None
+        self._servers: list[WatchServer] = []
+        self._others: OtherNodes | None = None  # as they stand in the folder
         self.private = ""
         given = environ.get(VARIABLE, "")
         above = given.startswith(f"{private_base()}/")  # that of a launcher above this one
@@ -63,7 +82,7 @@ class NodeWatch:
             sys.stderr.write(f"phalanx: this job cannot be watched: {error}\n")
         if endpoint is not None and self._folder is not None:
             try:
-                self._server = serve(self._folder, endpoint)
+                self._servers.append(serve(self._folder, endpoint))
             except BaseException:
                 shutil.rmtree(self.private, ignore_errors=True)
                 raise
@@ -72,6 +91,28 @@ class NodeWatch:
         """Return what ranks find in their environment."""
         return {VARIABLE: str(self._folder.path) if self._folder is not None else ""}
 
+    def listen(self, toward: Endpoint, token: str, ranks: int) -> str:
+        """Serve this node to those who watch on others, and hold the token; return where.
+
+        That is at the address that leads to `toward`, the launcher of node 0, as the ranks of this
+        node have it, and at a port of PHALANX_PORTS that these leave over. `MisuseError`,
+        `BackendUnavailableError` or OSError where that cannot be.
+        """
+        if self._folder is None:
+            raise MisuseError("it has no folder in which its ranks publish")
+        try:
+            check_listening(ranks + 1)
+        except MisuseError:
+            chosen_interfaces()
+            raise MisuseError(
+                f"{PORTS}={os.environ[PORTS]} has a port for each of its {ranks} ranks, and none "
+                "for those who watch: give one more"
+            ) from None
+        listener = listen_on(address_toward(*toward, one_host=False))
+        server = WatchServer(self._folder, listener, token.encode())
+        self._servers.append(server)
+        return str(server.endpoint)
+
     def begin(self, generation: int, world_size: int) -> None:
         """Tell that a generation of ranks begins."""
         self._part.generation, self._part.world_size = generation, world_size
@@ -79,15 +120,23 @@ class NodeWatch:
         self._publish()
 
     def look(
-        self, ranks: Sequence[RankProcess], output: Mapping[int, bytes], *, now: bool = False
+        self,
+        ranks: Sequence[RankProcess],
+        output: Mapping[int, bytes] = MappingProxyType({}),
+        *,
+        now: bool = False,
     ) -> None:
-        """Publish how the ranks are, if somebody watches, and it is time to, or `now`."""
+        """Publish how the ranks are, if somebody watches, and it is time to, or `now`.
+
+        output   what each rank has printed last, if this process has seen it
+        """
         if self._folder is None or (time.monotonic() < self._next and not now):
             return
         self._next = time.monotonic() + PERIOD
-        if self._server is not None:
-            self._server.accept()
+        for server in list(self._servers):
+            server.accept()
         if self._folder.is_watched():
+            self._tell_others()
             self._part.ranks = [self._state(rank, output.get(rank.rank, b"")) for rank in ranks]
             self._publish()
 
@@ -98,19 +147,32 @@ class NodeWatch:
             return
         if self._folder.is_watched():
             self._publish()
-            if self._server is not None:
-                self._server.finish()
+            for server in self._servers:
+                server.finish()
         elif self.private:
             shutil.rmtree(self.private, ignore_errors=True)
         else:
             with suppress(OSError):
                 (self._folder.path / self._file).unlink()
 
+    def _tell_others(self) -> None:
+        """Tell who watches here where the other nodes are; have these listen, if they do not."""
+        if self.nodes is None or not self.private:  # else all nodes publish in one folder
+            return
+        self.nodes.watched.set()
+        others = self.nodes.others()
+        if others is not None and others != self._others:
+            self._others = others
+            self._write(OTHERS, others)
+
     def _publish(self) -> None:
         self._part.time = time.time()
+        self._write(self._file, self._part)
+
+    def _write(self, name: str, part: JobState | OtherNodes) -> None:
         if self._folder is not None:
             try:
-                self._folder.write(self._file, self._part)
+                self._folder.write(name, part)
             except OSError as error:  # a full disk, say: the job goes on
                 sys.stderr.write(f"phalanx: this job cannot be watched any more: {error}\n")
                 self._folder = None

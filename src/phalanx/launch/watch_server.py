@@ -1,4 +1,5 @@
-"""A job's folder over the network: `PHALANX_WATCH=host:port`, for who holds the job's token.
+"""A job's folder over the network, for who holds the job's token: `PHALANX_WATCH=host:port`, and
+between the nodes of a job of `phalanx run`.
 
     watcher                              node: its launcher, or its first rank
       | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
@@ -12,6 +13,7 @@ there are `MOST_WATCHERS` at a time.
 
 from __future__ import annotations
 
+import hmac
 import re
 import socket
 import threading
@@ -82,19 +84,18 @@ def _speak(sock: socket.socket, handshake: Handshake, first: bytes) -> None:
 
 
 class WatchServer:
-    """Serves the folder of a job to watchers on other hosts. `OSError` if it cannot listen there.
+    """Serves the folder of a job to watchers on other hosts, who call this listener.
 
     Nothing runs until `accept` has met a caller.
     """
 
-    def __init__(self, folder: WatchFolder, endpoint: Endpoint, token: bytes) -> None:
+    def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
         self._folder = folder
         self._token = token
         self._places = threading.Semaphore(MOST_WATCHERS)
-        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-        self._listener = socket.create_server(tuple(endpoint), family=family)
-        self._listener.setblocking(False)
-        self.endpoint = endpoint._replace(port=self._listener.getsockname()[1])
+        self._listener = listener
+        listener.setblocking(False)
+        self.endpoint = Endpoint(*listener.getsockname()[:2])
 
     def accept(self) -> None:
         """Serve those who have called since, each in a thread; does not wait."""
@@ -137,8 +138,9 @@ class WatchServer:
 def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
     """Return a server of `folder` at that address. `MisuseError`: no token, or it is in use."""
     token = token_for_watchers(f"{VARIABLE}={endpoint}")
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     try:
-        return WatchServer(folder, endpoint, token)
+        return WatchServer(folder, socket.create_server(tuple(endpoint), family=family), token)
     except OSError as error:
         raise MisuseError(
             f"{VARIABLE}={endpoint}: nobody can listen there ({error}): give an address of this "
@@ -146,8 +148,18 @@ def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
         ) from error
 
 
+def token_between_nodes(drawn: str) -> str:
+    """Return by what the nodes of a job let each other's watchers in: it follows from the job's
+    token. `drawn` is it where there is none, as ranks have one of rank 0 then.
+    """
+    given = find_token()
+    return hmac.digest(given.encode(), b"phalanx watch", "sha256").hex() if given else drawn
+
+
 class RemoteFolder:
     """A watcher's connection to one node. `read()` returns the latest state that has come.
+
+    heard   when something has come last, on the monotonic clock
 
     `BackendUnavailableError` when nobody listens there, `AuthenticationError` when the two do not
     hold the same token.
@@ -156,6 +168,7 @@ class RemoteFolder:
     def __init__(self, endpoint: Endpoint, token: bytes) -> None:
         self._received = bytearray()
         self._latest: JobState | None = None
+        self.heard = time.monotonic()
         try:
             self._socket = socket.create_connection(endpoint, PATIENCE)
         except OSError as error:
@@ -216,3 +229,4 @@ class RemoteFolder:
         if not data or len(self._received) > 2 * MOST_BYTES:
             raise ConnectionError
         self._received += data
+        self.heard = time.monotonic()

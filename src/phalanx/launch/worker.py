@@ -168,6 +168,7 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
     """Return what the pickled function `call` returns for a new backend."""
     from phalanx.launch import metrics  # noqa: PLC0415
     from phalanx.launch.init import make_backend, why_not_nccl  # noqa: PLC0415 -- imports torch
+    from phalanx.launch.publish import publish  # noqa: PLC0415
 
     try:
         function: Callable[[Any], Any] = pickle.loads(call)
@@ -184,6 +185,7 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
         world = replace(world, nccl=not why_not_nccl(world.world_size - 1))
     made = make_backend(backend, world, timeout)
     metrics.begin(made)
+    publish(made, world)
     try:
         result = function(made)
     except BaseException:

@@ -260,6 +260,7 @@ class Reducer:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
+        self._backend.progress.count(self)
 
     def _finish_buckets(self, scale: float = 1) -> None:
         """Wait until all that was started is averaged; scale it. Raises the first error, after all

@@ -171,7 +171,8 @@ class Pipeline(Wrapper):
         rank as it is; the others raise a `PeerLostError` at once, and the group is broken, since
         messages may still be under way.
         """
-        step, result = self._run("train_step", inputs, targets, loss, timeout)
+        with self.backend.progress.one_step(self):
+            step, result = self._run("train_step", inputs, targets, loss, timeout)
         self._measured = step.busy, step.span
         self._peak = step.most_alive
         return result

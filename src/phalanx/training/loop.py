@@ -57,6 +57,8 @@ def distributed_train_step(
             error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
         raise
     aggregator.steps += 1
+    if aggregator.backend is not None:
+        aggregator.backend.progress.count(aggregator)
     return loss
 
 

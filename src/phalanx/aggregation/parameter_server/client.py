@@ -227,6 +227,7 @@ class ParameterClient:
             raise
         if kind in (MessageKind.PUSH, MessageKind.SKIP):
             self.pushes += 1
+            self.backend.progress.count(self)
         if into is not None:
             for connection in self._connections:
                 connection.copy_to(into)

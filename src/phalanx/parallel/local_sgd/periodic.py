@@ -126,6 +126,7 @@ class PeriodicSync(Wrapper):
             self._sync_if_due()
 
     def _sync_if_due(self) -> None:
+        self.backend.progress.count(self)
         early = self.steps <= self.start_after
         period = 1 if early else self.every
         if self._counter.since >= period:

@@ -18,10 +18,10 @@ import math
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
-Event = dict[str, Any]
-"""One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
+import msgspec
+
+from phalanx.tools.trace.files import EventArgs, TraceEvent
 
 STATES = ("computing", "overlapped", "waiting", "communicating")
 """What a rank does: compute, or anything else that is no operation of Phalanx; compute while an
@@ -36,9 +36,8 @@ _OTHERS = ("other operations", "", "")
 _LONGEST = 2000  # characters of an error
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part in an operation, in microseconds.
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """One rank's part in an operation, in microseconds since the first operation of the job.
 
     waited   since when the program was blocked in it; `end` if it never was
     """
@@ -97,8 +96,8 @@ class RankProfile:
     waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     waited: float = 0.0
     awaited: float = 0.0
-    seen_until: float = -math.inf  # where its presence ends, so far
-    busy_until: float = -math.inf  # where its operations end, so far
+    seen_until: float = 0.0  # where its presence ends, so far, in microseconds
+    busy_until: float = 0.0  # where its operations end, so far
 
     def states(self, number: int) -> tuple[float, float, float, float]:
         """Seconds of each of `STATES` in a bin."""
@@ -127,6 +126,7 @@ class Profile:
     def __init__(self, first: float, last: float) -> None:
         self.first = first
         self.span = min(max(last - first, 1.0), 1e15)
+        self._width = self.span / BINS
         self.ranks: defaultdict[int, RankProfile] = defaultdict(RankProfile)
         self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}
         self.errors: list[tuple[int, str, str]] = []
@@ -146,83 +146,110 @@ class Profile:
         return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
 
     def present(self, rank: int, start: float, end: float) -> None:
-        """A rank is there; its runs come in the order of their starts."""
-        profile = self.ranks[rank]
-        self._add(profile.present, max(start, profile.seen_until), end)
+        """A rank is there (microseconds since 1970); its runs come in the order of their starts."""
+        profile, end = self.ranks[rank], end - self.first
+        self._add(profile.present, max(start - self.first, profile.seen_until), end)
         profile.seen_until = max(profile.seen_until, end)
 
-    def operation(self, rank: int, event: Event) -> Part:
+    def operation(self, rank: int, event: TraceEvent, args: EventArgs) -> Part:
         """Take the next operation."""
-        args, profile = event["args"], self.ranks[rank]
-        start = min(max(event["ts"] - self.first, 0.0), self.span)
-        seconds = min(max(event["dur"], 0.0), self.span - start)
-        blocked = min(max(args.get("blocked_us", seconds), 0.0), seconds)
-        part = Part(rank, start, start + seconds, start + seconds - blocked)
-        begin = self.first + part.start
-        self._add(profile.under_way, max(begin, profile.busy_until), self.first + part.end)
-        profile.busy_until = max(profile.busy_until, self.first + part.end)
-        self._add(profile.blocked, self.first + part.waited, self.first + part.end)
-        kind = self._kind(event)
+        start = min(event.ts - self.first, self.span)
+        end = min(start + max(event.dur, 0.0), self.span)
+        waited = start
+        if args.blocked_us is not None:
+            waited = max(start, min(end - args.blocked_us, end))
+        profile = self.ranks[rank]
+        if end > profile.busy_until:
+            self._add(profile.under_way, max(start, profile.busy_until), end)
+            profile.busy_until = end
+        self._add(profile.blocked, waited, end)
+        kind = self._kind(event, args)
+        seconds = (end - start) / 1e6
         kind.count += 1
-        kind.bytes += args.get("bytes", 0)
-        kind.seconds += seconds / 1e6
-        kind.longest = max(kind.longest, seconds / 1e6)
-        kind.blocked += blocked / 1e6
-        if "error" in args and len(self.errors) < ERRORS:
-            self.errors.append((rank, _title(event), str(args["error"])[:_LONGEST]))
-        return part
+        kind.bytes += args.bytes
+        kind.seconds += seconds
+        kind.blocked += (end - waited) / 1e6
+        kind.longest = max(kind.longest, seconds)
+        if args.error is not None and len(self.errors) < ERRORS:
+            self.errors.append((rank, _title(event, args), args.error[:_LONGEST]))
+        return Part(rank, start, end, waited)
 
-    def collective(self, event: Event, parts: list[Part]) -> None:
+    def collective(self, event: TraceEvent, args: EventArgs, parts: list[Part]) -> None:
         """All ranks of a group have begun a collective, the last one of `parts` with `event`."""
         last = parts[-1]
-        for part in parts[:-1]:
-            self._waits(event, part, min(last.start, part.end), last.rank)
-        self._note_slow(event, parts, last=last.rank, late=(last.start - parts[0].start) / 1e6)
+        self._waits(event, args, parts[:-1], last.start, last.rank)
+        self._note_slow(event, args, parts, last.rank, (last.start - parts[0].start) / 1e6)
 
-    def incomplete(self, event: Event, parts: list[Part], missing: list[int]) -> None:
+    def incomplete(
+        self, event: TraceEvent, args: EventArgs, parts: list[Part], missing: list[int]
+    ) -> None:
         """Some ranks have no part in a collective: they died before its end, or never began it."""
         self.broken += 1
         for rank in missing:
             self.absent[rank] += 1
-        for part in parts:
-            self._waits(event, part, part.end, missing[0] if len(missing) == 1 else None)
-        self._note_slow(event, parts, missing=tuple(missing))
+        culprit = missing[0] if len(missing) == 1 else None
+        self._waits(event, args, parts, math.inf, culprit)
+        self._note_slow(event, args, parts, missing=tuple(missing))
 
-    def alone(self, event: Event, part: Part) -> None:
+    def alone(self, event: TraceEvent, args: EventArgs, part: Part) -> None:
         """A message, or a collective of one rank."""
-        self._note_slow(event, [part])
+        self._note_slow(event, args, [part])
 
-    def _waits(self, event: Event, part: Part, until: float, culprit: int | None) -> None:
-        """A rank is blocked in its part, until then, by what another one has not begun."""
-        seconds = max(0.0, until - part.waited) / 1e6
-        self.ranks[part.rank].waited += seconds
-        self._kind(event).waiting += seconds
-        self._add(self.ranks[part.rank].waiting, self.first + part.waited, self.first + until)
+    def _waits(
+        self,
+        event: TraceEvent,
+        args: EventArgs,
+        parts: list[Part],
+        until: float,
+        culprit: int | None,
+    ) -> None:
+        """Ranks are blocked in their parts, until then, by what another one has not begun."""
+        in_all = 0.0
+        for part in parts:
+            end = min(until, part.end)
+            if end > part.waited:
+                seconds = (end - part.waited) / 1e6
+                in_all += seconds
+                profile = self.ranks[part.rank]
+                profile.waited += seconds
+                self._add(profile.waiting, part.waited, end)
+        self._kind(event, args).waiting += in_all
         if culprit is not None:
-            self.ranks[culprit].awaited += seconds
+            self.ranks[culprit].awaited += in_all
 
-    def _kind(self, event: Event) -> KindOfOperation:
-        args = event["args"]
-        key = (event["name"], str(args.get("where", "")), str(args.get("group", "world")))
-        if key not in self.kinds and len(self.kinds) >= KINDS:
-            key = _OTHERS
-        return self.kinds.setdefault(key, KindOfOperation())
+    def _kind(self, event: TraceEvent, args: EventArgs) -> KindOfOperation:
+        key = (event.name, args.where, args.group)
+        kind = self.kinds.get(key)
+        if kind is None:
+            key = key if len(self.kinds) < KINDS else _OTHERS
+            kind = self.kinds.setdefault(key, KindOfOperation())
+        return kind
 
-    def _note_slow(self, event: Event, parts: list[Part], **more: Any) -> None:
-        start, args = parts[0].start, event["args"]
-        seconds = (max(part.end for part in parts) - start) / 1e6
+    def _note_slow(
+        self,
+        event: TraceEvent,
+        args: EventArgs,
+        parts: list[Part],
+        last: int = -1,
+        late: float = 0.0,
+        missing: tuple[int, ...] = (),
+    ) -> None:
+        start = parts[0].start
+        seconds = (max([part.end for part in parts]) - start) / 1e6
         self._count += 1  # of equal ones the first is kept, and none are compared
         if len(self._slowest) == SLOWEST and seconds <= self._slowest[0][0]:
             return
         slow = Slow(
             seconds,
             start / 1e6,
-            event["name"],
-            args.get("sequence") or 0,
-            str(args.get("group", "world")),
-            str(args.get("where", "")),
+            event.name,
+            args.sequence or 0,
+            args.group,
+            args.where,
             parts[0].rank,
-            **more,
+            last,
+            late,
+            missing,
         )
         heapq.heappush(self._slowest, (seconds, -self._count, slow))
         if len(self._slowest) > SLOWEST:
@@ -230,16 +257,17 @@ class Profile:
 
     def _add(self, bins: array[float], start: float, end: float) -> None:
         """Add the time from `start` to `end` to the bins that it is in."""
-        width = self.span / BINS
-        start = max(start - self.first, 0.0) / width
-        end = min((end - self.first) / width, BINS)
-        number = int(start) if start < end else BINS
-        while number < end:
-            inside = min(end, number + 1) - max(start, number)
-            bins[number] += inside * width / 1e6
-            number += 1
+        width = self._width
+        number = int(start / width)
+        if end <= (number + 1) * width:  # most operations are in one
+            if end > start:
+                bins[min(number, BINS - 1)] += (end - start) / 1e6
+            return
+        while number < BINS and start < end:
+            until = min(end, (number + 1) * width)
+            bins[number] += (until - start) / 1e6
+            start, number = until, number + 1
 
 
-def _title(event: Event) -> str:
-    sequence = event["args"].get("sequence")
-    return event["name"] if sequence is None else f"{event['name']} #{sequence}"
+def _title(event: TraceEvent, args: EventArgs) -> str:
+    return event.name if args.sequence is None else f"{event.name} #{args.sequence}"

@@ -26,18 +26,16 @@ from phalanx.launch.watch_folder import (
     process_status,
 )
 from phalanx.launch.watch_server import RemoteFolder, as_address, token_for_watchers
+from phalanx.tools.watch.nodes import FIRST, SILENCE, Read, RemoteNode, WholeJob, all_of
 from phalanx.wire.control import Answer, chain_of_waits
 
+TROUBLE = ("stopped", "dead", "unreachable")  # what a rank may be that others wait for in vain
 STALL = 2.0  # seconds in one call after which the chain of waits is shown
-SILENCE = 3.0  # seconds without a new state after which a rank is said to be silent
 _FIRST = 2.0  # seconds that ranks have to see that somebody watches
 _APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
 _MEMORY = 5.0  # seconds over which shares of time are averaged, to tell who is slowest
 
 GONE = "its launcher has gone without a word: it was killed, perhaps"
-
-Read = Callable[[], "JobState | None"]
-"""Asks for states, and returns the latest one; None if the job is gone."""
 
 
 def follow(
@@ -66,10 +64,12 @@ def follow(
 def snapshot(read: Read) -> JobState | None:
     """Return one state, when the ranks have published, or a moment is over. None: it is gone."""
     began, state = time.monotonic(), None
+    known = began  # when something was known of all nodes
     for state in follow(read):
-        published = all(rank.status != "starting" for rank in state.ranks)
-        seconds = time.monotonic() - began
-        if seconds > (2 * PERIOD if published else _FIRST):  # launchers publish once a `PERIOD`
+        now, starting = time.monotonic(), [r for r in state.ranks if r.status == "starting"]
+        if now < began + FIRST and any(not rank.pid for rank in starting):
+            known = now
+        elif now - known > (_FIRST if starting else 2 * PERIOD):  # launchers publish in a `PERIOD`
             break
     return state
 
@@ -140,7 +140,7 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
     """
     states = {state.rank: state for state in ranks}
     waiting = [state for state in ranks if state.status == "running" and state.waits_for]
-    given_up = {state.rank for state in ranks if state.status in ("stopped", "dead")}
+    given_up = {state.rank for state in ranks if state.status in TROUBLE}
     stuck = [
         state
         for state in waiting
@@ -235,7 +235,8 @@ def find_job(*places: str) -> Read:
     endpoints = [as_address(place) for place in places]
     if places and None not in endpoints:
         token = token_for_watchers(places[0])
-        return _all_of([RemoteFolder(each, token).read for each in endpoints if each is not None])
+        calls = [(each, RemoteFolder(each, token)) for each in endpoints if each is not None]
+        return all_of([RemoteNode(str(each), each, token, folder) for each, folder in calls])
     if len(places) > 1:
         raise MisuseError(
             f"phalanx watch {' '.join(places)}: it is one folder, or a list of host:port"
@@ -245,10 +246,12 @@ def find_job(*places: str) -> Read:
         if not path.is_dir():
             raise MisuseError(
                 f"there is no folder {path}: give the one that {VARIABLE} named when the job was "
-                "started, or nothing, for a job of phalanx run on this host"
+                "started, or nothing, for a job of phalanx run or phalanx.spawn on this host"
             )
-        return _reader(WatchFolder(path))
-    return _reader(choose(jobs()))
+        folder = WatchFolder(path)
+    else:
+        folder = choose(jobs())
+    return WholeJob(folder, _reader(folder))
 
 
 def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
@@ -263,8 +266,8 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
         return max(found, key=lambda job: job[1].time)[0]
     if not running:
         raise MisuseError(
-            "no job of yours runs on this host under phalanx run. For a job of another launcher "
-            f"set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
+            "no job of yours runs on this host under phalanx run or phalanx.spawn. For another "
+            f"launcher set {VARIABLE}=FOLDER when you start it, and type: phalanx watch FOLDER"
         )
     lines = [
         f"  phalanx watch {folder.path}   # {state.name} on {state.world_size}"
@@ -274,7 +277,7 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
 
 
 def jobs() -> list[tuple[WatchFolder, JobState]]:
-    """Return this user's jobs of `phalanx run` on this host, and their folders.
+    """Return this user's jobs of Phalanx's launchers on this host, and their folders.
 
     `time` of the states is when something was published last.
     """
@@ -309,22 +312,5 @@ def _reader(folder: WatchFolder) -> Read:
             well = all(rank.status == "ended" for rank in state.ranks)
             state.ended = "its ranks have left it" if well else "its processes have gone"
         return state
-
-    return read
-
-
-def _all_of(nodes: Sequence[Read]) -> Read:
-    """Return what reads the nodes of one job as one; a node that has gone is left out."""
-
-    def read() -> JobState | None:
-        parts = [part for node in nodes if (part := node()) is not None]
-        if not parts:
-            return None
-        job = parts[0]
-        job.ranks = [state for part in parts for state in part.ranks]
-        job.generation = max(part.generation for part in parts)
-        ended = [part.ended for part in parts]
-        job.ended = ended[0] if all(ended) and len(parts) == len(nodes) else ""
-        return job
 
     return read

@@ -1,5 +1,6 @@
 const byId = id => document.getElementById(id);
 const MINUTE = 60, DIGITS = 35, LABELS = 64;
+const TROUBLE = ["stopped", "dead", "unreachable"];
 let job = null, samples = [], paused = false, cursor = null, connected = true;
 let sorted = { column: 0, up: true };
 
@@ -114,7 +115,7 @@ function fillTable() {
 let said = "";
 
 function fillTrouble() {
-  const lines = job.ranks.filter(rank => rank.status === "stopped" || rank.status === "dead")
+  const lines = job.ranks.filter(rank => TROUBLE.includes(rank.status))
     .map(rank => [rank.status, `rank ${rank.rank} is ${rank.status}${rank.reason ? ": " + rank.reason : ""}`]);
   for (const line of job.chain) lines.push(["chain", line]);
   if (job.ended) lines.push(["end", `The job has ended: ${job.ended}`]);
@@ -126,7 +127,7 @@ function fillTrouble() {
   if (now === said) return;
   said = now;
   byId("alerts").className = lines.length ? "bad" : "";
-  if (!lines.length) lines.push(["fine", "Nothing: no rank is stopped or dead, and nothing stalls."]);
+  if (!lines.length) lines.push(["fine", "Nothing: no rank is stopped, dead or out of reach, and nothing stalls."]);
   byId("alerts").replaceChildren(...lines.map(([kind, text]) => {
     const line = document.createElement("p");
     line.className = kind;
@@ -137,14 +138,14 @@ function fillTrouble() {
 
 function fillSummary() {
   const count = status => job.ranks.filter(rank => rank.status === status).length;
-  const words = ["running", "starting", "stopped", "dead", "ended"]
+  const words = ["running", "starting", ...TROUBLE, "ended"]
     .filter(count).map(status => `${count(status)} ${status}`);
   const slowest = job.slowest === null ? "" : `; slowest: rank ${job.slowest}`;
   const started = job.generation ? `, started again ${job.generation} times` : "";
   const when = paused ? `; paused at ${clock(job.time)}` : `; ${clock(job.time)}`;
   put(byId("name"), job.name);
   put(byId("summary"), `${job.world_size} ranks: ${words.join(", ")}${started}${slowest}${when}`);
-  document.title = `${count("dead") || count("stopped") ? "(!) " : ""}${job.name}: phalanx watch`;
+  document.title = `${TROUBLE.some(count) ? "(!) " : ""}${job.name}: phalanx watch`;
 }
 
 // The timeline and the plots --------------------------------------------------------------------
@@ -157,7 +158,7 @@ function did(sample, rank) {
   const part = sample.ranks.slice(3 * rank, 3 * rank + 3);
   const communicating = parseInt(part[0], 36) / DIGITS, waiting = parseInt(part[1], 36) / DIGITS;
   const computing = Math.max(0, 1 - communicating - waiting);
-  return { status: { s: "starting", r: "running", t: "stopped", d: "dead", e: "starting" }[part[2]],
+  return { status: { s: "starting", r: "running", t: "stopped", d: "dead", u: "unreachable", e: "starting" }[part[2]],
     shares: [["computing", computing], ["communicating", communicating], ["waiting", waiting]] };
 }
 

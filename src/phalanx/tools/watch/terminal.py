@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.launch.state import JobState, RankState
-from phalanx.tools.watch.gather import ranks_in_words
+from phalanx.tools.watch.gather import TROUBLE, ranks_in_words
 
 WIDE_ENOUGH = 200  # columns where the output is no terminal, and has no width of its own
 
@@ -40,7 +40,7 @@ class _Column(NamedTuple):
     left: bool = False
 
 
-_STYLES = {"stopped": "bold red", "dead": "bold red", "starting": "dim", "ended": "dim"}
+_STYLES = {"starting": "dim", "ended": "dim"} | dict.fromkeys(TROUBLE, "bold red")
 
 
 def show(states: Iterator[JobState], console: Console) -> JobState | None:
@@ -128,7 +128,7 @@ def _that_matter(state: JobState, rows: int) -> tuple[list[RankState], list[Rank
     """Return the ranks to show, in their order, and the others."""
 
     def weight(rank: RankState) -> tuple[bool, bool, float]:
-        odd = rank.status in ("stopped", "dead")
+        odd = rank.status in TROUBLE
         return rank.rank != state.slowest, not odd, -rank.seconds_in if rank.waits_for else 0.0
 
     ordered = sorted(state.ranks, key=weight)

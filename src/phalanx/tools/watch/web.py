@@ -47,7 +47,14 @@ _GOODBYE = 1.0  # seconds for the last event
 _LOGGED = 4  # values that the program logs, of which there are plots
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_STATUS = {"starting": "s", "running": "r", "stopped": "t", "dead": "d", "ended": "e"}
+_STATUS = {
+    "starting": "s",
+    "running": "r",
+    "stopped": "t",
+    "dead": "d",
+    "unreachable": "u",
+    "ended": "e",
+}
 
 
 class Sample(msgspec.Struct, kw_only=True):

@@ -448,8 +448,14 @@ class FlagWait(Step):
     @override
     def awaited(self) -> int | None:
         control = self.control
-        late, control.late = control.late, None
-        return next((slot.rank for slot in control.known if slot.words is late), None)
+        late = control.late
+        if late is None:
+            return None
+        control.late = None
+        for slot in control.known:
+            if slot.words is late:
+                return slot.rank
+        return None
 
 
 class ShmEpoch(FlagWait):

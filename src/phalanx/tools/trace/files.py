@@ -1,0 +1,151 @@
+"""The traces that ranks leave: which files they are, and the operations in them.
+
+Each file is read once for an index, which takes some 60 bytes of memory an operation. Then its
+operations are decoded one at a time, in the order of their starts.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from phalanx.errors import MisuseError
+
+_FILE_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.json")
+
+
+class TraceEvent(msgspec.Struct, gc=False):
+    """One event of a Chrome trace; times (`ts`, `dur`) are microseconds.
+
+    args   as they are in the file: they are passed on so, and what matters of them is `EventArgs`
+    """
+
+    ph: str
+    name: str
+    cat: str = ""
+    pid: int = 0
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class EventArgs(msgspec.Struct, gc=False):
+    """What an event says about itself, as far as it matters here."""
+
+    # An operation:
+    sequence: int | None = None
+    bytes: int = 0
+    group: str = "world"
+    blocked_us: float | None = None
+    where: str = ""
+    error: str | None = None
+    # A backend:
+    world_size: int = 0
+    host: str = "?"
+    started: float = 0.0
+
+
+_decode = msgspec.json.Decoder(TraceEvent).decode
+_decode_args = msgspec.json.Decoder(EventArgs).decode
+
+_BETWEEN = b" \r\t\n,"
+"""What is between events."""
+
+
+@dataclass
+class TraceFile:
+    """One backend of one rank, and where in its file the operations are.
+
+    world_size   0: it was not written down
+    started      seconds since 1970, by the clock of `host`
+    ended        microseconds since 1970: when its last operation was over
+    damaged      lines that cannot be read, apart from the last one
+    cut_off      whether the last line cannot be read
+    times        when each operation started, in microseconds since 1970
+    places       where the line of each begins
+    """
+
+    path: Path
+    rank: int
+    data: BinaryIO = field(repr=False)
+    world_size: int = 0
+    host: str = "?"
+    started: float = 0.0
+    ended: float = 0.0
+    run: int = 0
+    damaged: int = 0
+    cut_off: bool = False
+    times: array[float] = field(default_factory=lambda: array("d"), repr=False)
+    places: array[int] = field(default_factory=lambda: array("q"), repr=False)
+
+    def __post_init__(self) -> None:
+        place = 0
+        for line in self.data:
+            begin, place = place, place + len(line)
+            text = line.strip(_BETWEEN)
+            if text in (b"[", b"]", b""):
+                continue
+            try:
+                if not text.isascii():
+                    text.decode()  # the decoder passes over what it does not need
+                event = _decode(text)
+                args = _decode_args(event.args)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                is_whole = line.endswith(b"\n")
+                self.damaged += is_whole
+                self.cut_off = self.cut_off or not is_whole
+                continue
+            if event.ph == "X":
+                self.times.append(event.ts)
+                self.places.append(begin)
+                self.ended = max(self.ended, event.ts + max(event.dur, 0.0))
+            elif event.name == "phalanx":
+                self.world_size, self.host, self.started = args.world_size, args.host, args.started
+        self.started = self.started or min(self.times, default=0.0) / 1e6
+
+    def operations(self) -> Iterator[tuple[float, TraceFile, TraceEvent, EventArgs]]:
+        """Yield each operation with its time and this file, in the order of their starts."""
+        for number in sorted(range(len(self.times)), key=self.times.__getitem__):
+            self.data.seek(self.places[number])
+            event = _decode(self.data.readline().strip(_BETWEEN))
+            yield event.ts, self, event, _decode_args(event.args)
+
+
+@contextmanager
+def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
+    """All traces in a folder, open and indexed, in the order of their names.
+
+    Raises `MisuseError` where there is no such folder, no trace in it, or one that cannot be read.
+    """
+    if not folder.is_dir():
+        raise MisuseError(
+            f"there is no folder {folder}: give the one that PHALANX_TRACE named when the job ran"
+        )
+    found = [(path, _FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    named = [(path, int(name[1])) for path, name in found if name]
+    if not named:
+        raise MisuseError(
+            f"there is no trace in {folder} (rank-*.json): run the job with "
+            f"PHALANX_TRACE={folder} in its environment"
+        )
+    with ExitStack() as stack:
+        files: list[TraceFile] = []
+        try:
+            for path, rank in named:
+                files.append(TraceFile(path, rank, stack.enter_context(path.open("rb"))))
+        except OSError as error:
+            raise MisuseError(f"a trace cannot be read: {error}") from error
+        runs: Counter[int] = Counter()
+        for trace in sorted(files, key=lambda trace: trace.started):
+            trace.run = runs[trace.rank]
+            runs[trace.rank] += 1
+        yield files
