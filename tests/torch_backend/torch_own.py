@@ -62,6 +62,7 @@ def outcomes(rank: int, folder: str, pattern: str, tested: str) -> dict[str, str
     dist.destroy_process_group()
     os.environ["RANK"] = str(rank)
     found: dict[str, str] = {}
+    shared = store_of_all(rank, folder)
     for backend in ("gloo", "mpi"):
         module = tests_for(backend)
         bases = (module.DistributedTest._DistTestBase, module.MultiProcessTestCase)
@@ -72,21 +73,37 @@ def outcomes(rank: int, folder: str, pattern: str, tested: str) -> dict[str, str
             if asked and (backend == "mpi") == name.startswith(ALL_TO_ALL):
                 faulthandler.dump_traceback_later(LIMIT, exit=True)
                 seconds = module.CUSTOM_PG_TIMEOUT.get(name, LIMIT)
-                found[name] = _one(tests, name, rank, f"{folder}/{name}", seconds, tested)
+                store = dist.PrefixStore(name, shared)
+                path = f"{folder}/{name}.file"
+                found[name] = _one(tests, name, rank, path, store, seconds, tested)
     faulthandler.cancel_dump_traceback_later()
+    shared.add("over", 1)
+    while rank == 0 and shared.add("over", 0) < SIZE:  # it holds the store
+        time.sleep(0.002)
     return found
 
 
-def _one(tests: Any, name: str, rank: int, path: str, seconds: float, tested: str) -> str:
+def store_of_all(rank: int, folder: str) -> dist.TCPStore:
+    """A store of these ranks. One in a file looks for news every 10 ms only."""
+    told = dist.FileStore(f"{folder}/port", SIZE)
+    port = 0 if rank == 0 else int(told.get("port"))
+    store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, wait_for_workers=False)
+    if rank == 0:
+        told.set("port", str(store.port))
+    return store
+
+
+def _one(
+    tests: Any, name: str, rank: int, path: str, store: dist.Store, seconds: float, tested: str
+) -> str:
     function = getattr(tests, name)
     if getattr(function, "__unittest_skip__", False):
         return "skipped"
     test = tests(name)
-    test.rank, test.file_name = rank, f"{path}.file"
+    test.rank, test.file_name = rank, path
     Path(test.file_name).touch()
     torch.manual_seed(1)
     random.seed(1)
-    store = dist.FileStore(f"{path}.store", SIZE)
     timeout = timedelta(seconds=seconds)
     dist.init_process_group(tested, store=store, rank=rank, world_size=SIZE, timeout=timeout)
     try:
