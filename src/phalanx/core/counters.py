@@ -404,7 +404,7 @@ class Progress:
         if last.number >= 0:
             seconds = (now - self._at) / max(1, number - last.number)
         self._at = now
-        self._muted += last.number < 0
+        self._muted += last.number < 0  # with the first one that is logged counting ends
         self._logged = LoggedStep(number, time(), seconds, known)
         if self.on_log is not None:
             self.on_log()

@@ -316,13 +316,24 @@ source.addEventListener("message", event => {
   const since = news.job.time - MINUTE;
   held.samples = held.samples.filter(sample => sample.time >= since);
   if (news.job.ended) source.close();
-  if (!paused) resume();
+  showSoon();
 });
 source.addEventListener("error", () => {
   connected = false;
   if (job) fillTrouble();
   else put(byId("summary"), "phalanx watch does not answer: it has ended, or its address has changed.");
 });
+
+// States that come faster than this page is drawn are drawn together; a page that is hidden draws none.
+let due = false;
+function showSoon() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => {
+    due = false;
+    if (!paused) resume();
+  });
+}
 
 function resume() {
   if (cursor) cursor.place -= Math.max(0, samples.findIndex(sample => sample.time >= held.samples[0].time));
@@ -336,7 +347,8 @@ byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
   put(byId("pause"), paused ? "Go on" : "Pause");
-  if (held.job) paused ? fillSummary() : resume();
+  if (!paused && held.job) resume();
+  else if (job) fillSummary();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 new ResizeObserver(() => { drawTimeline(); if (job) drawPlots(); }).observe(document.body);
