@@ -11,7 +11,7 @@ from clusters import SharedMemory
 from torch import Tensor
 
 import phalanx
-from phalanx import Backend, CollectiveTimeoutError, DistributedError, MisuseError, PeerLostError
+from phalanx import Backend, CollectiveTimeoutError, DistributedError, PeerLostError
 from phalanx.collectives import shm_direct
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.cross_memory import ProcessMemory
@@ -119,7 +119,7 @@ def test_one_that_is_interrupted_while_it_copies_breaks_its_group_and_no_other(
                 assert bool((total(inside) == 3).all())
         except KeyboardInterrupt:
             how = "interrupted"
-        except MisuseError as error:
+        except PeerLostError as error:
             how = f"told of {error.peer}"
         assert bool((total(backend) == 3).all())
         assert bool((total(backend.subgroup(range(3))) == 3).all())
