@@ -155,6 +155,12 @@ def export_command(
         ),
     ],
     step: Step = None,
+    part: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER", help="hf: that of another part of a tensor-parallel model; once each."
+        ),
+    ] = None,
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="hf: the most in one file.")
     ] = "5GB",
@@ -174,17 +180,20 @@ def export_command(
     phalanx checkpoint export runs/a out --format hf --config gpt2
 
     phalanx checkpoint export runs/a out --format dcp --step 5000
+
+    phalanx checkpoint export runs/a/0 out --format hf --part runs/a/1
     """
     from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size  # noqa: PLC0415
     from phalanx.checkpoint.stored import open_checkpoint  # noqa: PLC0415
     from phalanx.errors import MisuseError  # noqa: PLC0415
 
-    if kind is Format.dcp and (config is not None or shard_size != "5GB"):
-        raise MisuseError("--config and --shard-size are of --format hf")
+    if kind is Format.dcp and (config is not None or part or shard_size != "5GB"):
+        raise MisuseError("--config, --part and --shard-size are of --format hf")
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
     checkpoint = _done("export", lambda: open_checkpoint(folder, step))
+    parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
     manifest = checkpoint.manifest
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
@@ -199,7 +208,7 @@ def export_command(
             exported = _done(
                 "export",
                 lambda: export_hugging_face(
-                    checkpoint, out, shard_size=most, config=config, begin=begin
+                    checkpoint, out, parts=parts, shard_size=most, config=config, begin=begin
                 ),
             )
             files, nbytes, notes = len(exported.files), exported.nbytes, exported.notes
