@@ -62,8 +62,8 @@ class WholeModel:
                 f"and all are needed, once each: {there} (counted from 0). Give the folders of the "
                 "others with --part"
                 if count > 1
-                else f"{first.path} does not say that it is a part: it is of a whole model, or of a release "
-                "that could not export parts"
+                else f"{first.path} does not say that it is a part: it is of a whole model, or of an "
+                "earlier version, which did not write how tensors are cut"
             )
         for rank, other in enumerate(parts):
             _check_fits(first, other, rank)
