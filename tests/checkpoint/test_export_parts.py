@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from conversions import silent
+from msgspec import structs
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from phalanx import (
     FSDP,
     Backend,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     DeviceMesh,
     UnsupportedOperationError,
@@ -24,6 +27,7 @@ from phalanx import (
 )
 from phalanx.checkpoint.dcp_export import export_dcp
 from phalanx.checkpoint.hugging_face import Exported, export_hugging_face
+from phalanx.checkpoint.manifest import VERSION, Commit, decode_manifest, encode
 from phalanx.checkpoint.stored import open_checkpoint
 from phalanx.tensor import full_state_dict
 
@@ -100,3 +104,24 @@ def test_a_part_is_not_exported_to_torch(folder: Path) -> None:
     saved(folder)
     with pytest.raises(UnsupportedOperationError, match="--format hf writes the whole model"):
         export_dcp(open_checkpoint(folder / "0"), folder / "out", begin=silent)
+
+
+BAD_CUTS = [
+    {"rank": 2},
+    {"dim": 1},
+    {"total": 9},
+    {"runs": (((0, 4),), ((5, 7),))},
+    {"runs": (((0, 5),), ((5, 7),))},
+    {"runs": (((0, 4),), ((3, 7),))},
+]
+
+
+@pytest.mark.parametrize("change", BAD_CUTS, ids=str)
+def test_a_manifest_whose_parts_make_no_whole_is_not_believed(folder: Path, change: Any) -> None:
+    saved(folder)
+    path, manifest = open_checkpoint(folder / "0")
+    bias = structs.replace(manifest.cuts["0.bias"], **change)
+    content = encode(structs.replace(manifest, cuts={"0.bias": bias}))
+    commit = Commit(VERSION, 1, len(content), xxh3_64_hexdigest(content))
+    with pytest.raises(CheckpointDamagedError, match=r"makes no sense: 0.bias cannot be part"):
+        decode_manifest(path, encode(commit), content)

@@ -56,15 +56,7 @@ class WholeModel:
         cuts = self._cuts = first.manifest.cuts
         count = max((len(cut.runs) for cut in cuts.values()), default=1)
         if len(given) != count or sorted(ranks) != [*range(count)]:
-            there = ", ".join(f"{each.path} is part {_part_of(each)}" for each in given)
-            raise CheckpointMismatchError(
-                f"the model is cut into {count} parts, of which each has a checkpoint of its own, "
-                f"and all are needed, once each: {there} (counted from 0). Give the folders of the "
-                "others with --part"
-                if count > 1
-                else f"{first.path} does not say that it is a part: it is of a whole model, or of an "
-                "earlier version, which did not write how tensors are cut"
-            )
+            raise CheckpointMismatchError(_not_all(first, given, count))
         for rank, other in enumerate(parts):
             _check_fits(first, other, rank)
         self.records = {
@@ -116,6 +108,20 @@ class WholeModel:
 def _part_of(checkpoint: StoredCheckpoint) -> int:
     """Which part it is of; 0 of a model that is not cut."""
     return next((cut.rank for cut in checkpoint.manifest.cuts.values()), 0)
+
+
+def _not_all(first: StoredCheckpoint, given: Sequence[StoredCheckpoint], count: int) -> str:
+    """What is wrong where these are not the parts, each of them once."""
+    if count == 1:
+        return (
+            f"{first.path} does not say that it is a part: it is of a whole model, or of an "
+            "earlier version, which did not write how tensors are cut"
+        )
+    there = ", ".join(f"{each.path} is part {_part_of(each)}" for each in given)
+    return (
+        f"the model is cut into {count} parts, each with a checkpoint of its own, and all are "
+        f"needed, once each; {there} (counted from 0). Give the folders of the others with --part"
+    )
 
 
 def _whole_shape(record: TensorRecord, cut: CutRecord) -> tuple[int, ...]:

@@ -85,6 +85,9 @@ def _show(found: dict[str, Any], shown: int) -> None:
     typer.echo(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
     typer.echo(f"files     {len(found['files'])}, {_size(found['bytes'])}")
     typer.echo(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
+    if found["part"]:
+        part, count = found["part"]
+        typer.echo(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
     if found["aliases"]:
         tied = (f"{other} = {name}" for other, name in found["aliases"].items())
         typer.echo(f"tied      {_some(list(tied))}")
