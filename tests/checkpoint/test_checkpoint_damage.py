@@ -153,6 +153,9 @@ def test_a_rank_needs_no_file_that_it_has_no_part_in(folder: Path) -> None:
     load_checkpoint(folder)  # the step and the extra only
 
 
+CUTS = '"cuts": {"x": {"dim": 0, "total": 4, "runs": [[[0, 2]], [[2, 4]]], "rank": 1}}'
+
+
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
@@ -164,6 +167,7 @@ def test_a_rank_needs_no_file_that_it_has_no_part_in(folder: Path) -> None:
         ('"world_size": 1', '"world_size": 2', "random states"),
         ('"shape": [', '"shape": [9,', "has no elements from"),
         ('"step": 7', '"step": "7"', "Expected `int`"),
+        ('"extra": null', f'"extra": null, {CUTS}', "x cannot be part 1 of 2"),
         ('"extra": null', '"extra": {"$int": 7}', "cannot be read: "),
         ('"extra": null', '"extra": {"$tensor": "rng/1"}', "does not say where rng/1 is"),
         ('"shared": {}', '"shared": 7', "it has int in place of a dict"),

@@ -39,6 +39,7 @@ def form_of(checkpoint: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
     for key in ("phalanx", "torch"):
         del manifest[key]
+    manifest.pop("cuts", None)  # which was not written before
     for file in manifest["files"]:
         del file["checksums"]
     if manifest["optimizer"] is not None:

@@ -38,7 +38,7 @@ from phalanx.checkpoint.stored import (
     nbytes_of,
 )
 from phalanx.checkpoint.tensor_files import HELD, Reader
-from phalanx.errors import CheckpointMismatchError
+from phalanx.errors import CheckpointMismatchError, UnsupportedOperationError
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 
@@ -62,8 +62,14 @@ def export_dcp(
     one, or 64 MiB of smaller ones.
 
     Raises `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError`
-    without room, `CheckpointMismatchError` for an optimizer whose state belongs to shards.
+    without room, `CheckpointMismatchError` for an optimizer whose state belongs to shards,
+    `UnsupportedOperationError` for a part of a tensor-parallel model.
     """
+    if checkpoint.manifest.cuts:
+        raise UnsupportedOperationError(
+            f"{checkpoint.path} is a part of a tensor-parallel model, of which --format dcp cannot "
+            "put optimizers together: --format hf writes the whole model"
+        )
     tensors = _Tensors(checkpoint)
     state = _state_dict(checkpoint, tensors, model_only)
     nbytes = sum(map(nbytes_of, tensors.records.values()))

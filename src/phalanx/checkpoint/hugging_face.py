@@ -17,12 +17,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.checkpoint.manifest import TensorRecord
+from phalanx.checkpoint.parts import WholeModel
 from phalanx.checkpoint.storage import (
     new_folder,
     opened,
@@ -42,8 +43,6 @@ from phalanx.checkpoint.tensor_files import (
     ALIGNMENT,
     DTYPES_ON_DISK,
     METADATA,
-    Reader,
-    copy_tensors,
 )
 from phalanx.errors import CheckpointNotFoundError, MisuseError, UnsupportedOperationError
 from phalanx.wire.codec import DTYPES
@@ -70,13 +69,14 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
 class _ShardFile(NamedTuple):
     name: str
     header: bytes
-    records: list[TensorRecord]
+    names: list[str]
 
 
 def export_hugging_face(
     checkpoint: StoredCheckpoint,
     out: str | os.PathLike[str],
     *,
+    parts: Sequence[StoredCheckpoint] = (),
     shard_size: int = SHARD_SIZE,
     config: str | os.PathLike[str] | None = None,
     begin: Begin,
@@ -84,42 +84,42 @@ def export_hugging_face(
     """Write a checkpoint's model into the folder `out`, which is there whole afterwards, or not.
 
     out          new, or empty
+    parts        of a tensor-parallel model, the checkpoints of its other parts
     shard_size   the most bytes of tensors in one file; a larger tensor has a file of its own
     config       a config.json, or a folder with one, of which the tokenizer's files are copied, too
     begin        is told how many bytes of tensors there are, and what it gives how many are written
 
-    Holds 64 MiB and a block at a time, whatever the size of a tensor. Raises
+    Holds 64 MiB and a block at a time, whatever the size of a tensor; of a tensor-parallel model,
+    one tensor. Raises `CheckpointMismatchError` unless all parts are there, and fit together;
     `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
     room, `UnsupportedOperationError` for a dtype that the format does not have, `MisuseError`.
     """
-    manifest = checkpoint.manifest
-    _check_dtypes(manifest.model)
-    notes = _notes(checkpoint)
-    copied = _config_files(config, manifest.model, notes) if config is not None else {}
-    nbytes = sum(map(nbytes_of, manifest.model.values()))
-    files = _plan(manifest.model, manifest.aliases, shard_size)
+    model = WholeModel([checkpoint, *parts])
+    records, aliases = model.records, model.first.manifest.aliases
+    _check_dtypes(records)
+    notes = _notes(model)
+    copied = _config_files(config, records, notes) if config is not None else {}
+    nbytes = sum(map(nbytes_of, records.values()))
+    files = _plan(records, aliases, shard_size)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": nbytes, **manifest.aliases},
+            "metadata": {"total_size": nbytes, **aliases},
             "weight_map": {name: file for file, names, _ in files for name in names},
         }
         copied[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-    shards = [
-        _ShardFile(file, header, [manifest.model[name] for name in names])
-        for file, names, header in files
-    ]
+    shards = [_ShardFile(file, header, names) for file, names, header in files]
     needed = nbytes + sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
-    reader, advance = Reader(checkpoint.path, manifest), begin(nbytes)
+    advance = begin(nbytes)
     with new_folder(os.fspath(out), needed) as folder:
         for shard in shards:
-            _write_shard(os.path.join(folder, shard.name), shard, reader, advance)
+            _write_shard(os.path.join(folder, shard.name), shard, model, advance)
         for name, content in copied.items():
             write_file(os.path.join(folder, name), content)
     names = [shard.name for shard in shards] + sorted(copied)
     return Exported(os.path.abspath(out), names, needed, notes)
 
 
-def _write_shard(path: str, shard: _ShardFile, reader: Reader, advance: Advance) -> None:
+def _write_shard(path: str, shard: _ShardFile, model: WholeModel, advance: Advance) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
 
         def write(part: memoryview) -> None:
@@ -127,7 +127,7 @@ def _write_shard(path: str, shard: _ShardFile, reader: Reader, advance: Advance)
             advance(len(part))
 
         write_all(descriptor, memoryview(shard.header))
-        copy_tensors(reader, shard.records, write)
+        model.copy(shard.names, write)
         os.fsync(descriptor)
 
 
@@ -140,9 +140,14 @@ def _check_dtypes(records: Mapping[str, TensorRecord]) -> None:
         )
 
 
-def _notes(checkpoint: StoredCheckpoint) -> list[str]:
+def _notes(model: WholeModel) -> list[str]:
     notes = []
-    if values := list(checkpoint.manifest.values):
+    if differing := model.differing():
+        notes.append(
+            f"taken from {model.first.path}, since other parts have other values: "
+            f"{', '.join(differing)}. Buffers may differ; parameters are of another run, or drifted"
+        )
+    if values := list(model.first.manifest.values):
         notes.append(f"left out, since it is no tensor: {', '.join(values)} (get_extra_state)")
     return notes
 

@@ -43,6 +43,21 @@ class TensorRecord(msgspec.Struct, frozen=True):
     pieces: list[StoredShard]
 
 
+class CutRecord(msgspec.Struct, frozen=True):
+    """How a tensor of a tensor-parallel layer is cut, and which part this checkpoint has.
+
+    dim     the dimension along which it is cut
+    total   its length in the whole tensor
+    runs    for each part its ranges (start, end), which follow each other in the part
+    rank    the part that is here
+    """
+
+    dim: int
+    total: int
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+    rank: int
+
+
 class FileRecord(msgspec.Struct, frozen=True):
     """A file, and the xxh3_64 of each of its blocks in hexadecimal; the last block may be short."""
 
@@ -96,6 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     values    what modules keep beside tensors (`get_extra_state`), by its key in the state dict
     rng       for each rank the name of the tensor with its random state
     own       a value for each rank; empty, and not written, if no rank gave one
+    cuts      of a part of a tensor-parallel model: the tensors that are cut; else not written
     """
 
     format: str
@@ -113,6 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     rng: list[str]
     extra: Any
     own: list[Any] = []
+    cuts: dict[str, CutRecord] = {}
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -207,6 +224,24 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             reached = max(reached, shard.stop)
         if reached != count:
             yield f"{name} has no elements from {reached} on"
+    yield from (
+        f"{name} cannot be part {cut.rank} of {len(cut.runs)}, cut along dim {cut.dim}"
+        for name, cut in manifest.cuts.items()
+        if not _is_cut(manifest.model.get(name), cut)
+    )
+
+
+def _is_cut(here: TensorRecord | None, cut: CutRecord) -> bool:
+    """Whether the tensor is that part, and the parts together are the whole."""
+    if here is None or not (0 <= cut.dim < len(here.shape) and 0 <= cut.rank < len(cut.runs)):
+        return False
+    reached = 0
+    for start, end in sorted(run for of_part in cut.runs for run in of_part):
+        if start != reached or end < start:
+            return False
+        reached = end
+    length = sum(end - start for start, end in cut.runs[cut.rank])
+    return reached == cut.total and length == here.shape[cut.dim]
 
 
 # ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import PendingSave, settle
 from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
+from phalanx.checkpoint.parts import cuts_of
 from phalanx.checkpoint.save_plan import (
     LocalTensors,
     RankDescription,
@@ -157,6 +158,7 @@ class _Save:
         described = RankDescription(
             [f"step={self.step}", f"keep={self.keep}", f"async_save={self.async_save}"],
             aliases=held.aliases,
+            cuts=cuts_of(model, held.parameters),
             rng=f"rng/{rank}",
             fresh_group=self.async_save and self.background is None,
         )

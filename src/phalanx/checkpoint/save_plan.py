@@ -24,6 +24,7 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import (
     FORMAT,
     VERSION,
+    CutRecord,
     Json,
     Manifest,
     OptimizerRecord,
@@ -55,6 +56,7 @@ class RankDescription(msgspec.Struct):
     rng: str = ""
     extra: Json = None
     own: Json = None
+    cuts: dict[str, CutRecord] = {}
     fresh_group: bool = False
 
 
@@ -342,9 +344,11 @@ def make_manifest(
     """The manifest, but for the records of the files, which have the order of `planned`."""
     aliases: dict[str, str] = {}
     values: dict[str, Json] = {}
+    cuts: dict[str, CutRecord] = {}
     for each in reversed(described):  # the first rank's entry wins
         aliases |= each.aliases
         values |= each.values
+        cuts |= each.cuts
     own = [each.own for each in described]
     try:
         version = importlib.metadata.version("phalanx")
@@ -366,4 +370,5 @@ def make_manifest(
         rng=[each.rng for each in described],
         extra=described[0].extra,
         own=own if any(each is not None for each in own) else [],
+        cuts=cuts,
     )

@@ -143,6 +143,7 @@ def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         "files": [{"name": file.name, "bytes": file.bytes} for file in manifest.files],
         "model": tensors(manifest.model),
         "aliases": manifest.aliases,
+        "part": next(([cut.rank, len(cut.runs)] for cut in manifest.cuts.values()), None),
         "values": list(manifest.values),
         "optimizer": optimizer,
         "state": tensors(manifest.state),

@@ -86,6 +86,9 @@ def _show(found: dict[str, Any], shown: int) -> None:
     typer.echo(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
     typer.echo(f"files     {len(found['files'])}, {_size(found['bytes'])}")
     typer.echo(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
+    if found["part"]:
+        part, count = found["part"]
+        typer.echo(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
     if found["aliases"]:
         tied = (f"{other} = {name}" for other, name in found["aliases"].items())
         typer.echo(f"tied      {_some(list(tied))}")
@@ -156,6 +159,12 @@ def export_command(
         ),
     ],
     step: Step = None,
+    part: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER", help="hf: that of another part of a tensor-parallel model; once each."
+        ),
+    ] = None,
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="hf: the most in one file.")
     ] = "5GB",
@@ -175,17 +184,20 @@ def export_command(
     phalanx checkpoint export runs/a out --format hf --config gpt2
 
     phalanx checkpoint export runs/a out --format dcp --step 5000
+
+    phalanx checkpoint export runs/a/0 out --format hf --part runs/a/1
     """
     from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size  # noqa: PLC0415
     from phalanx.checkpoint.stored import open_checkpoint  # noqa: PLC0415
     from phalanx.errors import MisuseError  # noqa: PLC0415
 
-    if kind is Format.dcp and (config is not None or shard_size != "5GB"):
-        raise MisuseError("--config and --shard-size are of --format hf")
+    if kind is Format.dcp and (config is not None or part or shard_size != "5GB"):
+        raise MisuseError("--config, --part and --shard-size are of --format hf")
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
     checkpoint = _done("export", lambda: open_checkpoint(folder, step))
+    parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
             from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
@@ -198,7 +210,7 @@ def export_command(
             exported = _done(
                 "export",
                 lambda: export_hugging_face(
-                    checkpoint, out, shard_size=most, config=config, begin=begin
+                    checkpoint, out, parts=parts, shard_size=most, config=config, begin=begin
                 ),
             )
             if config is None:
