@@ -61,9 +61,9 @@ BAD = {
     "duplicate": (RIGHT._replace(rank=2), "rank 2 is, or was, connected already"),
     "job": (RIGHT._replace(job="another"), "is of another job"),
     "generation": (RIGHT._replace(generation=1), "is of generation 1, this rank 0"),
-    "version": (RIGHT, "speaks protocol version 9, this rank 3"),
+    "version": (RIGHT, f"speaks protocol version 9, this rank {handshake.PROTOCOL_VERSION}"),
     "token": (RIGHT, "do not hold the same token"),
-    "target": (RIGHT, "looks for rank 1, this rank 0"),
+    "target": (RIGHT, "reached rank 0 where rank 1 should be"),
 }
 
 
@@ -143,12 +143,12 @@ def test_a_timeout_quotes_the_rank_that_was_turned_away_and_not_only_the_noise(
     start: Start,  # noqa: F811
 ) -> None:
     listener, address = place()
-    hello = DialerHandshake(RIGHT._replace(world_size=4), b"", 0).start()
+    zero = start(0, 3, address, listener=listener, timeout=2)
+    assert "world size 4" in pending(address, RIGHT._replace(world_size=4))
     callers = []
-    for words in (hello, *[b"GET / HTTP/1.1\r\n\r\n"] * 20):  # there before rank 0 is
+    for _ in range(20):
         callers.append(socket.create_connection(listener.getsockname(), timeout=20))
-        callers[-1].sendall(words)
-    zero = start(0, 3, address, listener=listener, timeout=1)
+        callers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(CollectiveTimeoutError, match="ranks 1, 2 of 3 did not come") as info:
         zero.result()
     for call_site in callers:

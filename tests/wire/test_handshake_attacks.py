@@ -8,9 +8,9 @@ import pytest
 from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_handshake import ACCEPTOR, LITTLE, acceptor, converse, dialer
+from test_handshake import ACCEPTOR, DIALER, LITTLE, acceptor, converse, dialer
 
-from phalanx.wire.handshake import LIMIT, DialerHandshake, Handshake, Refused
+from phalanx.wire.handshake import LIMIT, DialerHandshake, Handshake, Identity, Refused
 
 
 def test_a_recorded_conversation_cannot_be_replayed_to_either_side() -> None:
@@ -53,8 +53,9 @@ def test_a_proof_for_one_rank_does_not_open_another() -> None:
     """A dishonest middle passes rank 2's call to rank 0 on to rank 1."""
     victim = dialer(target=0)
     elsewhere = acceptor(ACCEPTOR._replace(rank=1))
-    with pytest.raises(Refused, match="looks for rank 0, this rank 1"):
-        elsewhere.receive(victim.start())
+    with pytest.raises(Refused, match="reached rank 1 where rank 0 should be"):
+        victim.receive(elsewhere.receive(victim.start()))
+    assert not elsewhere.complete
 
 
 def test_a_proof_does_not_serve_another_identity() -> None:
@@ -111,3 +112,28 @@ def test_the_reason_of_a_attacker_cannot_write_lines_of_its_own() -> None:
         acceptor().receive(b"PHX?\x05" + len(words).to_bytes(2, "little") + words)
     assert info.value.by_peer
     assert info.value.reason.isprintable()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        DIALER,
+        DIALER._replace(job="other"),
+        DIALER._replace(generation=2),
+        DIALER._replace(world_size=5),
+        DIALER._replace(rank=0),
+        DIALER._replace(rank=4),
+    ],
+)
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_caller_that_proves_nothing_learns_nothing_about_the_job(
+    claim: Identity, target: int
+) -> None:
+    """Whatever it says about itself, it gets a challenge, and then only that it failed."""
+    side = acceptor()
+    challenge = side.receive(dialer(claim, b"wrong", target).start())
+    assert challenge[7:11] != ACCEPTOR.rank.to_bytes(4, "little"), "once in 2^32 by chance"
+    assert len(challenge) == 7 + 68
+    with pytest.raises(Refused, match="do not hold the same token"):
+        side.receive(b"PHX?\x03\x20\x00" + bytes(32))
+    assert b"token" in side.farewell

@@ -5,16 +5,18 @@ between the nodes of a job of `phalanx run`.
       | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
       | <- one line of JSON, a `JobState`, twice a second, until either end closes
 
-The node only listens. It looks for callers when it looks whether somebody watches, once a second,
-and a thread serves each of them: it touches the marker in the folder, so that the ranks of this
-host publish, and sends what stands there. A caller has 2 s to prove itself, and to take a line;
-there are `MOST_WATCHERS` at a time.
+The node only listens. It looks for callers when it looks whether somebody watches, once a second.
+A thread lets them in while there are any, by the rules of an `Acceptor`: whoever proves nothing
+takes no watcher's place. Another thread serves each watcher: it touches the marker in the folder,
+so that the ranks of this host publish, and sends what stands there. A watcher has 2 s to take a
+line; there are `MOST_WATCHERS` at a time.
 """
 
 from __future__ import annotations
 
 import hmac
 import re
+import select
 import socket
 import threading
 import time
@@ -25,17 +27,12 @@ import msgspec
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
 from phalanx.launch.state import MOST_BYTES, JobState, bounded, plain
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
-from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
+from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, Acceptor, find_token, speak
+from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import Endpoint, parse_address
-from phalanx.wire.handshake import (
-    AcceptorHandshake,
-    DialerHandshake,
-    Handshake,
-    Identity,
-    Refused,
-)
+from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
-MOST_WATCHERS = 8  # callers at a time; more wait until one leaves
+MOST_WATCHERS = 8  # at a time; more are turned away
 _LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
 _NODE, _WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
 
@@ -62,55 +59,40 @@ def token_for_watchers(place: str) -> bytes:
     return token.encode()
 
 
-def _speak(sock: socket.socket, handshake: Handshake, first: bytes) -> None:
-    """Carry out a handshake in `PATIENCE` seconds. Raises `Refused` and OSError."""
-    deadline = time.monotonic() + PATIENCE
-    words = first
-    while True:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        sock.sendall(words)
-        if handshake.complete:
-            sock.settimeout(PATIENCE)
-            return
-        data = sock.recv(handshake.room)
-        if not data:
-            raise Refused("the connection was closed during the handshake", final=False)
-        try:
-            words = handshake.receive(data)
-        except Refused:
-            with suppress(OSError):
-                sock.sendall(handshake.farewell)
-            raise
-
-
 class WatchServer:
-    """Serves the folder of a job to watchers on other hosts, who call this listener.
+    """Serves the folder of a job to watchers on other hosts, who call this listener (a `Door`).
 
     Nothing runs until `accept` has met a caller.
     """
 
+    label, callers, identity = "the watched node", MOST_WATCHERS, _NODE
+
     def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
+        self.token = token
+        self.reactor = Reactor()
+        self.endpoint = Endpoint(*listener.getsockname()[:2])
         self._folder = folder
-        self._token = token
         self._places = threading.Semaphore(MOST_WATCHERS)
         self._listener = listener
-        listener.setblocking(False)
-        self.endpoint = Endpoint(*listener.getsockname()[:2])
+        self._lock = threading.RLock()
+        self._acceptor = Acceptor(self, listener)
+        self._thread: threading.Thread | None = None
 
     def accept(self) -> None:
-        """Serve those who have called since, each in a thread; does not wait."""
-        while self._places.acquire(blocking=False):
-            try:
-                caller, _ = self._listener.accept()
-            except OSError:  # nobody, or somebody who has gone again
-                self._places.release()
-                return
-            name = "phalanx watch server"
-            threading.Thread(target=self._serve, args=(caller,), name=name, daemon=True).start()
+        """Have those let in who have called since; does not wait."""
+        poll = select.poll()
+        if self._thread is None and self._listener.fileno() >= 0:
+            poll.register(self._listener, select.POLLIN)
+            if poll.poll(0):
+                name = "phalanx watch door"
+                self._thread = threading.Thread(target=self._let_in, name=name, daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Listen no more. Who is connected is served as long as this process lives."""
-        self._listener.close()
+        with self._lock:
+            self._acceptor.close()
+            self.reactor.close()
 
     def finish(self) -> None:
         """Listen no more, and wait until the watchers have the last state, a moment at most."""
@@ -119,15 +101,33 @@ class WatchServer:
         for _ in range(MOST_WATCHERS):
             self._places.acquire(timeout=max(deadline - time.monotonic(), 0.0))
 
-    def _serve(self, caller: socket.socket) -> None:
+    def admit(self, peer: int) -> str | None:
+        """Return why one who holds the token may not watch now, or None."""
+        if self._places.acquire(blocking=False):
+            return None
+        return f"{MOST_WATCHERS} watch this job already: try again when one of them has left"
+
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        """Serve a watcher that is in."""
+        name = "phalanx watch server"
+        threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True).start()
+
+    def _let_in(self) -> None:
+        with self._lock:
+            self.reactor.turn(0.0, self._lock)
+            while self._acceptor.pending:  # nobody is, once this is closed
+                self.reactor.turn(PERIOD, self._lock)
+            self._thread = None
+
+    def _serve(self, watcher: socket.socket) -> None:
         try:
-            with caller, suppress(OSError, Refused):
-                _speak(caller, AcceptorHandshake(_NODE, self._token, lambda _: None), b"")
+            watcher.settimeout(PATIENCE)
+            with watcher, suppress(OSError):
                 while True:
                     self._folder.touch()
                     state = self._folder.read()
                     if state is not None:
-                        caller.sendall(msgspec.json.encode(state) + b"\n")
+                        watcher.sendall(msgspec.json.encode(state) + b"\n")
                     if state is None or state.ended:
                         return
                     time.sleep(PERIOD)
@@ -178,7 +178,7 @@ class RemoteFolder:
             ) from error
         try:
             handshake = DialerHandshake(_WATCHER, token, _NODE.rank)
-            _speak(self._socket, handshake, handshake.start())
+            self._socket = speak(self._socket, handshake, handshake.start(), PATIENCE)
         except TimeoutError as error:
             self._socket.close()
             raise BackendUnavailableError(
@@ -187,6 +187,8 @@ class RemoteFolder:
             ) from error
         except (Refused, OSError) as error:
             self._socket.close()
+            if isinstance(error, Refused) and error.by_peer:
+                raise BackendUnavailableError(f"the job at {endpoint} says: {error}") from error
             raise AuthenticationError(
                 f"the job at {endpoint} cannot be watched: {error}; the token comes from "
                 "PHALANX_TOKEN or PHALANX_TOKEN_FILE"

@@ -11,6 +11,10 @@ the job's token, over the role and the whole of HELLO and CHALLENGE: protocol ve
 generation, world size, the two ranks, both nonces. So a proof can be neither replayed nor
 reflected, and a change on the way is detected by the next proof.
 
+A caller without the token learns the protocol's version, and nothing about the job: the acceptor
+compares what HELLO says with what it is only when the dialer has proved itself, and the rank in
+CHALLENGE is masked by a value that follows from the token, HELLO and the nonce.
+
 A message is a type byte, a 16-bit length of at most `LIMIT`, and its content. The driver reads
 `room` bytes at a time: of an unauthenticated peer no more than one message is kept.
 
@@ -28,7 +32,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 3  # raised with every change of what ranks say to each other
+PROTOCOL_VERSION = 4  # raised with every change of what ranks say to each other
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
@@ -147,6 +151,10 @@ class Handshake:
     def _proof(self, role: bytes, transcript: bytes) -> bytes:
         return hmac.new(self._token, b"phalanx " + role + b"\0" + transcript, "sha256").digest()
 
+    def _mask(self, said: bytes) -> int:
+        """Return 32 bits that only who holds the token can know of what was said so far."""
+        return int.from_bytes(self._proof(b"rank", said)[:4], "little")
+
 
 class DialerHandshake(Handshake):
     """The side that opened the connection, to reach `target`.
@@ -183,10 +191,11 @@ class DialerHandshake(Handshake):
             return b""
         self._expect(kind, content, CHALLENGE, _CHALLENGE.size + PROOF_SIZE)
         challenge, proof = content[: _CHALLENGE.size], content[_CHALLENGE.size :]
-        rank, _ = _CHALLENGE.unpack(challenge)
+        masked, nonce = _CHALLENGE.unpack(challenge)
         transcript = self._hello + challenge
         if not hmac.compare_digest(proof, self._proof(b"acceptor", transcript)):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
+        rank = masked ^ self._mask(self._hello + nonce)
         if rank != self.peer:
             raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
         self.proved = True
@@ -196,7 +205,7 @@ class DialerHandshake(Handshake):
 class AcceptorHandshake(Handshake):
     """The side that was called. `admit(peer)` gives a reason to turn that rank away, or None."""
 
-    __slots__ = ("_admit", "_awaited")
+    __slots__ = ("_admit", "_awaited", "_mismatch")
 
     def __init__(
         self, identity: Identity, token: bytes, admit: Callable[[int], str | None]
@@ -204,6 +213,7 @@ class AcceptorHandshake(Handshake):
         super().__init__(identity, token)
         self._admit = admit
         self._awaited = b""  # the proof that the dialer has to send
+        self._mismatch = ""  # why the two do not fit, whatever it proves
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
@@ -212,14 +222,13 @@ class AcceptorHandshake(Handshake):
         if not hmac.compare_digest(content, self._awaited):
             raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
         # Only now: a dialer that has proved nothing learns nothing about the job.
-        reason = self._admit(self.peer)
-        if reason is not None:
+        reason = self._mismatch or self._admit(self.peer)
+        if reason:
             raise self._refuse(reason)
         self.complete = True
         return _message(WELCOME, b"")
 
     def _challenge(self, kind: int, content: bytes) -> bytes:
-        me = self.identity
         # The version first: in another version, what follows may differ.
         if kind == HELLO and len(content) >= _VERSION.size:
             (theirs,) = _VERSION.unpack_from(content)
@@ -231,25 +240,29 @@ class AcceptorHandshake(Handshake):
         self._expect(kind, content, HELLO, _HELLO.size)
         _, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
         self.peer = rank  # as claimed, until the handshake is complete
-        if job != me.job_digest:
-            raise self._refuse("the caller is of another job")
-        checks = (
-            (generation, me.generation, "is of generation"),
-            (world_size, me.world_size, "has world size"),
-            (target, me.rank, "looks for rank"),
-        )
-        for said, ours, what in checks:
-            if said != ours:
-                raise self._refuse(f"the caller {what} {said}, this rank {ours}")
-        if rank >= me.world_size or rank == me.rank:
-            raise self._refuse(
-                f"the caller says that it is rank {rank} of {me.world_size}, to rank {me.rank}"
-            )
-        challenge = _CHALLENGE.pack(me.rank, secrets.token_bytes(NONCE_SIZE))
+        self._mismatch = self._compare(job, generation, rank, world_size, target)
+        nonce = secrets.token_bytes(NONCE_SIZE)
+        challenge = _CHALLENGE.pack(self.identity.rank ^ self._mask(content + nonce), nonce)
         transcript = content + challenge
         # Kept in place of its inputs: an unauthenticated connection shall cost little memory.
         self._awaited = self._proof(b"dialer", transcript)
         return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
+
+    def _compare(self, job: bytes, generation: int, rank: int, world_size: int, target: int) -> str:
+        """Return why a caller that says this about itself does not belong here, or ""."""
+        me = self.identity
+        if job != me.job_digest:
+            return "the caller is of another job"
+        for said, ours, what in (
+            (generation, me.generation, "is of generation"),
+            (world_size, me.world_size, "has world size"),
+            (target, me.rank, "looks for rank"),
+        ):
+            if said != ours:
+                return f"the caller {what} {said}, this rank {ours}"
+        if rank >= me.world_size or rank == me.rank:
+            return f"the caller says that it is rank {rank} of {me.world_size}, to rank {me.rank}"
+        return ""
 
 
 def _message(kind: int, content: bytes) -> bytes:

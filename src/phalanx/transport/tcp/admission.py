@@ -22,15 +22,14 @@ import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import Protocol
 
 from phalanx.errors import AuthenticationError
 from phalanx.transport.tcp.addresses import BACKLOG
+from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import is_loopback
-from phalanx.wire.handshake import ROOM, AcceptorHandshake, Refused
-
-if TYPE_CHECKING:  # the command line reads the token, and does not wait for torch
-    from phalanx.transport.tcp.connection import Mesh
+from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Identity, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -85,9 +84,55 @@ def send(sock: socket.socket, data: bytes) -> None:
         raise Refused(HUNG_UP, final=False) from None
 
 
+def speak(sock: socket.socket, handshake: Handshake, first: bytes, seconds: float) -> socket.socket:
+    """Carry out a whole handshake that begins with `first`; blocks for so many seconds at most.
+
+    Return the socket to go on with, which has that timeout. Raises `Refused`, or OSError
+    (TimeoutError when the other side is silent).
+    """
+    deadline, words = monotonic() + seconds, first
+    while True:
+        sock.settimeout(max(deadline - monotonic(), 0.001))
+        sock.sendall(words)
+        if handshake.complete:
+            sock.settimeout(seconds)
+            return sock
+        data = sock.recv(handshake.room)
+        if not data:
+            raise Refused(HUNG_UP, final=False)
+        try:
+            words = handshake.receive(data)
+        except Refused:
+            with suppress(OSError):  # it may have gone already
+                sock.sendall(handshake.farewell)
+            raise
+
+
+class Door(Protocol):
+    """What an `Acceptor` lets callers into: a rank's mesh, or a server of the launcher.
+
+    label      who this is, for the log: "rank 3"
+    callers    how many are expected
+    """
+
+    label: str
+    callers: int
+    reactor: Reactor
+    identity: Identity
+    token: bytes
+
+    def admit(self, peer: int) -> str | None:
+        """Return why a caller that has proved itself is turned away all the same, or None.
+
+        Raises `Refused` to hang up without a word.
+        """
+
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        """Take a caller that is in. `surplus` came behind its handshake."""
+
+
 class Acceptor:
-    """A listener: every caller becomes a `PendingConnection`. Opened to form the group, then
-    closed.
+    """A listener: every caller becomes a `PendingConnection`, and in the end the door's.
 
     tick             seconds between checks whether callers have been there for too long
     now              ticks that this rank has seen; none while it computes: callers then have to
@@ -98,16 +143,16 @@ class Acceptor:
     """
 
     def __init__(
-        self, mesh: Mesh, listener: socket.socket, *, tick: float = PATIENCE / TICKS
+        self, door: Door, listener: socket.socket, *, tick: float = PATIENCE / TICKS
     ) -> None:
-        self.mesh = mesh
+        self.door = door
         self.listener = listener
         self.tick = tick
         self.pending: dict[PendingConnection, None] = {}  # in the order in which they came
-        self.places = PLACES + mesh.world_size
+        self.places = PLACES + door.callers
         self.now = 0
         self.last_rejection = ""
-        self.admit = self._admit  # one bound method for all pending connections
+        self.admit = door.admit  # one bound method for all pending connections
         self._rejected = [0, 0]  # that have claimed nothing, that have claimed to be a rank
         self._last_rank = ""  # of the latter the last one
         self._ticking = False
@@ -118,22 +163,22 @@ class Acceptor:
 
     def close(self) -> None:
         """Stop listening, and drop the connections that are not authenticated."""
-        self.mesh.reactor.forget(self.listener)
+        self.door.reactor.forget(self.listener)
         self.listener.close()
         for pending in list(self.pending):
             self.drop(pending)
         if max(self._rejected) > TOLD_IN_FULL:
             log.warning(
-                "rank %d turned away %d unauthenticated callers and %d that said which rank they "
-                "are while its job formed",
-                self.mesh.rank,
+                "%s turned away %d unauthenticated callers and %d that said which rank they are "
+                "while its job formed",
+                self.door.label,
                 *self._rejected,
             )
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a pending connection."""
         self.pending.pop(pending, None)
-        self.mesh.reactor.forget(pending.sock)
+        self.door.reactor.forget(pending.sock)
         pending.sock.close()
 
     def turn_away(self, pending: PendingConnection, reason: str) -> None:
@@ -153,22 +198,11 @@ class Acceptor:
         elif self._last_rank:
             self.last_rejection += f"; before that {self._last_rank}"
         if number <= TOLD_IN_FULL:
-            log.warning("rank %d turned away %s", self.mesh.rank, what)
+            log.warning("%s turned away %s", self.door.label, what)
         elif str(number).strip("0") == "1":  # a power of ten
             kind = "callers that said which rank they are" if is_rank else "unauthenticated callers"
-            text = "rank %d turned away %d %s so far, the last of them %s"
-            log.warning(text, self.mesh.rank, number, kind, what)
-
-    def _admit(self, peer: int) -> str | None:
-        """Why a peer is rejected although it is authenticated, or None."""
-        mesh = self.mesh
-        if mesh.wide is not None and not mesh.wide.accepts(peer):
-            raise Refused(HUNG_UP, final=False)  # without a word in the log
-        if peer in mesh.connections or peer in mesh.engine.left or peer in mesh.engine.lost:
-            return f"rank {peer} is, or was, connected already: is a second copy of it running?"
-        if peer < mesh.rank and mesh.wide is None:
-            return f"rank {mesh.rank} calls rank {peer}, not the other way round"
-        return None
+            text = "%s turned away %d %s so far, the last of them %s"
+            log.warning(text, self.door.label, number, kind, what)
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         for _ in range(CALLS_AT_A_TIME):
@@ -187,7 +221,7 @@ class Acceptor:
                 self._rest(error)
                 return
             host = str(address[0])
-            if not self.mesh.token and not is_loopback(host):
+            if not self.door.token and not is_loopback(host):
                 sock.close()
                 self._reject(f"{host}: without a token (PHALANX_TOKEN) only this host is let in")
                 continue
@@ -197,7 +231,7 @@ class Acceptor:
             pending.hear()  # now, so that it does not count as silent when the next one comes
             if not self._ticking:
                 self._ticking = True
-                self.mesh.reactor.call_later(self.tick, self._tick)
+                self.door.reactor.call_later(self.tick, self._tick)
 
     def _make_room(self, most: int) -> None:
         """Close pending connections until there are `most`."""
@@ -217,7 +251,7 @@ class Acceptor:
             self.turn_away(pending, f"{did} for {PATIENCE:g} s")
         self._ticking = bool(self.pending)
         if self._ticking:
-            self.mesh.reactor.call_later(self.tick, self._tick)
+            self.door.reactor.call_later(self.tick, self._tick)
 
     def _rest(self, error: OSError) -> None:
         """No connection can be accepted now, and none can be dropped: try later, do not spin."""
@@ -225,12 +259,12 @@ class Acceptor:
         if error.errno in OUT_OF:
             reason += "; this process may need more (ulimit -n)"
         self._reject(f"a caller, whom it could not accept: {reason}")
-        self.mesh.reactor.forget(self.listener)
-        self.mesh.reactor.call_later(REST, self._listen)
+        self.door.reactor.forget(self.listener)
+        self.door.reactor.call_later(REST, self._listen)
 
     def _listen(self) -> None:
         if self.listener.fileno() >= 0:  # it is open
-            self.mesh.reactor.watch(self.listener, self._on_ready)
+            self.door.reactor.watch(self.listener, self._on_ready)
 
 
 class PendingConnection:
@@ -247,17 +281,17 @@ class PendingConnection:
         self.born = acceptor.now
         self.auth_state = 0
         sock.setblocking(False)
-        acceptor.mesh.reactor.watch(sock, self.hear)
+        acceptor.door.reactor.watch(sock, self.hear)
 
     def hear(self, readable: bool = True, writable: bool = False) -> None:
         """Read what the caller has sent, if anything, and answer (from the reactor)."""
-        acceptor, mesh = self.acceptor, self.acceptor.mesh
+        acceptor, door = self.acceptor, self.acceptor.door
         try:
             data = receive(self.sock, self.handshake.room if self.auth_state else ROOM)
             if data is None:
                 return
             if not self.auth_state:
-                self.handshake = AcceptorHandshake(mesh.identity, mesh.token, acceptor.admit)
+                self.handshake = AcceptorHandshake(door.identity, door.token, acceptor.admit)
                 self.auth_state = 1
             send(self.sock, self.handshake.receive(data))
         except Refused as refusal:
@@ -271,7 +305,7 @@ class PendingConnection:
         if self.handshake.complete:
             del acceptor.pending[self]
             assert self.handshake.peer is not None
-            mesh.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
+            door.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
         elif self.handshake.peer is not None:
             self.auth_state = 2
 

@@ -28,6 +28,7 @@ from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
 from phalanx.transport.shm.domain import LARGE, PIECE, PIECES, HostDomain, RingBuffer
+from phalanx.transport.tcp.admission import HUNG_UP
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
 from phalanx.wire.control import Address, Answer, Ask, FailureNotice, decode
 from phalanx.wire.frame import (
@@ -39,7 +40,7 @@ from phalanx.wire.frame import (
     Kind,
     pack_header,
 )
-from phalanx.wire.handshake import Identity
+from phalanx.wire.handshake import Identity, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -101,6 +102,7 @@ class Mesh:
         self.reactor = Reactor()
         self.identity = identity
         self.rank, self.world_size = identity.rank, identity.world_size
+        self.label, self.callers = f"rank {identity.rank}", identity.world_size
         self.token = token
         self.connections: dict[int, Connection] = {}
         self.addresses: dict[int, Address] = {}
@@ -116,6 +118,16 @@ class Mesh:
     def all_known(self) -> bool:
         """Whether this rank has heard where each rank listens."""
         return len(self.addresses) == self.world_size
+
+    def admit(self, peer: int) -> str | None:
+        """Return why a peer is turned away although it is authenticated, or None (see `Door`)."""
+        if self.wide is not None and not self.wide.accepts(peer):
+            raise Refused(HUNG_UP, final=False)  # without a word in the log
+        if peer in self.connections or peer in self.engine.left or peer in self.engine.lost:
+            return f"rank {peer} is, or was, connected already: is a second copy of it running?"
+        if peer < self.rank and self.wide is None:
+            return f"rank {self.rank} calls rank {peer}, not the other way round"
+        return None
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer is authenticated: messages can flow. `surplus` came behind the handshake."""

@@ -51,8 +51,8 @@ class Dial:
         the peer does not answer the call      call again: it has not started (patient), or its
                                                queue is full of other callers
         it refuses the connection              patient: call again. Else it was there, and is gone
-        it hangs up during the handshake       call again: it had to make room, or this rank was
-                                               slow
+        it hangs up during the handshake,      call again: it had to make room, or this rank was
+        or does not begin it                   slow, or its queue is full of other callers
         it turns this rank away, with reason   that is final
 
     trouble    what the last attempt met
@@ -90,6 +90,7 @@ class Dial:
         self.sock: socket.socket | None = None
         self._dropped = False
         self._waits = 0
+        self._wait = FIRST_WAIT
         self._course = self._call()
         self._go_on(None)
 
@@ -132,29 +133,12 @@ class Dial:
 
     def _call(self) -> Generator[tuple[int, float], bool | None, None]:
         """Yields what it waits for, and for how long at most; is sent whether it has come."""
-        mesh, retry, wait = self.mesh, FIRST_RETRY, FIRST_WAIT
+        mesh, retry = self.mesh, FIRST_RETRY
         while True:
-            family, address = self._addresses[self.attempts % len(self._addresses)]
-            handshake = self._handshake = DialerHandshake(mesh.identity, mesh.token, self.peer)
+            self._handshake = DialerHandshake(mesh.identity, mesh.token, self.peer)
             self.lacks = False
             try:
-                self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
-                sock.setblocking(False)
-                with suppress(BlockingIOError):
-                    sock.connect(address)
-                if not (yield WRITE, wait):
-                    wait = min(2 * wait, LAST_WAIT)
-                    raise Refused("calls are not answered", final=False)
-                _check_connected(sock)
-                self.refusals = 0
-                self.answered = True
-                self.trouble = "it accepts connections but does not answer; is it another program?"
-                send(sock, handshake.start())
-                while not handshake.complete:
-                    yield READ, math.inf
-                    data = receive(sock, handshake.room)
-                    if data is not None:
-                        send(sock, handshake.receive(data))
+                sock = yield from self._attempt(self._handshake)
             except OSError as error:
                 self.trouble = os.strerror(error.errno or 0)
                 self.refusals += error.errno not in _MAY_PASS
@@ -166,12 +150,12 @@ class Dial:
                 self.trouble = refusal.reason
                 if self.sock is not None:
                     with suppress(OSError):  # it may have gone already
-                        self.sock.send(handshake.farewell)
+                        self.sock.send(self._handshake.farewell)
                 if refusal.final:
                     self.refusal = refusal
             else:
                 self.sock = None  # it is the connection's now
-                mesh.link_opened(self.peer, sock, handshake.surplus)
+                mesh.link_opened(self.peer, sock, self._handshake.surplus)
                 return
             self._hang_up()
             if self.refusal is not None:
@@ -181,6 +165,36 @@ class Dial:
             self.attempts += 1
             yield 0, retry
             retry = min(2 * retry, LAST_RETRY)
+
+    def _attempt(
+        self, handshake: DialerHandshake
+    ) -> Generator[tuple[int, float], bool | None, socket.socket]:
+        """Call once; return the socket when the peer has let this rank in. Yields as `_call`."""
+        family, address = self._addresses[self.attempts % len(self._addresses)]
+        self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        with suppress(BlockingIOError):
+            sock.connect(address)
+        if not (yield WRITE, self._wait):
+            raise self._unanswered("calls are not answered")
+        _check_connected(sock)
+        self.refusals = 0
+        self.answered = True
+        self.trouble = "it accepts connections but does not answer; is it another program?"
+        send(sock, handshake.start())
+        while not handshake.complete:
+            # A call in a queue full of other callers may be lost without a word. One that has
+            # proved itself is not given up: the peer may take it to be open.
+            if not (yield READ, math.inf if handshake.proved else self._wait):
+                raise self._unanswered(self.trouble)
+            data = receive(sock, handshake.room)
+            if data is not None:
+                send(sock, handshake.receive(data))
+        return sock
+
+    def _unanswered(self, trouble: str) -> Refused:
+        self._wait = min(2 * self._wait, LAST_WAIT)
+        return Refused(trouble, final=False)
 
 
 def _check_connected(sock: socket.socket) -> None:
