@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from acceptor_step import drive_until, lonely_transport
@@ -80,6 +81,29 @@ def test_one_that_may_not_have_started_yet_is_called_until_it_is_there(
         assert not dial.refusals
         reserved.accept()[0].close()
     assert dial.refusal is None
+    with transport.engine.lock:
+        dial.drop()
+
+
+def test_a_call_that_is_taken_and_not_answered_is_made_again(transport: TcpTransport) -> None:
+    """In a queue that is flooded it may be lost without a word."""
+    with loopback_listener() as listener:
+        dial = call(transport, listener, patient=True)
+        taken: list[socket.socket] = []
+
+        def twice() -> bool:
+            with suppress(BlockingIOError):
+                taken.append(listener.accept()[0])
+            return len(taken) == 2
+
+        drive_until(transport, twice)
+        assert dial.refusal is None
+        assert dial.trouble.startswith("it accepts connections but does not answer")
+        taken[0].settimeout(PATIENCE)
+        assert taken[0].recv(4096).startswith(b"PHX?")
+        assert taken[0].recv(4096) == b"", "the first call was hung up"
+        for sock in taken:
+            sock.close()
     with transport.engine.lock:
         dial.drop()
 

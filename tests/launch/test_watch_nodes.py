@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from ports import unused_port
 
-from phalanx.errors import AuthenticationError
+from phalanx.errors import AuthenticationError, BackendUnavailableError
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.state import JobState, NodePlace, OtherNodes, RankState
 from phalanx.launch.store import Nodes
 from phalanx.launch.watch_folder import OTHERS, WatchFolder
 from phalanx.launch.watch_node import NodeWatch
-from phalanx.launch.watch_server import RemoteFolder
+from phalanx.launch.watch_server import MOST_WATCHERS, RemoteFolder, WatchServer
 from phalanx.tools.watch.gather import find_job, follow, snapshot
 from phalanx.wire.control import parse_address
 
@@ -152,6 +153,56 @@ def test_only_who_holds_the_token_may_look_and_the_job_s_own_is_not_told(
         with pytest.raises(AuthenticationError, match="do not hold the same token"):
             RemoteFolder(endpoint, wrong.encode())
     RemoteFolder(endpoint, others.token.encode()).close()
+
+
+@contextmanager
+def served(folder: WatchFolder) -> Iterator[WatchServer]:
+    """A server of that folder, whose process looks for callers all the time."""
+    server = WatchServer(folder, socket.create_server(("127.0.0.1", 0)), TOKEN.encode())
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            server.accept()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield server
+    over.set()
+    thread.join()
+    server.close()
+
+
+def test_callers_that_prove_nothing_take_no_watchers_place(tmp_path: Path) -> None:
+    folder = WatchFolder(tmp_path)
+    folder.write("node-0.json", job(RankState(rank=0, pid=1)))
+    with served(folder) as server, ExitStack() as strangers:
+        for number in range(3 * MOST_WATCHERS):
+            sock = strangers.enter_context(socket.create_connection(server.endpoint, PATIENCE))
+            if number % 2:
+                sock.sendall(b"PHX?")
+        owner = RemoteFolder(server.endpoint, TOKEN.encode())
+        assert owner.read() is not None
+        owner.close()
+
+
+def test_one_watcher_too_many_is_told_why_and_comes_in_when_another_has_left(
+    tmp_path: Path,
+) -> None:
+    folder = WatchFolder(tmp_path)
+    folder.write("node-0.json", job(RankState(rank=0, pid=1)))
+    with served(folder) as server:
+        watchers = [RemoteFolder(server.endpoint, TOKEN.encode()) for _ in range(MOST_WATCHERS)]
+        with pytest.raises(BackendUnavailableError, match="8 watch this job already"):
+            RemoteFolder(server.endpoint, TOKEN.encode())
+        watchers.pop().close()
+        deadline = time.monotonic() + PATIENCE
+        while len(watchers) < MOST_WATCHERS:
+            assert time.monotonic() < deadline
+            with suppress(BackendUnavailableError):
+                watchers.append(RemoteFolder(server.endpoint, TOKEN.encode()))
+        for watcher in watchers:
+            watcher.close()
 
 
 def test_where_the_job_was_given_no_token_its_nodes_draw_one(

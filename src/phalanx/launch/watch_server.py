@@ -72,11 +72,11 @@ class WatchServer:
         self.reactor = Reactor()
         self.endpoint = Endpoint(*listener.getsockname()[:2])
         self._folder = folder
-        self._places = threading.Semaphore(MOST_WATCHERS)
         self._listener = listener
         self._lock = threading.RLock()
         self._acceptor = Acceptor(self, listener)
         self._thread: threading.Thread | None = None
+        self._serving: list[threading.Thread] = []  # one for each watcher
 
     def accept(self) -> None:
         """Have those let in who have called since; does not wait."""
@@ -98,19 +98,22 @@ class WatchServer:
         """Listen no more, and wait until the watchers have the last state, a moment at most."""
         self.close()
         deadline = time.monotonic() + _LAST_WORDS
-        for _ in range(MOST_WATCHERS):
-            self._places.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+        for thread in self._serving:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def admit(self, peer: int) -> str | None:
         """Return why one who holds the token may not watch now, or None."""
-        if self._places.acquire(blocking=False):
+        self._serving = [thread for thread in self._serving if thread.is_alive()]
+        if len(self._serving) < MOST_WATCHERS:
             return None
         return f"{MOST_WATCHERS} watch this job already: try again when one of them has left"
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """Serve a watcher that is in."""
         name = "phalanx watch server"
-        threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True).start()
+        thread = threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True)
+        self._serving.append(thread)
+        thread.start()
 
     def _let_in(self) -> None:
         with self._lock:
@@ -120,19 +123,16 @@ class WatchServer:
             self._thread = None
 
     def _serve(self, watcher: socket.socket) -> None:
-        try:
-            watcher.settimeout(PATIENCE)
-            with watcher, suppress(OSError):
-                while True:
-                    self._folder.touch()
-                    state = self._folder.read()
-                    if state is not None:
-                        watcher.sendall(msgspec.json.encode(state) + b"\n")
-                    if state is None or state.ended:
-                        return
-                    time.sleep(PERIOD)
-        finally:
-            self._places.release()
+        watcher.settimeout(PATIENCE)
+        with watcher, suppress(OSError):
+            while True:
+                self._folder.touch()
+                state = self._folder.read()
+                if state is not None:
+                    watcher.sendall(msgspec.json.encode(state) + b"\n")
+                if state is None or state.ended:
+                    return
+                time.sleep(PERIOD)
 
 
 def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
