@@ -304,6 +304,7 @@ class PendingConnection:
             return
         if self.handshake.complete:
             del acceptor.pending[self]
+            door.reactor.forget(self.sock)  # it is the door's, which may read it in a thread
             assert self.handshake.peer is not None
             door.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
         elif self.handshake.peer is not None:
