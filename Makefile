@@ -37,6 +37,7 @@
 #   make wide      64, 256 and 1,024 ranks: how soon they form, and hear that one of them died
 #   make two-hosts algorithms side by side between two hosts, and torch's wrappers; needs root
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
+#   make attack    strangers at every door of a job, hostile files, forks, signals: all that is refused
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
 #                  goes on comes to the weights of one that was never interrupted
@@ -85,8 +86,8 @@ DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
-.PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood wide \
-	two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+.PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
+	wide two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
 	main-path clean
 
 demo: $(READY)
@@ -139,6 +140,9 @@ fuzz: $(READY)
 
 flood: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/backends/acceptor_flood.py $(ARGS)
+
+attack: $(READY)
+	$(BIN)/python tests/attacks/run.py $(ARGS)
 
 wide: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/wide.py $(ARGS)
