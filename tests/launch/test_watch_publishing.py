@@ -15,7 +15,7 @@ import torch
 from clusters import CLUSTERS, Cluster
 
 from phalanx import Backend, all_reduce
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
+from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
 from phalanx.launch.environment import World
 from phalanx.launch.publish import Publisher
 from phalanx.launch.state import (
@@ -25,7 +25,6 @@ from phalanx.launch.state import (
     RankState,
     bounded,
     number,
-    plain,
 )
 from phalanx.launch.watch_folder import WatchFolder, open_folder, process_status
 from phalanx.launch.watch_server import RemoteFolder, WatchServer, as_address, token_for_watchers

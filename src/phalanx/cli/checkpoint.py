@@ -25,12 +25,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from phalanx.errors import plain
+
 if TYPE_CHECKING:
     from phalanx.checkpoint.stored import Advance
 
 checkpoint_app = typer.Typer(help=__doc__, no_args_is_help=True)
 _T = TypeVar("_T")
 _SHOWN = 40  # rows of a table
+_LONGEST_LINE = 4000  # characters
 
 Folder = Annotated[
     Path,
@@ -67,7 +70,7 @@ def inspect_command(
     """
     from phalanx.checkpoint.stored import describe, open_checkpoint  # noqa: PLC0415
 
-    found = _done("inspect", lambda: describe(open_checkpoint(folder, step)))
+    found = _done("inspect", folder, lambda: describe(open_checkpoint(folder, step)))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -80,28 +83,29 @@ def _show(found: dict[str, Any], shown: int) -> None:
 
     model, state, optimizer = found["model"], found["state"], found["optimizer"]
     elements = sum(prod(tensor["shape"]) for tensor in model)
-    typer.echo(
-        f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}"
-    )
-    typer.echo(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
-    typer.echo(f"files     {len(found['files'])}, {_size(found['bytes'])}")
-    typer.echo(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
+    _say(f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}")
+    _say(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
+    _say(f"files     {len(found['files'])}, {_size(found['bytes'])}")
+    _say(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
     if found["part"]:
         part, count = found["part"]
-        typer.echo(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
+        _say(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
     if found["aliases"]:
         tied = (f"{other} = {name}" for other, name in found["aliases"].items())
-        typer.echo(f"tied      {_some(list(tied))}")
+        _say(f"tied      {_some(list(tied))}")
     if found["values"]:
-        typer.echo(f"values    {_some(found['values'])}")
+        _say(f"values    {_some(found['values'])}")
     if optimizer:
         keys = ", ".join(f"{key} of {n}" for key, n in optimizer["state"].items()) or "no state"
-        typer.echo(f"optimizer {optimizer['kind']}: {keys} parameters")
+        _say(f"optimizer {optimizer['kind']}: {keys} parameters")
         for number, group in enumerate(optimizer["groups"]):
-            options = ", ".join(f"{k}={_plain(v)}" for k, v in group["options"].items())
-            typer.echo(f"  group {number}: {group['parameters']} parameters, {options}")
-    typer.echo(f"state     {len(state)} tensors, {_size(_bytes(state))}")
-    typer.echo(f"extra     {_some(found['extra']) or 'none'}\n")
+            options = ", ".join(
+                f"{k}={plain(str(_untagged(v)))}" for k, v in group["options"].items()
+            )
+            _say(f"  group {number}: {group['parameters']} parameters, {options}")
+    _say(f"state     {len(state)} tensors, {_size(_bytes(state))}")
+    _say(f"extra     {_some(found['extra']) or 'none'}")
+    typer.echo()
     table = Table(box=None, pad_edge=False)
     for name in ("tensor", "dtype", "shape", "size", "written by"):
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
@@ -109,10 +113,10 @@ def _show(found: dict[str, Any], shown: int) -> None:
         ranks = tensor["ranks"]
         who = f"rank {ranks[0]}" if len(ranks) == 1 else _count(len(ranks), "rank")
         shape = " x ".join(map(str, tensor["shape"])) or "-"
-        table.add_row(tensor["name"], tensor["dtype"], shape, _size(tensor["bytes"]), who)
+        table.add_row(plain(tensor["name"]), tensor["dtype"], shape, _size(tensor["bytes"]), who)
     Console(highlight=False, soft_wrap=True, markup=False).print(table)
     if len(model) > shown:
-        typer.echo(f"and {len(model) - shown} more: --all shows them")
+        _say(f"and {len(model) - shown} more: --all shows them")
 
 
 @checkpoint_app.command("verify")
@@ -125,23 +129,24 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
         phalanx checkpoint verify runs/a
     """
     from phalanx.checkpoint.stored import checkpoints_in, nbytes_in, verify  # noqa: PLC0415
-    from phalanx.errors import CheckpointDamagedError  # noqa: PLC0415
+    from phalanx.errors import CheckpointDamagedError, CheckpointIOError  # noqa: PLC0415
 
-    paths = _done("verify", lambda: checkpoints_in(folder, step))
-    damaged: list[CheckpointDamagedError] = []
+    paths = _done("verify", folder, lambda: checkpoints_in(folder, step))
+    damaged: list[str] = []
     fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
         for path in paths:
             try:
-                nbytes = _done("verify", partial(verify, path, advance))
+                nbytes = _done("verify", path, partial(verify, path, advance))
                 fine.append(f"{path}: {_size(nbytes)}")
-            except CheckpointDamagedError as error:
-                damaged.append(error)
+            except (CheckpointDamagedError, CheckpointIOError) as error:
+                is_read = isinstance(error, CheckpointDamagedError)
+                damaged.append(f"{'damaged' if is_read else 'unread '}  {error}")
     for problem in damaged:
-        typer.echo(f"damaged  {problem}")
+        _say(problem)
     for line in fine:
-        typer.echo(f"ok       {line}")
+        _say(f"ok       {line}")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -196,19 +201,21 @@ def export_command(
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
-    checkpoint = _done("export", lambda: open_checkpoint(folder, step))
-    parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
+    checkpoint = _done("export", folder, lambda: open_checkpoint(folder, step))
+    parts = _done("export", folder, lambda: [open_checkpoint(each, step) for each in part or ()])
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
             from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
 
             exported = _done(
                 "export",
+                folder,
                 lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin),
             )
         else:
             exported = _done(
                 "export",
+                folder,
                 lambda: export_hugging_face(
                     checkpoint, out, parts=parts, shard_size=most, config=config, begin=begin
                 ),
@@ -218,9 +225,9 @@ def export_command(
                     "from_pretrained needs a config.json beside them: --config copies one"
                 )
     for note in exported.notes:
-        typer.echo(f"Note: {note}")
+        _say(f"Note: {note}")
     files = _count(len(exported.files), "file")
-    typer.echo(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
+    _say(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
 
 
 @checkpoint_app.command("import")
@@ -263,6 +270,7 @@ def import_command(
     with _progress("import") as begin:
         imported = _done(
             "import",
+            source,
             lambda: import_dcp(
                 source,
                 folder,
@@ -275,19 +283,24 @@ def import_command(
             ),
         )
     for note in imported.notes:
-        typer.echo(f"Note: {note}")
-    typer.echo(f"{imported.path}: step {imported.step}, {imported.tensors} tensors")
+        _say(f"Note: {note}")
+    _say(f"{imported.path}: step {imported.step}, {imported.tensors} tensors")
 
 
 # ------------------------------------------------------------------------------
 # What the commands share
 
 
-def _done(what: str, attempt: Callable[[], _T]) -> _T:
+def _done(what: str, folder: Path | str, attempt: Callable[[], _T]) -> _T:
     """Call it; an OSError in it becomes one of ours, which names the file."""
     from phalanx.checkpoint.group import CheckpointGroup  # noqa: PLC0415
 
-    return CheckpointGroup(None, what, None).on_all(attempt)[0]
+    return CheckpointGroup(None, what, None, str(folder)).on_all(attempt)[0]
+
+
+def _say(text: str) -> None:
+    """Print a line, in which there may be names and texts that others have written."""
+    typer.echo(plain(text, _LONGEST_LINE))
 
 
 @contextmanager
@@ -325,10 +338,10 @@ def _count(count: int, what: str) -> str:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    return ", ".join(map(plain, names[:8])) + more
 
 
-def _plain(option: object) -> object:
+def _untagged(option: object) -> object:
     """An option without the tag that JSON needs for it."""
     if isinstance(option, dict) and len(option) == 1:
         return next(iter(option.values()))

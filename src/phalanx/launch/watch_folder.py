@@ -31,7 +31,7 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, plain
 from phalanx.launch.state import (
     MOST_BYTES,
     JobState,
@@ -39,7 +39,6 @@ from phalanx.launch.state import (
     RankState,
     Status,
     bounded,
-    plain,
 )
 from phalanx.transport.tcp.heartbeat import host_id, is_stopped
 

@@ -22,8 +22,8 @@ from contextlib import suppress
 
 import msgspec
 
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
-from phalanx.launch.state import MOST_BYTES, JobState, bounded, plain
+from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
+from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
 from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
 from phalanx.wire.control import Endpoint, parse_address
