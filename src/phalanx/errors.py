@@ -193,10 +193,11 @@ class RankStopped(BaseException):
 # ------------------------------------------------------------------------------
 # What others have written, in an error or on a terminal
 
+LONGEST_TEXT = 400  # characters of one text
 _STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 
 
-def plain(text: str, most: int = 400) -> str:
+def plain(text: str, most: int = LONGEST_TEXT) -> str:
     """Return one line of text that does nothing to a terminal, of `most` characters or fewer.
 
     Colours and the like go; what else is not printable (escapes, new lines, controls of direction)

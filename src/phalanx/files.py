@@ -50,10 +50,8 @@ def naming(path: str) -> Iterator[None]:
 def folder(path: str) -> Iterator[int]:
     """Give a descriptor of a folder that is no link: what is done by it is done there."""
     descriptor = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with _closing(descriptor, path):
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -135,10 +133,10 @@ def own_file(path: str) -> int:
             return os.dup(copy)
 
 
-def open_lock(path: str) -> int:
-    """Open a regular file to lock it, or make it; return the descriptor. Nothing is written."""
+def open_lock(path: str, mode: int = 0o666) -> int:
+    """Open a regular file in which nothing is written, or make it; return the descriptor."""
     try:
-        descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
     except PermissionError:  # another user's: to lock it, it is enough to read it
         descriptor = _open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -214,7 +212,8 @@ def _closing(descriptor: int, path: str) -> Iterator[int]:
 
 
 def _regular(descriptor: int, path: str) -> os.stat_result:
-    status = os.fstat(descriptor)
+    with naming(path):
+        status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         kind = next(name for is_kind, name in _KINDS if is_kind(status.st_mode))
         number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL

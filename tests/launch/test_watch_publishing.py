@@ -15,11 +15,16 @@ import torch
 from clusters import CLUSTERS, Cluster
 
 from phalanx import Backend, all_reduce
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
+from phalanx.errors import (
+    LONGEST_TEXT,
+    AuthenticationError,
+    BackendUnavailableError,
+    MisuseError,
+    plain,
+)
 from phalanx.launch.environment import World
 from phalanx.launch.publish import Publisher
 from phalanx.launch.state import (
-    LONGEST_TEXT,
     MOST_BYTES,
     JobState,
     RankState,

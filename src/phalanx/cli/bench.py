@@ -32,11 +32,13 @@ The exit code is 1 if any result was wrong.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx import files
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -172,18 +174,23 @@ def bench_command(
     report = start.new_report(wanted, counts, table)
     if _run_and_show(report):
         if json_file is not None:
-            json_file.write_bytes(reports.as_json(report))
+            _write(json_file, reports.as_json(report))
             typer.echo(f"{json_file}: all figures")
         if plot is not None:
             reports.draw(report, plot)
             typer.echo(f"{plot}: the picture")
         if tune is not None:
-            tune.write_bytes(reports.as_tuning(report))
+            _write(tune, reports.as_tuning(report))
             typer.echo(
                 f"{tune}: with PHALANX_TUNING={tune} in the environment of every rank, and the "
                 "same file on every host, auto picks by it"
             )
     raise typer.Exit(1 if report.wrong else 0)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with files.replacing(os.path.realpath(path)) as file:
+        files.write_all(file, content)
 
 
 def _run_and_show(report: BenchReport) -> bool:

@@ -15,7 +15,6 @@ into the queue, with the same folder and token, and another SLURM_RESTART_COUNT.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shlex
@@ -27,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
+from phalanx.files import new_file, write_all
 from phalanx.launch.report import AGAIN
 from phalanx.launch.run import Job
 from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
@@ -178,6 +178,5 @@ exit $code
 
 
 def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
+    with new_file(str(path), 0o600) as file:
+        write_all(file, text.encode())

@@ -26,6 +26,7 @@ from phalanx.errors import (
     MisuseError,
     PeerLostError,
 )
+from phalanx.files import new_file, write_all
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.store import hold_store
@@ -158,8 +159,9 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
     with _working_folder() as path, Reaper(path) as reaper:
         folder = Path(path)
-        (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-        (folder / FOUND).touch()
+        for name, content in ((REQUEST, msgspec.json.encode(request)), (FOUND, b"")):
+            with new_file(os.path.realpath(folder / name)) as file:
+                write_all(file, content)
         store = hold_store("127.0.0.1", 0, timeout=request.timeout)
         program = [sys.executable, "-m", "phalanx.tools.bench.rank", path]
         program += [script for script in scripts if script]
