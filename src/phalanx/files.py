@@ -104,8 +104,7 @@ def replacing(path: str, mode: int = 0o666) -> Iterator[int]:
             try:
                 os.rename(part, os.path.join(parent, name))
             except OSError as error:
-                _explain(error, path)
-                raise
+                raise _explained(error, path) from None
         except BaseException:
             with suppress(OSError):
                 os.unlink(part)
@@ -179,24 +178,21 @@ def _open(path: str, flags: int, mode: int = 0o666, at: int | None = None) -> in
         name = path if at is None else os.path.basename(path)
         return os.open(name, flags | _FLAGS, mode, dir_fd=at)
     except OSError as error:
-        _explain(error, path)
-        raise
+        raise _explained(error, path) from None
     except ValueError as error:  # a NUL, or half a character
         raise OSError(errno.EINVAL, f"no file has such a name ({error})", path) from None
 
 
-def _explain(error: OSError, path: str) -> None:
-    """Let an error say the whole path, and what is there if that is the problem."""
-    error.filename, error.filename2 = path, None
+def _explained(error: OSError, path: str) -> OSError:
+    """The same error with the whole path, and with what is there if that is the problem."""
+    why = error.strerror
     with suppress(OSError):
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode) and error.errno in (errno.ELOOP, errno.ENOTDIR):
-            error.strerror = (
-                "it is a link, which is not followed here: put what it leads to in its place, or "
-                "remove it"
-            )
+            why = "it is a link, which is not followed here: remove it, or put a copy in its place"
         elif status.st_uid != os.geteuid() and error.errno in (errno.EACCES, errno.EPERM):
-            error.strerror = f"{error.strerror}: it belongs to {owner(status)}"
+            why = f"{why}: it belongs to {owner(status)}"
+    return OSError(error.errno, why, path)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, TypeVar
 
@@ -190,6 +191,8 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
         )
     if xxh3_64_hexdigest(content) != record.xxh3:
         raise CheckpointDamagedError(f"{path} is not as it was written: its checksum differs")
+    if not may_refer(content):
+        raise CheckpointDamagedError(f"{path} refers to tensors more often than makes sense")
     version = decode(content, _Version, path)
     if version.format != FORMAT or version.version != VERSION:
         raise CheckpointDamagedError(
@@ -203,6 +206,11 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
     for problem in _problems(manifest):
         raise CheckpointDamagedError(f"{path} makes no sense: {plain(problem)}")
     return manifest
+
+
+def may_refer(content: bytes) -> bool:
+    """Whether a manifest's values refer to its tensors as often as they may, or less."""
+    return content.count(b'"$tensor"') <= 1000 + 10 * content.count(b'"dtype"')
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
@@ -230,7 +238,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _problems_of_tensors(manifest: Manifest) -> Iterator[str]:
-    room = [file.bytes for file in manifest.files]
+    places: list[tuple[int, int, int]] = []
     for name, tensor in (*manifest.model.items(), *manifest.state.items()):
         if tensor.dtype not in DTYPES or prod(n or 1 for n in tensor.shape) >= _MOST:
             yield f"{name} is a {tensor.dtype} of shape {list(tensor.shape)}"
@@ -245,12 +253,14 @@ def _problems_of_tensors(manifest: Manifest) -> Iterator[str]:
             file, nbytes = manifest.files[shard.file], size * (shard.stop - shard.start)
             if shard.at + nbytes > file.bytes:
                 yield f"{name} reaches beyond the end of {file.name}"
-            room[shard.file] -= nbytes  # else a small file would be a large tensor
-            if room[shard.file] < 0:
-                yield f"{name} is in bytes of {file.name} that have another tensor"
+            if nbytes:
+                places.append((shard.file, shard.at, shard.at + nbytes))
             reached = max(reached, shard.stop)
         if reached != count:
             yield f"{name} has no elements from {reached} on"
+    for (before, _, end), (number, at, _) in pairwise(sorted(places)):
+        if before == number and at < end:  # small files would be large tensors
+            yield f"bytes {at}:{end} of {manifest.files[number].name} are in two tensors"
 
 
 def _is_cut(here: TensorRecord | None, cut: CutRecord) -> bool:

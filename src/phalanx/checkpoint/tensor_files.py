@@ -37,7 +37,7 @@ from phalanx.checkpoint.manifest import (
     TensorRecord,
     from_json,
 )
-from phalanx.errors import CheckpointDamagedError, CheckpointError
+from phalanx.errors import CheckpointDamagedError, CheckpointError, plain
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import tensor_bytes
@@ -211,6 +211,8 @@ class Reader:
         self.manifest = manifest
         self._requests: dict[int, list[_Request]] = defaultdict(list)
         self._whole: dict[str, Tensor] = {}
+        self._referred = 0  # bytes of tensors to which values refer
+        self._most = HELD + 16 * sum(file.bytes for file in manifest.files)
 
     def part(self, record: TensorRecord, part: Slice) -> Tensor:
         """Request a part of a tensor: a flat one, which `read` fills."""
@@ -229,10 +231,17 @@ class Reader:
         return flat
 
     def whole(self, name: str) -> Tensor:
-        """Request a whole tensor of the state files; the same one if requested again."""
+        """Request a whole tensor of the state files; the same one if requested again.
+
+        Raises `CheckpointDamagedError` where values, which are given copies, refer to far more
+        bytes than the files have.
+        """
         if name not in self._whole:
             record = self.record(name)
             self._whole[name] = self.part(record, Slice.whole(record.shape)).view(record.shape)
+        self._referred += self._whole[name].nbytes
+        if self._referred > self._most:
+            raise CheckpointDamagedError(f"{self._path} refers too often to {plain(name)}")
         return self._whole[name]
 
     def copy(self, name: str) -> Tensor:
