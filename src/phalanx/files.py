@@ -2,13 +2,8 @@
 
 Who can write into a folder, or has packed the archive that it came in, may have put anything under
 a name in it: a link to a file of somebody else's, a second name of one, a pipe to which nobody
-writes, a file of any size. Therefore:
-
-    reading      a regular file of bounded size, or an error; nothing is waited for
-    new_file     only where nothing was
-    replacing    a new file beside, then renamed: what was there is not written into
-    own_file     to write into a file that is there: of this user, with one name
-    remove_in    only what has a name of ours; of a link the link
+writes, a file of any size. So only regular files are opened, nothing is waited for, what is read is
+bounded, and what is written is new: an old file is replaced, never written into.
 
 A name is not followed if it is a link, nor are files made in a folder that is one. The path that a
 user gives may be a link, or lie behind one: whoever takes it says so (`follow`), or resolves it.
@@ -19,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -27,21 +21,15 @@ from contextlib import contextmanager, suppress
 
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _CHUNK = 1 << 20  # bytes that are read or copied at a time
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (lambda mode: True, "a device"),
-)
 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Put the file's name into an OSError: those of read, write and fsync have none."""
+    """Put the whole path into an OSError: those of read, write and fsync have none."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if not isinstance(error.filename, str) or not os.path.isabs(error.filename):
             error.filename = path
         raise
 
@@ -49,8 +37,7 @@ def naming(path: str) -> Iterator[None]:
 @contextmanager
 def folder(path: str) -> Iterator[int]:
     """Give a descriptor of a folder that is no link: what is done by it is done there."""
-    descriptor = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    with _closing(descriptor, path):
+    with _closing(_open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), path) as descriptor:
         yield descriptor
 
 
@@ -61,10 +48,9 @@ def reading(path: str, most: int | None = None, *, follow: bool = False) -> Iter
     follow   whether it may be a link
     """
     flags = os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW
-    with _closing(_open(path, flags), path) as descriptor:
-        size = _regular(descriptor, path).st_size
-        if most is not None and size > most:
-            raise _too_large(path, most)
+    with _closing(_open_regular(path, flags), path) as descriptor:
+        if most is not None and os.fstat(descriptor).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most that is read")
         yield descriptor
 
 
@@ -72,16 +58,14 @@ def read(path: str, most: int, *, follow: bool = False) -> bytes:
     """Return the content of a regular file of `most` bytes or fewer."""
     content = bytearray()
     with reading(path, most, follow=follow) as descriptor:
-        while more := os.read(descriptor, _CHUNK):
+        while len(content) <= most and (more := os.read(descriptor, _CHUNK)):
             content += more
-            if len(content) > most:  # it grows, or does not say how long it is
-                raise _too_large(path, most)
     return bytes(content)
 
 
 @contextmanager
 def new_file(path: str, mode: int = 0o666) -> Iterator[int]:
-    """Give a descriptor of a new file, to write; it stays where the block raises."""
+    """Give a descriptor of a file where nothing was; it stays where the block raises."""
     with folder(os.path.dirname(path) or ".") as at:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, at)
     with _closing(descriptor, path):
@@ -111,6 +95,12 @@ def replacing(path: str, mode: int = 0o666) -> Iterator[int]:
             raise
 
 
+def write(path: str, content: bytes, mode: int = 0o666) -> None:
+    """Write a new file, in place of what was there; whole or not at all."""
+    with replacing(path, mode) as descriptor:
+        write_all(descriptor, content)
+
+
 def own_file(path: str) -> int:
     """Open a file of this user's to read and write, or make it; return the descriptor.
 
@@ -122,7 +112,7 @@ def own_file(path: str) -> int:
     with reading(path) as found:
         status = os.fstat(found)
         if status.st_uid == os.geteuid() and status.st_nlink == 1:
-            descriptor = _open(path, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = _open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
             if os.path.samestat(os.fstat(descriptor), status):
                 return descriptor
             os.close(descriptor)
@@ -135,15 +125,9 @@ def own_file(path: str) -> int:
 def open_lock(path: str, mode: int = 0o666) -> int:
     """Open a regular file in which nothing is written, or make it; return the descriptor."""
     try:
-        descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
+        return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
     except PermissionError:  # another user's: to lock it, it is enough to read it
-        descriptor = _open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        _regular(descriptor, path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        return _open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def write_all(descriptor: int, content: memoryview | bytes) -> None:
@@ -155,21 +139,11 @@ def write_all(descriptor: int, content: memoryview | bytes) -> None:
 
 def remove_in(at: int, ours: Callable[[str], object]) -> list[str]:
     """Remove the files of a folder (a descriptor) whose names are ours; return the other names."""
-    others = []
-    for name in sorted(os.listdir(at)):
-        if ours(name):
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=at)
-        else:
-            others.append(name)
-    return others
-
-
-def owner(status: os.stat_result) -> str:
-    """Return whose a file is, in words."""
-    with suppress(KeyError):
-        return f"user {pwd.getpwuid(status.st_uid).pw_name}"
-    return f"user {status.st_uid}"
+    names = sorted(os.listdir(at))
+    for name in filter(ours, names):
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)
+    return [name for name in names if not ours(name)]
 
 
 def _open(path: str, flags: int, mode: int = 0o666, at: int | None = None) -> int:
@@ -183,6 +157,23 @@ def _open(path: str, flags: int, mode: int = 0o666, at: int | None = None) -> in
         raise OSError(errno.EINVAL, f"no file has such a name ({error})", path) from None
 
 
+def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
+    descriptor = _open(path, flags, mode)
+    try:
+        with naming(path):
+            kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind):
+            raise OSError(
+                errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL,
+                "it is no regular file, but a folder, a pipe, a socket or a device",
+                path,
+            )
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _explained(error: OSError, path: str) -> OSError:
     """The same error with the whole path, and with what is there if that is the problem."""
     why = error.strerror
@@ -191,7 +182,7 @@ def _explained(error: OSError, path: str) -> OSError:
         if stat.S_ISLNK(status.st_mode) and error.errno in (errno.ELOOP, errno.ENOTDIR):
             why = "it is a link, which is not followed here: remove it, or put a copy in its place"
         elif status.st_uid != os.geteuid() and error.errno in (errno.EACCES, errno.EPERM):
-            why = f"{why}: it belongs to {owner(status)}"
+            why = f"{why}: it belongs to user {status.st_uid}"
     return OSError(error.errno, why, path)
 
 
@@ -205,17 +196,3 @@ def _closing(descriptor: int, path: str) -> Iterator[int]:
                 os.close(descriptor)
             raise
         os.close(descriptor)  # where a network file system may report that it had no room
-
-
-def _regular(descriptor: int, path: str) -> os.stat_result:
-    with naming(path):
-        status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        kind = next(name for is_kind, name in _KINDS if is_kind(status.st_mode))
-        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
-        raise OSError(number, f"it is {kind}, and no regular file", path)
-    return status
-
-
-def _too_large(path: str, most: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most that is read", path)

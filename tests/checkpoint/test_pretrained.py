@@ -294,7 +294,7 @@ def test_a_hostile_header_is_refused(folder: Path, content: bytes, problem: str)
 @pytest.mark.parametrize(
     ("index", "problem"),
     [
-        ("{}", "has no weight_map"),
+        ("{}", "missing required field `weight_map`"),
         ('{"weight_map": {"w": "../x.safetensors"}}', "of names of files beside it"),
         ('{"weight_map": {"w": "/etc/passwd"}}', "of names of files beside it"),
         ('{"weight_map": {"w": "model.safetensors"}}', "says that w is in model.safetensors"),

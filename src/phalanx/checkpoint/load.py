@@ -297,7 +297,8 @@ def _into_optimizer(
                 group[key].copy_(value)  # a captured graph refers to this tensor
             else:
                 group[key] = value
-        steps_on_cpu = not (group.get("capturable") or group.get("fused"))
+        flags: tuple[Any, Any] = group.get("capturable"), group.get("fused")
+        steps_on_cpu = not any(flag is True for flag in flags)
         for parameter, found in of_group.items():
             if found:
                 optimizer.state[parameter] = {

@@ -20,7 +20,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.checkpoint.storage import COMMIT, MANIFEST, TENSOR_FILE
-from phalanx.errors import CheckpointDamagedError, UnsupportedObjectError, plain
+from phalanx.errors import CheckpointDamagedError, CheckpointError, UnsupportedObjectError, plain
 from phalanx.wire.codec import DEPTH, DIMENSIONS, DTYPES
 
 FORMAT = "phalanx checkpoint"
@@ -158,8 +158,17 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode(record: Manifest | Commit) -> bytes:
-    """The record as indented JSON; equal records give equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1)
+    """The record as indented JSON; equal records give equal bytes.
+
+    Raises `CheckpointError` for one that would not be read.
+    """
+    content = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    if len(content) > MOST_BYTES or not _may_refer(content):
+        raise CheckpointError(
+            f"the manifest would have {len(content):,} bytes ({MOST_BYTES:,} are read), or refer "
+            "to a tensor too often: keep long lists as tensors, and a tensor a few times"
+        )
+    return content
 
 
 def decode(content: bytes, kind: type[_T], path: str) -> _T:
@@ -191,7 +200,7 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
         )
     if xxh3_64_hexdigest(content) != record.xxh3:
         raise CheckpointDamagedError(f"{path} is not as it was written: its checksum differs")
-    if not may_refer(content):
+    if not _may_refer(content):
         raise CheckpointDamagedError(f"{path} refers to tensors more often than makes sense")
     version = decode(content, _Version, path)
     if version.format != FORMAT or version.version != VERSION:
@@ -208,7 +217,7 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
     return manifest
 
 
-def may_refer(content: bytes) -> bool:
+def _may_refer(content: bytes) -> bool:
     """Whether a manifest's values refer to its tensors as often as they may, or less."""
     return content.count(b'"$tensor"') <= 1000 + 10 * content.count(b'"dtype"')
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,13 +26,12 @@ from phalanx import files
 from phalanx.checkpoint.group import group_for
 from phalanx.checkpoint.hugging_face import DTYPE_NAMES, INDEX, SINGLE
 from phalanx.checkpoint.load import shown
-from phalanx.checkpoint.manifest import Count, Shape
+from phalanx.checkpoint.manifest import Count, Shape, decode
 from phalanx.checkpoint.state import ModelState, ParameterShard, model_state
 from phalanx.checkpoint.tensor_files import METADATA
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     plain,
@@ -329,12 +329,7 @@ def _entries(folder: str) -> dict[str, _Entry]:
 
 def _weight_map(path: str) -> dict[str, str]:
     content = files.read(path, _LONGEST_HEADER, follow=True)
-    try:
-        weight_map = msgspec.json.decode(content, type=_Index).weight_map
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointDamagedError(
-            f"{path} has no weight_map of names of files: {plain(str(error))}"
-        ) from None
+    weight_map = decode(content, _Index, path).weight_map
     for file in set(weight_map.values()):
         is_beside = os.path.basename(file) == file and file.isprintable()
         if not is_beside or not file.endswith(".safetensors"):
@@ -352,13 +347,10 @@ def _header(path: str) -> dict[str, _Entry]:
             start = bytearray(8)
             _read_into(descriptor, path, memoryview(start), 0)
             length = int.from_bytes(start, "little")
-            if length > size - 8:
+            if length > min(_LONGEST_HEADER, size - 8):
                 raise CheckpointDamagedError(
-                    f"{path} has {size} bytes, and announces a header of {length}"
-                )
-            if length > _LONGEST_HEADER:
-                raise CheckpointDamagedError(
-                    f"{path} announces a header of {length} bytes; {_LONGEST_HEADER} are read"
+                    f"{path} has {size} bytes, and announces a header of {length}; at most "
+                    f"{_LONGEST_HEADER} are read"
                 )
             text = bytearray(length)
             _read_into(descriptor, path, memoryview(text), 8)
@@ -371,40 +363,25 @@ def _header(path: str) -> dict[str, _Entry]:
     said.pop(METADATA, None)
     if len(_PLACES.findall(text)) > len(said):
         raise CheckpointDamagedError(f"{path} cannot be read: a name is there twice")
-    first, reached, in_order = 8 + length, 0, True
-    found: dict[str, _Entry] = {}
+    first, found, places = 8 + length, {}, []
     for name, entry in said.items():
-        shape, place, known = entry.shape, entry.data_offsets, _DTYPES.get(entry.dtype)
-        if type(shape) is not tuple or type(place) is not tuple or known is None:
-            raise _no_tensor(path, plain(name), entry)
+        shape, place = entry.shape, entry.data_offsets
+        if type(shape) is not tuple or type(place) is not tuple:
+            raise CheckpointDamagedError(f"{path}: {plain(name)} lacks what says where it is")
+        if entry.dtype not in _DTYPES:
+            raise CheckpointMismatchError(
+                f"{path}: {plain(name)} is of dtype {plain(entry.dtype)}, which is not known"
+            )
+        dtype, itemsize = _DTYPES[entry.dtype]
         begin, end = place
-        dtype, itemsize = known
         if end - begin != prod(shape) * itemsize or first + end > size:
             raise CheckpointDamagedError(
                 f"{path}: {plain(name)}, {dtype} {list(shape)}, cannot be bytes {begin}:{end} of "
                 f"{size - first}"
             )
-        in_order = in_order and begin >= reached
-        reached = end
+        places.append(place)
         found[name] = _Entry(path, dtype, shape, first + begin)
-    if not in_order:
-        _check_apart(path, said)
+    for (_, reached), (begin, _) in pairwise(sorted(places)):
+        if begin < reached:
+            raise CheckpointDamagedError(f"{path}: a tensor lies over another tensor, at {begin}")
     return found
-
-
-def _no_tensor(path: str, name: str, entry: _Said) -> CheckpointError:
-    """The error for an entry that lacks something, or is of a dtype that is not known."""
-    if not entry.dtype or type(entry.shape) is not tuple or type(entry.data_offsets) is not tuple:
-        return CheckpointDamagedError(f"{path}: {name} lacks what says where it is")
-    return CheckpointMismatchError(
-        f"{path}: {name} is of dtype {plain(entry.dtype)}, which is not known"
-    )
-
-
-def _check_apart(path: str, said: Mapping[str, _Said]) -> None:
-    reached = 0
-    for place, name in sorted((entry.data_offsets, name) for name, entry in said.items()):
-        assert isinstance(place, tuple)
-        if place[0] < reached:
-            raise CheckpointDamagedError(f"{path}: {plain(name)} lies over another tensor")
-        reached = place[1]

@@ -21,15 +21,7 @@ from phalanx import files
 from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import PendingSave, settle
 from phalanx.checkpoint.group import CheckpointGroup, group_for
-from phalanx.checkpoint.manifest import (
-    MOST_BYTES,
-    VERSION,
-    Commit,
-    FileRecord,
-    Manifest,
-    encode,
-    may_refer,
-)
+from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
 from phalanx.checkpoint.parts import cuts_of
 from phalanx.checkpoint.save_plan import (
     LocalTensors,
@@ -312,11 +304,6 @@ def _commit(path: str, manifest: Manifest) -> None:
     for file in manifest.files:
         _check_seen(path, file)
     content = encode(manifest)
-    if len(content) > MOST_BYTES or not may_refer(content):
-        raise CheckpointError(
-            f"{path}: the manifest would have {len(content):,} bytes ({MOST_BYTES:,} are read), or "
-            "refer to a tensor too often: keep long lists as tensors, and a tensor a few times"
-        )
     commit = Commit(VERSION, manifest.step, len(content), xxh3_64_hexdigest(content))
     unfinished = os.path.join(path, storage.UNFINISHED)
     storage.write_file(os.path.join(path, storage.MANIFEST), content)

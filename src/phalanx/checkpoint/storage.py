@@ -96,14 +96,9 @@ def parse(path: str) -> CheckpointFolder | None:
 
 def numbered(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
     """All numbered folders in a folder, by number; with links to such or without them."""
-    found = [parse(os.path.join(folder, name)) for name in os.listdir(folder)]
-    return sorted(
-        each
-        for each in found
-        if each is not None
-        and os.path.isdir(each.path)
-        and (links or not os.path.islink(each.path))
-    )
+    found = filter(None, (parse(os.path.join(folder, name)) for name in os.listdir(folder)))
+    folders = (each for each in found if os.path.isdir(each.path))
+    return sorted(each for each in folders if links or not os.path.islink(each.path))
 
 
 def committed(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
@@ -282,7 +277,7 @@ def _held(folder: str) -> Iterator[int]:
             status = os.fstat(descriptor)
             if not made and status.st_uid != os.geteuid():
                 raise CheckpointError(
-                    f"{folder} is there, and belongs to {files.owner(status)}: have it removed, or "
+                    f"{folder} is there, and belongs to user {status.st_uid}: have it removed, or "
                     "name another folder"
                 )
             try:

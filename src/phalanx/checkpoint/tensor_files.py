@@ -211,7 +211,7 @@ class Reader:
         self.manifest = manifest
         self._requests: dict[int, list[_Request]] = defaultdict(list)
         self._whole: dict[str, Tensor] = {}
-        self._referred = 0  # bytes of tensors to which values refer
+        self._referred = 0  # bytes of the copies that values get
         self._most = HELD + 16 * sum(file.bytes for file in manifest.files)
 
     def part(self, record: TensorRecord, part: Slice) -> Tensor:
@@ -231,11 +231,7 @@ class Reader:
         return flat
 
     def whole(self, name: str) -> Tensor:
-        """Request a whole tensor of the state files; the same one if requested again.
-
-        Raises `CheckpointDamagedError` where values, which are given copies, refer to far more
-        bytes than the files have.
-        """
+        """Request a whole tensor of the state files; the same one if requested again."""
         if name not in self._whole:
             record = self.record(name)
             self._whole[name] = self.part(record, Slice.whole(record.shape)).view(record.shape)

@@ -174,23 +174,18 @@ def bench_command(
     report = start.new_report(wanted, counts, table)
     if _run_and_show(report):
         if json_file is not None:
-            _write(json_file, reports.as_json(report))
+            files.write(os.path.realpath(json_file), reports.as_json(report))
             typer.echo(f"{json_file}: all figures")
         if plot is not None:
             reports.draw(report, plot)
             typer.echo(f"{plot}: the picture")
         if tune is not None:
-            _write(tune, reports.as_tuning(report))
+            files.write(os.path.realpath(tune), reports.as_tuning(report))
             typer.echo(
                 f"{tune}: with PHALANX_TUNING={tune} in the environment of every rank, and the "
                 "same file on every host, auto picks by it"
             )
     raise typer.Exit(1 if report.wrong else 0)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with files.replacing(os.path.realpath(path)) as file:
-        files.write_all(file, content)
 
 
 def _run_and_show(report: BenchReport) -> bool:

@@ -70,7 +70,7 @@ def inspect_command(
     """
     from phalanx.checkpoint.stored import describe, open_checkpoint  # noqa: PLC0415
 
-    found = _done("inspect", folder, lambda: describe(open_checkpoint(folder, step)))
+    found = _done("inspect", lambda: describe(open_checkpoint(folder, step)))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -131,20 +131,19 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
     from phalanx.checkpoint.stored import checkpoints_in, nbytes_in, verify  # noqa: PLC0415
     from phalanx.errors import CheckpointDamagedError, CheckpointIOError  # noqa: PLC0415
 
-    paths = _done("verify", folder, lambda: checkpoints_in(folder, step))
-    damaged: list[str] = []
+    paths = _done("verify", lambda: checkpoints_in(folder, step))
+    damaged: list[Exception] = []
     fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
         for path in paths:
             try:
-                nbytes = _done("verify", path, partial(verify, path, advance))
+                nbytes = _done("verify", partial(verify, path, advance))
                 fine.append(f"{path}: {_size(nbytes)}")
             except (CheckpointDamagedError, CheckpointIOError) as error:
-                is_read = isinstance(error, CheckpointDamagedError)
-                damaged.append(f"{'damaged' if is_read else 'unread '}  {error}")
+                damaged.append(error)
     for problem in damaged:
-        _say(problem)
+        _say(f"damaged  {problem}")
     for line in fine:
         _say(f"ok       {line}")
     raise typer.Exit(1 if damaged else 0)
@@ -201,21 +200,19 @@ def export_command(
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
-    checkpoint = _done("export", folder, lambda: open_checkpoint(folder, step))
-    parts = _done("export", folder, lambda: [open_checkpoint(each, step) for each in part or ()])
+    checkpoint = _done("export", lambda: open_checkpoint(folder, step))
+    parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
             from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
 
             exported = _done(
                 "export",
-                folder,
                 lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin),
             )
         else:
             exported = _done(
                 "export",
-                folder,
                 lambda: export_hugging_face(
                     checkpoint, out, parts=parts, shard_size=most, config=config, begin=begin
                 ),
@@ -270,7 +267,6 @@ def import_command(
     with _progress("import") as begin:
         imported = _done(
             "import",
-            source,
             lambda: import_dcp(
                 source,
                 folder,
@@ -291,11 +287,11 @@ def import_command(
 # What the commands share
 
 
-def _done(what: str, folder: Path | str, attempt: Callable[[], _T]) -> _T:
+def _done(what: str, attempt: Callable[[], _T]) -> _T:
     """Call it; an OSError in it becomes one of ours, which names the file."""
     from phalanx.checkpoint.group import CheckpointGroup  # noqa: PLC0415
 
-    return CheckpointGroup(None, what, None, str(folder)).on_all(attempt)[0]
+    return CheckpointGroup(None, what, None).on_all(attempt)[0]
 
 
 def _say(text: str) -> None:

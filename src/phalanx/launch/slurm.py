@@ -30,7 +30,7 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     MisuseError,
 )
-from phalanx.files import replacing, write_all
+from phalanx.files import write
 from phalanx.launch.reaper import die_with_parent
 from phalanx.launch.store import tries
 from phalanx.transport.tcp.addresses import resolve
@@ -234,8 +234,7 @@ def _leave(path: Path) -> str:
     with suppress(AuthenticationError):
         return _read(path)
     token = secrets.token_hex(32)
-    with replacing(str(path), 0o600) as file:
-        write_all(file, f"{token}\n".encode())
+    write(str(path), f"{token}\n".encode(), 0o600)
     return token
 
 

@@ -77,8 +77,7 @@ class WatchFolder:
         """Publish a part of the job, or `OTHERS`. `OSError` when it cannot be written: nothing is
         left then.
         """
-        with files.replacing(str(self.path / name), 0o600) as file:
-            files.write_all(file, msgspec.json.encode(part))
+        files.write(str(self.path / name), msgspec.json.encode(part), 0o600)
 
     def _touched_at(self) -> int:
         with suppress(OSError):

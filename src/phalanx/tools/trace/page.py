@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import MisuseError
-from phalanx.files import reading, replacing, write_all
+from phalanx.files import reading, write
 from phalanx.tools.one_page import as_text, assemble
 from phalanx.tools.trace.merged import MergedTrace, RankSummary
 from phalanx.tools.trace.profile import BINS, STATES, RankProfile, Slow
@@ -84,8 +84,7 @@ def _beside(output: Path, suffix: str, option: str) -> Path:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
     try:
-        with replacing(str(path)) as file:
-            write_all(file, content)
+        write(str(path), content)
     except OSError as error:
         raise MisuseError(f"{path} cannot be written ({error})") from error
 
